@@ -14,7 +14,7 @@ import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.observe.console import Console
-from rayrec.training.signals import Signals
+from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.ray_pool import RayPool
 from rayrec.tuning.trials import Job, Standing, folder_of

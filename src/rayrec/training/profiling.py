@@ -16,7 +16,7 @@ from typing import Any, Final
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.events import follow
-from rayrec.training.mailbox import Mailbox
+from rayrec.training.stop_monitor import Mailbox
 from rayrec.workloads.base import MOST_PROFILED_STEPS
 
 TRACE: Final = "trace.json.gz"

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rayrec import storage
 from rayrec.cluster import connection
 from rayrec.observe.events import EventWriter
-from rayrec.training.mailbox import Mailbox, Wish
 from rayrec.training.profiling import TRACE, Window, profile_folder
+from rayrec.training.stop_monitor import Mailbox, Wish
 from rayrec.workloads.base import MOST_PROFILED_STEPS, WorkerContext
 
 TABLE: Final = "operations.txt"

@@ -3,14 +3,165 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
+from typing import Any, Final, Protocol, Self, final
 
 from rayrec.data.engine import STOP_ASKED
-from rayrec.training.mailbox import Mailbox
-from rayrec.training.signals import last_save_s
+from rayrec.workloads.base import FailureConfig
+
+
+class Signals:
+    """While it is entered (by the main thread; elsewhere it does nothing), SIGTERM raises SystemExit(143) and Ctrl-C
+    KeyboardInterrupt; between `held` the first signal is only noted, and the second raises. `asked`, set by another thread,
+    counts as a noted SIGTERM."""
+
+    def __init__(self, asked: threading.Event | None = None) -> None:
+        self._asked = asked or threading.Event()
+        self._noted: str | None = None
+        self._held = False
+        self._before: dict[int, Any] = {}
+
+    @property
+    def cause(self) -> str | None:
+        """What was noted: SIGTERM, SIGINT or a request to stop."""
+        return self._noted or ("a request to stop" if self._asked.is_set() else None)
+
+    @cause.setter
+    def cause(self, noted: str | None) -> None:
+        self._noted = noted
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first = self._noted is None
+        self._noted = self._noted or signal.Signals(number).name
+        if not (first and self._held):
+            self.throw()
+
+    def throw(self) -> None:
+        """Raises what the noted signal stands for."""
+        if self.cause == "SIGINT":
+            raise KeyboardInterrupt
+        raise SystemExit(143)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The first signal is noted only."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+
+_WRITE_MARGIN: Final = 1.5
+"""A save may take so many times as long as the one before."""
+_MARGIN_S: Final = 2.0
+
+
+@final
+class Grace:
+    """The time that workers have to save after a request to stop: failure.grace_s, and again as much after every look at
+    which more bytes had been written, failure.max_grace_s in all."""
+
+    def __init__(self, failure: FailureConfig, *, now_s: float) -> None:
+        self._grace_s = failure.grace_s
+        self._end_s = now_s + max(failure.grace_s, failure.max_grace_s)
+        self._deadline_s = now_s + failure.grace_s
+        self._written_bytes: int | None = None
+
+    def over(self, now_s: float, *, written_bytes: int) -> bool:
+        """Whether the workers are no longer waited for. `written_bytes`: by all saves of the attempt so far."""
+        if self._written_bytes is not None and written_bytes > self._written_bytes:
+            self._deadline_s = now_s + self._grace_s
+        self._written_bytes = written_bytes
+        return now_s > min(self._deadline_s, self._end_s)
+
+
+def unsaved_cause(cause: str | None, failure: FailureConfig) -> str:
+    """One line on a stop, for `cause`, that `Grace` was over for. Pure."""
+    return (
+        f"{cause}, and the last checkpoint made no progress for failure.grace_s ({failure.grace_s:.0f} s) or took longer than "
+        f"failure.max_grace_s ({failure.max_grace_s:.0f} s)"
+    )
+
+
+def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float:
+    """When to save and end before a node is preempted at `deadline_s`. Pure.
+
+    `write_s`: what the last save took; `between_s`: the time between two looks at the clock, which a step may lengthen.
+    """
+    return deadline_s - (_WRITE_MARGIN * write_s + 2 * between_s + _MARGIN_S)
+
+
+Wish = dict[str, Any]
+"""For a profile: the fields of `rayrec.training.step_profiler.Window`."""
+
+
+class Mailbox(Protocol):
+    """Of one attempt; picklable if its workers are other processes. A mailbox that cannot be reached any more raises OSError."""
+
+    def read(self) -> str | None:
+        """The first reason to stop that the driver gave; None if it gave none."""
+        ...
+
+    def wrote(self, rank: int, written_bytes: int) -> None:
+        """Reports what a worker's saves have written so far."""
+        ...
+
+    def ask(self, wish: Wish) -> None:
+        """Asks all workers for a profile."""
+        ...
+
+    def watch(self, wished: Callable[[Wish], None]) -> None:
+        """Calls `wished`, in some thread, for every wish from now on, until the attempt ends."""
+        ...
+
+
+class LocalMailbox:
+    """For a worker in the driver's own process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cause: str | None = None
+        self._written: dict[int, int] = {}
+        self._watching: list[Callable[[Wish], None]] = []
+
+    def send(self, cause: str) -> None:
+        """Asks the worker to save and end; the first cause stays."""
+        with self._lock:
+            self._cause = self._cause or cause
+
+    def read(self) -> str | None:
+        return self._cause
+
+    def wrote(self, rank: int, written_bytes: int) -> None:
+        self._written[rank] = written_bytes
+
+    def written_bytes(self) -> int:
+        """By the worker's saves."""
+        return sum(self._written.values())
+
+    def ask(self, wish: Wish) -> None:
+        for wished in list(self._watching):
+            wished(wish)
+
+    def watch(self, wished: Callable[[Wish], None]) -> None:
+        self._watching.append(wished)
+
 
 MORE_WORKERS = "there is room for more workers"
 NO_DATA_NODES = "the nodes that ran data tasks are gone, and others can run them"

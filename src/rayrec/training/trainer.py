@@ -37,7 +37,7 @@ from rayrec.training.resume import (
     data_versions,
     with_old,
 )
-from rayrec.training.signals import Signals
+from rayrec.training.stop_monitor import Signals
 from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, RunContext, TrainConfig
 
 if TYPE_CHECKING:

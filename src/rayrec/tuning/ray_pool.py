@@ -15,7 +15,7 @@ import ray
 from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.observe.console import Console
-from rayrec.training.signals import Signals
+from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.trials import Job, failed, train_part
 from rayrec.workloads.base import ClusterConfig, TrainConfig

@@ -23,7 +23,7 @@ from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece
 from rayrec.ingest.stream import STOP_ASKED, encoded_block, stream
 from rayrec.training import stop_monitor
-from rayrec.training.mailbox import LocalMailbox
+from rayrec.training.stop_monitor import LocalMailbox
 
 BLOCKS = 4
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from ray.train import PreemptionInfo
 
-from rayrec.training.signals import Grace, last_save_s
-from rayrec.training.stop_monitor import MORE_WORKERS, NODE_GOES, RESUMES, StopWatch
+from rayrec.training.stop_monitor import MORE_WORKERS, NODE_GOES, RESUMES, Grace, StopWatch, last_save_s
 from rayrec.workloads.base import FailureConfig
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayrec.training.mailbox import LocalMailbox, Mailbox, Wish
+from rayrec.training.stop_monitor import LocalMailbox, Mailbox, Wish
 
 
 def test_the_first_cause_stays() -> None:

@@ -16,8 +16,8 @@ from rayrec import recipes, storage
 from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.training import profiling, step_profiler
-from rayrec.training.mailbox import LocalMailbox, Wish
 from rayrec.training.profiling import request_profile, watched_requests, worker_variables
+from rayrec.training.stop_monitor import LocalMailbox, Wish
 from rayrec.workloads.base import ProfileConfig, WorkerContext
 
 

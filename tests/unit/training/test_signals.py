@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from rayrec.training.signals import Signals
-from rayrec.training.stop_monitor import MORE_WORKERS, StopWatch
+from rayrec.training.stop_monitor import MORE_WORKERS, Signals, StopWatch
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])

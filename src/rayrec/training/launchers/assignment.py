@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.timing import Stopwatch
-from rayrec.training.mailbox import Mailbox
+from rayrec.training.stop_monitor import Mailbox
 from rayrec.workloads.base import TrainConfig, WarmStart
 
 if TYPE_CHECKING:
     from rayrec.cluster.connection import Layout
     from rayrec.observe.events import EventWriter
-    from rayrec.training.signals import Signals
+    from rayrec.training.stop_monitor import Signals
 
 
 @dataclasses.dataclass(frozen=True)

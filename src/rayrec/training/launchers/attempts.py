@@ -27,8 +27,7 @@ from rayrec.training.launchers.failures import Tolerance, cause_of, is_without_r
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
 from rayrec.training.profiling import watched_requests, worker_variables
-from rayrec.training.signals import Grace, unsaved_cause
-from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES
+from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Grace, unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
 _LOOK_S = 0.1

@@ -16,7 +16,7 @@ from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.training.launchers.assignment import Launch
 from rayrec.training.preflight import layout_here
-from rayrec.training.signals import unsaved_cause
+from rayrec.training.stop_monitor import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
 _WORKER_MODULE: Final = "rayrec.training.launchers.process_worker"

@@ -18,10 +18,9 @@ from rayrec import storage
 from rayrec.checkpoint import write_token
 from rayrec.data.engine import STOP_ASKED, StreamEngine
 from rayrec.training.launchers.assignment import Assignment, Launch
-from rayrec.training.mailbox import LocalMailbox, Mailbox
 from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.profiling import watched_requests
-from rayrec.training.signals import Grace, Signals
+from rayrec.training.stop_monitor import Grace, LocalMailbox, Mailbox, Signals
 from rayrec.training.worker import Seat, run_worker
 from rayrec.training.worker_logs import worker_logs
 from rayrec.workloads.base import TrainConfig

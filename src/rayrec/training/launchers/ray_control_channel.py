@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayrec.training.mailbox import Wish
+from rayrec.training.stop_monitor import Wish
 
 _ANSWER_S = 10.0
 _MOST_CALLS = 100_000

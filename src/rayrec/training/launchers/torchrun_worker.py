@@ -23,9 +23,8 @@ from rayrec.config import InputError, line_of
 from rayrec.data.engine import ThreadEngine
 from rayrec.training.launchers.assignment import Assignment, Launch
 from rayrec.training.launchers.process_worker import watched, work
-from rayrec.training.mailbox import LocalMailbox, Wish
 from rayrec.training.process_group import group_arguments, use_device
-from rayrec.training.signals import Signals
+from rayrec.training.stop_monitor import LocalMailbox, Signals, Wish
 from rayrec.training.worker import Seat
 from rayrec.workloads.base import TrainConfig
 

@@ -21,7 +21,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 from rayrec.training.launchers import attempts
 from rayrec.training.launchers.assignment import Launch
-from rayrec.training.signals import Signals
+from rayrec.training.stop_monitor import Signals
 from rayrec.workloads.base import TrainConfig
 
 DIED = WorkerGroupError("died", {0: ValueError("no")})
