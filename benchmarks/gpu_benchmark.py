@@ -231,7 +231,7 @@ def peaks(*, on: str) -> dict[str, float]:
     written bytes counted."""
     import torch
 
-    from rayrec.training.device_peak import multiply_adds_per_s
+    from rayrec.training.step_log import multiply_adds_per_s
     from rayrec.training.worker import allow_tf32
 
     place = torch.device("cuda", 0) if on == "cuda" else torch.device("cpu")

@@ -25,8 +25,7 @@ from rayrec.observe.timing import Stopwatch
 from rayrec.observe.tracking.config import Makers, TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.training import dataframe_input, warm_start
-from rayrec.training.launchers.assignment import Launch
-from rayrec.training.launchers.base import Launcher, launcher_of
+from rayrec.training.launchers.base import Launch, Launcher, launcher_of
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.training.resume import (
     LENGTHS,

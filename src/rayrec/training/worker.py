@@ -39,11 +39,11 @@ from rayrec.observe.events import EventWriter
 from rayrec.observe.timing import Stopwatch
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
-from rayrec.training.device_peak import multiply_adds_per_s_or_zero
-from rayrec.training.launchers.assignment import Assignment
-from rayrec.training.launchers.store_watch import StoreWatch
+from rayrec.training.launchers.base import Assignment
+from rayrec.training.launchers.ray_metrics import StoreWatch
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all, restore_model, start_from
+from rayrec.training.step_log import multiply_adds_per_s_or_zero
 from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, SaveReporter, StopWatch
 from rayrec.workloads.base import ScalingConfig, TrainConfig, TrainLoader, WorkerContext, WorkerSetup

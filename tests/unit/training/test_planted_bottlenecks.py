@@ -33,8 +33,8 @@ from rayrec.ingest.stream import encode_task
 from rayrec.observe.bottleneck import Verdict, verdict
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training import loop, step_log
-from rayrec.training.device_peak import multiply_adds_per_s
 from rayrec.training.loop import Progress
+from rayrec.training.step_log import multiply_adds_per_s
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
 from rayrec.workloads.step_timer import HostClock
 
@@ -248,6 +248,6 @@ def test_categories_dear_to_encode(prepared: tuple[LogIndex, Preprocessor], monk
 
 def test_the_peak_is_that_of_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """At least what a product of this shape does here; a core makes a billion multiply-adds a second on any machine."""
-    monkeypatch.setattr("rayrec.training.device_peak._WINDOW_S", 0.5)
+    monkeypatch.setattr("rayrec.training.step_log._WINDOW_S", 0.5)
     assert multiply_adds_per_s(torch.device("cpu"), precision="fp32") > 1e9
     assert multiply_adds_per_s(torch.device("cpu"), precision="bf16") > 1e8

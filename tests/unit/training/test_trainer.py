@@ -25,7 +25,7 @@ from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training import trainer
 from rayrec.training.launchers import ray_launcher
-from rayrec.training.launchers.assignment import Launch
+from rayrec.training.launchers.base import Launch
 from rayrec.training.trainer import Result, is_longer, run_hash, summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 

@@ -17,11 +17,11 @@ from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, weights_sha256
 from rayrec.config import InputError
 from rayrec.row_tally import RowNumbers, RowTally
-from rayrec.training import device_peak, worker
-from rayrec.training.device_peak import multiply_adds_per_s, multiply_adds_per_s_or_zero
-from rayrec.training.launchers.assignment import Assignment
+from rayrec.training import step_log, worker
+from rayrec.training.launchers.base import Assignment
 from rayrec.training.loop import Progress
 from rayrec.training.state import model_tensors
+from rayrec.training.step_log import multiply_adds_per_s, multiply_adds_per_s_or_zero
 from rayrec.training.worker import finish
 from rayrec.workloads.base import ScalingConfig
 
@@ -199,7 +199,7 @@ def test_an_outdated_summary_goes_with_the_first_save_and_slow_saves_are_told_on
 
 
 def test_a_way_to_multiply_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_peak, "_WINDOW_S", 0.001)
+    monkeypatch.setattr(step_log, "_WINDOW_S", 0.001)
     whole = multiply_adds_per_s(CPU, precision="fp32")
 
     def gone(*_: Any, **__: Any) -> Any:
@@ -220,7 +220,7 @@ def test_a_peak_that_cannot_be_measured_is_zero_and_told(
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(device_peak, "_of_cuda", full)
+    monkeypatch.setattr(step_log, "_of_cuda", full)
     with caplog.at_level(logging.WARNING):
         assert multiply_adds_per_s_or_zero(torch.device("cuda"), precision="bf16") == 0.0
     assert "the peak of cuda is not known (CUDA out of memory)" in caplog.text

@@ -14,7 +14,7 @@ from rayrec.cluster import connection
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
-from rayrec.training.launchers.assignment import Launch
+from rayrec.training.launchers.base import Launch
 from rayrec.training.preflight import layout_here
 from rayrec.training.stop_monitor import unsaved_cause
 from rayrec.workloads.base import TrainConfig

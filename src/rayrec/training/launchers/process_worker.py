@@ -17,7 +17,7 @@ from torch import distributed
 from rayrec import storage
 from rayrec.checkpoint import write_token
 from rayrec.data.engine import STOP_ASKED, StreamEngine
-from rayrec.training.launchers.assignment import Assignment, Launch
+from rayrec.training.launchers.base import Assignment, Launch
 from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.profiling import watched_requests
 from rayrec.training.stop_monitor import Grace, LocalMailbox, Mailbox, Signals

@@ -2,23 +2,323 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import ray
+import ray.train
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from rayrec import machine
-from rayrec.cluster import connection
+from rayrec import machine, storage
+from rayrec.checkpoint import latest, write_token
+from rayrec.cluster import connection, prestart
 from rayrec.cluster.node_storage import require_reachable
+from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
+from rayrec.config import InputError
 from rayrec.data.engine import Shared, StreamEngine, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
-from rayrec.training.launchers.assignment import Launch
-from rayrec.training.launchers.attempts import run_attempts, share_out, start_ahead, wait_for_room
-from rayrec.training.launchers.failures import cause_of
+from rayrec.training.launchers.base import Assignment, Launch
+from rayrec.training.launchers.failures import Tolerance, cause_of, is_without_room, worker_failures
+from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
+from rayrec.training.launchers.ray_control_channel import StopRequest
+from rayrec.training.profiling import watched_requests, worker_variables
+from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Grace, unsaved_cause
 from rayrec.workloads.base import TrainConfig
+
+_LOOK_S = 0.1
+_DATA_NODES_POLL_S = 5.0
+_DATA_NODES_S = 20.0
+"""Seconds without a node for data tasks after which an attempt saves and ends."""
+_NODES_S = 2.0
+"""Seconds between two looks at the nodes."""
+_START_AHEAD_S: Final = 600.0
+"""Seconds that processes for the first attempt are kept while data is prepared."""
+
+
+def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> connection.Layout:
+    """How the run shares out the cluster as it is now; `probe` and `free` as for `cluster.alive_nodes`. Raises InputError where
+    it does not fit."""
+    return connection.layout(
+        connection.alive_nodes(probe=probe, free=free),
+        num_workers=config.scaling.num_workers,
+        use_gpu=config.scaling.use_gpu,
+        cpus_per_worker=config.scaling.cpus_per_worker,
+        resources_per_worker=config.scaling.resources_per_worker,
+        data_nodes=config.cluster.data_nodes,
+    )
+
+
+def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> connection.Layout:
+    """How the run shares out the cluster, or with `free` what others leave of it, once there is room. Raises InputError after
+    failure.node_wait_s."""
+    deadline_s = time.monotonic() + config.failure.node_wait_s
+    awaited = "resources that others hold" if free else "nodes"
+    said = False
+    while True:
+        try:
+            return share_out(config, probe=True, free=free)
+        except InputError as error:
+            if time.monotonic() > deadline_s:
+                raise InputError(f"waited {config.failure.node_wait_s:.0f} s for {awaited}; {error}") from None
+            if not said:
+                note(f"waiting for {awaited}: {error}")
+                said = True
+            time.sleep(_NODES_S)
+
+
+def run_attempts(config: TrainConfig, launch: Launch) -> dict[str, Any] | None:
+    """What a finished run's worker 0 returned; None where a signal ended the run before.
+
+    Raises InputError for what the user can fix (never tried again), and what the last attempt failed with where
+    failure.max_failures are used up, which writes no event here.
+    """
+    number, crowded = 0, False
+    events, signals = launch.events, launch.signals
+    tolerance = Tolerance(config.failure)
+    groups = _placement_groups()
+    while True:
+        number += 1
+        events.write("attempt", number=number, num_workers=launch.shares.num_workers)
+        start_s, before = time.monotonic(), _newest_step(config, launch.folder)
+        try:
+            outcome = _attempt(config, launch, crowded=crowded)
+        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+            attempt_s = time.monotonic() - start_s
+            was_crowded, crowded = crowded, is_without_room(error)
+            _free_workers(groups)
+            if signals.cause is not None:
+                events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
+                return None
+            progressed = _newest_step(config, launch.folder) > before
+            # Raises an error that ends the run; after others, the run continues with the next attempt.
+            pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
+            if not crowded:
+                events.write("failure", cause=cause_of(error))
+            elif not was_crowded:  # it never began
+                launch.note(f"no place for {launch.shares.num_workers} workers yet: others hold what they need")
+            time.sleep(pause_s)
+        except BaseException:  # a second signal, say
+            _abandon_workers(groups)
+            raise
+        else:
+            if outcome is None:
+                _abandon_workers(groups)
+                events.write("failure", cause=unsaved_cause(signals.cause, config.failure), last=True)
+                return None
+            if "stopped" not in outcome:
+                return outcome
+            if signals.cause is not None:
+                return None
+            crowded, tolerance = False, Tolerance(config.failure)
+        since_s, before_text = time.time(), launch.shares.text()
+        launch = dataclasses.replace(launch, since_s=since_s, shares=wait_for_room(config, launch.note, free=crowded))
+        if launch.shares.num_nodes > 1 and launch.shares.text() != before_text:
+            launch.note(launch.shares.text())
+
+
+def _newest_step(config: TrainConfig, folder: str) -> int:
+    with storage.patience(config.failure.max_outage_s):
+        checkpoint = latest(folder)
+    return checkpoint.step if checkpoint else 0
+
+
+def _placement_groups() -> set[str]:
+    """Of this driver, those that hold resources."""
+    job = ray.get_runtime_context().get_job_id()
+    return {
+        name for name, group in placement_group_table().items() if name.endswith(job) and group["state"] != "REMOVED"
+    }
+
+
+def _free_workers(before: set[str]) -> None:
+    """Gives back what a controller that died, or is not waited for, had reserved for its workers, and with it ends them."""
+    for name in _placement_groups() - before:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+
+
+def _abandon_workers(before: set[str]) -> None:
+    """Ends those that nobody waits for any more: they would train on for as long as this process lives, and it may be Python's
+    caller that does."""
+    with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone has none
+        _free_workers(before)
+
+
+def _attempt(config: TrainConfig, launch: Launch, *, crowded: bool) -> dict[str, Any] | None:
+    """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
+    part of the cluster."""
+    request, shares, signals = StopRequest(), launch.shares, launch.signals
+    placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
+    engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
+    token = write_token(launch.folder, max_outage_s=config.failure.max_outage_s)
+    assignment = Assignment.of(launch, config, engine, request.mailbox, token)
+    future: Future[dict[str, Any]] = Future()
+
+    def fit() -> None:
+        try:
+            future.set_result(_fit(config, assignment, shares))
+        except BaseException as error:
+            future.set_exception(error)
+
+    # In a thread of its own, so that this one can look around, and Ray Train leaves the signals alone.
+    threading.Thread(target=fit, name="attempt", daemon=True).start()
+    growth, data_nodes = _Growth(config, shares.num_workers, crowded=crowded), _DataNodes(config, shares)
+    grace: Grace | None = None
+    try:
+        with signals.held(), watched_requests(launch.folder, request.mailbox):
+            while not future.done():
+                wait([future], timeout=_LOOK_S)
+                if signals.cause is not None:
+                    grace = grace or Grace(config.failure, now_s=time.monotonic())
+                    request.send(signals.cause)
+                    if not future.done() and grace.over(time.monotonic(), written_bytes=request.written_bytes()):
+                        return None
+                elif growth.possible():
+                    request.send(MORE_WORKERS)
+                elif data_nodes.gone():
+                    request.send(NO_DATA_NODES)
+    finally:  # also after a second signal
+        request.close()
+    return future.result()
+
+
+def worker_environment(config: TrainConfig) -> dict[str, str]:
+    """The environment variables that Ray Train gives the workers, beside its own. Their processes import what workers need when
+    they start, if that `is_possible` and no worker gets GPUs: Ray assigns them after a process has started, when torch may have
+    looked for them already."""
+    variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
+    if not config.scaling.use_gpu and prestart.is_possible():
+        variables.update(prestart.importing([WORKER_MODULE], without_ray=config.workload.WORKER_MODULES))
+    return variables
+
+
+def start_ahead(config: TrainConfig, shares: connection.Layout) -> None:
+    """Has the processes of the first attempt's workers started now, if their node and environment are known: on a Ray of one
+    node."""
+    variables = worker_environment(config)
+    if not prestart.imports_ahead(variables):
+        return
+    prestart.start_actors_of_data()
+    if len(nodes := [node for node in ray.nodes() if node["Alive"]]) == 1:
+        environment = prestart.of_train_workers(variables)
+        prestart.prestart(nodes[0], environment, num_processes=shares.num_workers, keep_s=_START_AHEAD_S)
+
+
+def process_group(config: TrainConfig) -> ProcessGroup:
+    """How the workers' process group is made. A worker that waits for a store keeps the others waiting as long. Pure."""
+    timeout_s = math.ceil(config.failure.max_outage_s + config.failure.collective_timeout_s)
+    return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
+
+
+def _fit(config: TrainConfig, assignment: Assignment, shares: connection.Layout) -> dict[str, Any]:
+    # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
+    reference = ray.put(assignment)
+    with storage.Scratch("attempt") as scratch:  # Ray Train gets no checkpoint
+        trainer = data_parallel_trainer.DataParallelTrainer(
+            train_worker,  # type: ignore[arg-type]  # its value is handed on
+            train_loop_config={"assignment": reference},
+            backend_config=process_group(config),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=shares.num_workers,
+                use_gpu=config.scaling.use_gpu,
+                resources_per_worker=shares.worker_resources,
+                placement_strategy=config.scaling.placement_strategy,
+            ),
+            run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # typed as Train V1's
+                name=config.name,
+                storage_path=scratch,
+                # Its own retries keep the number of workers, and some have no limit.
+                failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]  # typed as Train V1's
+                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
+                ),
+                logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+                worker_runtime_env={"env_vars": worker_environment(config)},
+            ),
+        )
+        # Its helper, which frees what a dead controller leaves, blocks for 12 s at the end of every attempt where the cluster has
+        # no dashboard, and is no use there; `_free_workers` does its work. The other starts a process for Datasets, and the
+        # trainer is given none.
+        data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback  # type: ignore[misc,assignment]
+        data_parallel_trainer.DatasetsCallback = _NoDatasets  # type: ignore[misc,assignment]
+        try:
+            return trainer.fit().return_value  # type: ignore[attr-defined]  # typed as Train V1's
+        except ray.train.TrainingFailedError as error:
+            for failure in worker_failures(error).values():
+                if isinstance(failure, InputError):
+                    raise InputError(str(failure)) from None
+            raise
+
+
+class _NoDatasets(WorkerGroupCallback):
+    """In place of what gives workers their shards of Ray Train's Datasets."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+
+class _DataNodes:
+    """Whether no node is left that can run the data tasks of an attempt, and another layout of the cluster has some."""
+
+    def __init__(self, config: TrainConfig, shares: connection.Layout) -> None:
+        self._config, self._shares = config, shares
+        self._next_poll_s = time.monotonic() + _DATA_NODES_POLL_S
+        self._gone_since_s: float | None = None
+
+    def gone(self) -> bool:
+        """True once the nodes are gone for `_DATA_NODES_S`. Ray would queue the tasks without end."""
+        now_s = time.monotonic()
+        if now_s < self._next_poll_s:
+            return False
+        self._next_poll_s = now_s + _DATA_NODES_POLL_S
+        try:
+            there = connection.data_nodes(self._shares) or not self._another_layout()
+        except ray.exceptions.RayError:  # the head does not answer, and says nothing of the nodes
+            there = True
+        if there:
+            self._gone_since_s = None
+            return False
+        self._gone_since_s = self._gone_since_s or now_s
+        return now_s - self._gone_since_s >= _DATA_NODES_S
+
+    def _another_layout(self) -> bool:
+        try:
+            return share_out(self._config).per_worker.label_selector != self._shares.per_worker.label_selector
+        except InputError:  # without room for the workers, the attempt waits for nodes
+            return False
+
+
+class _Growth:
+    """Whether nodes that joined have given room for more workers, twice in a row and not too soon."""
+
+    def __init__(self, config: TrainConfig, num_workers: int, *, crowded: bool) -> None:
+        """`crowded`: what others hold of the cluster now does not count as gained."""
+        self._config = config
+        self._room = max(num_workers, self._num_workers()) if crowded else num_workers
+        self._next_look_s = time.monotonic() + config.scaling.resize_interval_s
+        self._seen = False
+
+    def possible(self) -> bool:
+        if self._room >= self._config.scaling.max_workers or time.monotonic() < self._next_look_s:
+            return False
+        self._next_look_s = time.monotonic() + _NODES_S
+        before, self._seen = self._seen, self._num_workers() > self._room
+        return before and self._seen
+
+    def _num_workers(self) -> int:
+        try:
+            return share_out(self._config).num_workers
+        except InputError:  # nodes were lost: the attempt is about to fail
+            return 0
+
 
 _FEW_TASKS: Final = 8
 """Blocks of a log that one thread indexes in about a second."""

@@ -18,7 +18,7 @@ import torch
 from rayrec import machine, storage
 from rayrec.cluster.prestart import imports_ahead, prestart
 from rayrec.observe.timing import process_age_s
-from rayrec.training.launchers.assignment import Assignment
+from rayrec.training.launchers.base import Assignment
 from rayrec.training.process_group import use_device
 from rayrec.training.worker import Seat, run_worker
 from rayrec.training.worker_logs import worker_logs

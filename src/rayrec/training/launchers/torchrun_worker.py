@@ -21,7 +21,7 @@ from rayrec.checkpoint import write_token
 from rayrec.cluster.layout import Launched
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import ThreadEngine
-from rayrec.training.launchers.assignment import Assignment, Launch
+from rayrec.training.launchers.base import Assignment, Launch
 from rayrec.training.launchers.process_worker import watched, work
 from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.stop_monitor import LocalMailbox, Signals, Wish

@@ -19,8 +19,8 @@ from rayrec.cluster import connection, prestart
 from rayrec.cluster.connection import Node
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
-from rayrec.training.launchers import attempts
-from rayrec.training.launchers.assignment import Launch
+from rayrec.training.launchers import ray_launcher
+from rayrec.training.launchers.base import Launch
 from rayrec.training.stop_monitor import Signals
 from rayrec.workloads.base import TrainConfig
 
@@ -52,8 +52,8 @@ class Cluster:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster((1, 1), (1, 1))
     monkeypatch.setattr(connection, "alive_nodes", made.alive_nodes)
-    monkeypatch.setattr(attempts, "_placement_groups", set)
-    monkeypatch.setattr(attempts, "_NODES_S", 0.01)
+    monkeypatch.setattr(ray_launcher, "_placement_groups", set)
+    monkeypatch.setattr(ray_launcher, "_NODES_S", 0.01)
     return made
 
 
@@ -73,7 +73,7 @@ class Attempts:
         self.notes: list[str] = []
         self.events = Events()
         self.signals = Signals()
-        monkeypatch.setattr(attempts, "_attempt", self._attempt)
+        monkeypatch.setattr(ray_launcher, "_attempt", self._attempt)
         self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
 
     def _attempt(self, config: TrainConfig, launch: Launch, *, crowded: bool) -> Any:
@@ -82,8 +82,8 @@ class Attempts:
         return next(self._outcomes)()
 
     def run(self) -> dict[str, Any] | None:
-        shares = attempts.share_out(self._config)
-        return attempts.run_attempts(
+        shares = ray_launcher.share_out(self._config)
+        return ray_launcher.run_attempts(
             self._config,
             Launch(self._folder, None, shares, 0.0, None, self.events, self.signals, self.notes.append),  # type: ignore[arg-type]
         )
@@ -105,7 +105,7 @@ def test_failures_between_checkpoints_do_not_add_up(
         checkpoint.save(checkpoint.folder_of(str(tmp_path), next(saved)), {"a": torch.zeros(1)}, state={})
         raise DIED
 
-    monkeypatch.setattr(attempts.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(ray_launcher.time, "sleep", lambda seconds: None)
     run = Attempts(monkeypatch, [gets_on] * 5 + [lambda: FINISHED], config(max_failures=1), tmp_path)
     assert run.run() == FINISHED
     assert [kind for kind, _ in run.events.written] == ["attempt", "failure"] * 5 + ["attempt"]
@@ -138,9 +138,9 @@ def test_workers_that_are_not_waited_for_are_ended(
     nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any
 ) -> None:
     groups = {"another's"}
-    monkeypatch.setattr(attempts, "_placement_groups", groups.copy)
+    monkeypatch.setattr(ray_launcher, "_placement_groups", groups.copy)
     freed: list[set[str]] = []
-    monkeypatch.setattr(attempts, "_free_workers", freed.append)
+    monkeypatch.setattr(ray_launcher, "_free_workers", freed.append)
     run = Attempts(monkeypatch, [ending], config(), tmp_path)
     with contextlib.suppress(KeyboardInterrupt, InputError):
         assert run.run() is None
@@ -171,7 +171,7 @@ def test_where_nothing_is_left_it_says_so_and_does_not_wait_for_ever(
 
 def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(attempts.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: now_s)
 
     def looks(growth: Any) -> list[bool]:
         nonlocal now_s
@@ -181,9 +181,9 @@ def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypat
             found.append(growth.possible())
         return found
 
-    alone = attempts._Growth(config(), 1, crowded=False)
+    alone = ray_launcher._Growth(config(), 1, crowded=False)
     assert looks(alone) == [False, True]  # seen twice
-    crowded = attempts._Growth(config(), 1, crowded=True)  # the second slot is there, but another's
+    crowded = ray_launcher._Growth(config(), 1, crowded=True)  # the second slot is there, but another's
     assert looks(crowded) == [False, False]
     nodes.slots.append((1, 1))
     assert looks(crowded) == [False, True]
@@ -216,17 +216,17 @@ def test_the_mailbox_goes_with_the_attempt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]
 ) -> None:
     request, ended = Request(bytes_written), threading.Event()
-    monkeypatch.setattr(attempts, "StopRequest", lambda: request)
-    monkeypatch.setattr(attempts, "_fit", lambda *_: ended.wait(60))
-    monkeypatch.setattr(attempts, "watched_requests", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(attempts, "_LOOK_S", 0.001)
+    monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
+    monkeypatch.setattr(ray_launcher, "_fit", lambda *_: ended.wait(60))
+    monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(ray_launcher, "_LOOK_S", 0.001)
     shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
     signals = Signals()
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
         launch = Launch(str(tmp_path), None, shares, 0.0, None, Events(), signals, print)  # type: ignore[arg-type]
-        assert attempts._attempt(wanted, launch, crowded=False) is None
+        assert ray_launcher._attempt(wanted, launch, crowded=False) is None
     assert request.closed
     ended.set()
 
@@ -240,14 +240,14 @@ def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, t
         assigned.append(assignment)
         return {}
 
-    monkeypatch.setattr(attempts, "StopRequest", lambda: Request([]))
-    monkeypatch.setattr(attempts, "_fit", fit)
-    monkeypatch.setattr(attempts, "watched_requests", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(ray_launcher, "StopRequest", lambda: Request([]))
+    monkeypatch.setattr(ray_launcher, "_fit", fit)
+    monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
     shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
     launch = Launch(str(tmp_path), None, shares, 0.0, None, Events(), Signals(), print)  # type: ignore[arg-type]
-    attempts._attempt(config(), launch, crowded=False)
-    assert (prestart.HOOK in attempts.worker_environment(config())) is possible
+    ray_launcher._attempt(config(), launch, crowded=False)
+    assert (prestart.HOOK in ray_launcher.worker_environment(config())) is possible
     assert assigned[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
 
 
@@ -259,13 +259,15 @@ def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_ta
 ) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
     clock = [0.0]
-    monkeypatch.setattr(attempts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
-    shares = attempts.share_out(wanted)
+    shares = ray_launcher.share_out(wanted)
     monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
-    watch = attempts._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
+    watch = ray_launcher._DataNodes(
+        wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares
+    )
     ends = []
     for now_s in range(0, 60):
         clock[0] = float(now_s)
@@ -279,11 +281,11 @@ def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(
     nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(attempts.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(connection, "data_nodes", fails(attempts.ray.exceptions.RaySystemError("gone")))
-    watch = attempts._DataNodes(config(), attempts.share_out(config()))
+    monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(connection, "data_nodes", fails(ray_launcher.ray.exceptions.RaySystemError("gone")))
+    watch = ray_launcher._DataNodes(config(), ray_launcher.share_out(config()))
     monkeypatch.setattr(
-        connection, "data_nodes", lambda shares: fails(attempts.ray.exceptions.RaySystemError("gone"))()
+        connection, "data_nodes", lambda shares: fails(ray_launcher.ray.exceptions.RaySystemError("gone"))()
     )
     for now_s in range(0, 60):
         clock[0] = float(now_s)
@@ -295,8 +297,11 @@ def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(
 
 def test_workers_wait_for_one_that_waits_for_a_store() -> None:
     config = recipes.criteo_demo("log")
-    assert (attempts.process_group(config).timeout_s, attempts.process_group(config).backend) == (2400, "gloo")
+    assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
     changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
-    assert (attempts.process_group(changed).timeout_s, attempts.process_group(changed).backend) == (7261, "nccl")
+    assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (
+        7261,
+        "nccl",
+    )
     with pytest.raises(InputError, match=r"collective_timeout_s: 0.0 must be above 0"):
         config.replace(failure={"collective_timeout_s": 0.0})

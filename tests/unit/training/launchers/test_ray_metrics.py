@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from rayrec.training.launchers import store_watch
-from rayrec.training.launchers.store_watch import StoreWatch
+from rayrec.training.launchers import ray_metrics
+from rayrec.training.launchers.ray_metrics import StoreWatch
 
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], Any]], StoreWatch]]:
     """Starts one whose n-th question (from 0) is answered by a function."""
-    monkeypatch.setattr(store_watch, "_POLL_S", 0.002)
+    monkeypatch.setattr(ray_metrics, "_POLL_S", 0.002)
     started: list[StoreWatch] = []
 
     def start(answer: Callable[[int], Any]) -> StoreWatch:
         asked = iter(range(10**9))
-        monkeypatch.setattr(store_watch, "_store_stats", lambda: answer(next(asked)))
+        monkeypatch.setattr(ray_metrics, "_store_stats", lambda: answer(next(asked)))
         started.append(StoreWatch())
         return started[-1]
 
