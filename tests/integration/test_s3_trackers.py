@@ -61,9 +61,9 @@ def test_a_request_for_a_profile(folder: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(profiling, "_URL_POLL_S", 0.2)
     monkeypatch.setattr(profiling, "_POLL_S", 0.2)
 
-    class Mailbox:
+    class Channel:
         @staticmethod
-        def ask(wish: dict[str, Any]) -> None:
+        def send_profile_request(wish: dict[str, Any]) -> None:
             storage.write_bytes(f"{folder}/profile/{wish['name']}/rank_0/trace.json.gz", b"[]")
 
     now = time.time()
@@ -71,7 +71,7 @@ def test_a_request_for_a_profile(folder: str, tmp_path: Path, monkeypatch: pytes
         {"kind": "start", "time": now - 10, "step": 0, "steps": 100, "world_size": 1},
         {"kind": "step", "time": now, "step": 40, "steps": 100},
     ]
-    with watched_requests(folder, Mailbox):
+    with watched_requests(folder, Channel):
         told = request_profile(folder, events, steps=2, note=lambda text: None, timeout_s=60.0)
     assert told["profile"].startswith(f"{folder}/profile/step_")
     assert not storage.exists(f"{folder}/profile/request.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from rayrec import machine
@@ -21,6 +21,15 @@ class Launched:
     local_world_size: int
     restarts: int
     """How often torchrun has started all of them again."""
+    is_torchrun: bool = field(default=True, kw_only=True)
+    """False: a process that trains alone."""
+    num_cpus: int | None = field(default=None, kw_only=True)
+    """CPUs of this machine that were granted; None: all that the process may use."""
+
+    @classmethod
+    def alone(cls, num_cpus: int | None) -> Self:
+        """Return a process that is the only one, and may use so many CPUs."""
+        return cls(0, 1, 0, 1, 0, is_torchrun=False, num_cpus=num_cpus)
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
@@ -46,4 +55,9 @@ class Launched:
     @property
     def cpus(self) -> int:
         """Of this machine, for this process."""
-        return max(1, machine.usable_cpus(granted=None) // self.local_world_size)
+        return max(1, self.usable_cpus // self.local_world_size)
+
+    @property
+    def usable_cpus(self) -> int:
+        """Of this machine, for all of its processes."""
+        return machine.usable_cpus(granted=self.num_cpus)

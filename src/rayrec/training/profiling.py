@@ -1,4 +1,4 @@
-"""A profile of a running run is requested by a file in its folder: the driver finds it and puts it into the workers' mailbox."""
+"""A profile of a running run is requested by a file in its folder: the driver finds it and sends it to the workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Final
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.events import follow
-from rayrec.training.stop_monitor import Mailbox
+from rayrec.training.stop_monitor import ControlChannel
 from rayrec.workloads.base import MOST_PROFILED_STEPS
 
 TRACE: Final = "trace.json.gz"
@@ -67,10 +67,10 @@ def worker_variables(environment: Mapping[str, str], *, network_interface: str |
 
 
 @contextlib.contextmanager
-def watched_requests(folder: str, mailbox: Mailbox) -> Iterator[None]:
-    """Within it requests in the run's folder are taken and handed to `mailbox`."""
+def watched_requests(folder: str, channel: ControlChannel) -> Iterator[None]:
+    """Within it requests in the run's folder are taken and handed to `channel`."""
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(folder, mailbox, ended), name="profile-requests", daemon=True)
+    thread = threading.Thread(target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True)
     thread.start()
     try:
         yield
@@ -78,7 +78,7 @@ def watched_requests(folder: str, mailbox: Mailbox) -> Iterator[None]:
         ended.set()
 
 
-def _watch(folder: str, mailbox: Mailbox, ended: threading.Event) -> None:
+def _watch(folder: str, channel: ControlChannel, ended: threading.Event) -> None:
     path = storage.join(profile_folder(folder), _REQUEST)
     while not ended.wait(_poll_s(folder)):
         try:
@@ -86,7 +86,7 @@ def _watch(folder: str, mailbox: Mailbox, ended: threading.Event) -> None:
                 if storage.exists(path):
                     window = _window(storage.read_json(path))
                     storage.remove_file(path)  # which tells who asked that it was heard
-                    mailbox.ask(asdict(window))
+                    channel.send_profile_request(asdict(window))
         except InputError as error:
             _logger.warning("%s: removed (%s)", path, error)
             with contextlib.suppress(OSError):

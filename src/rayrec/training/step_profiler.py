@@ -19,7 +19,7 @@ from rayrec import storage
 from rayrec.cluster import connection
 from rayrec.observe.events import EventWriter
 from rayrec.training.profiling import TRACE, Window, profile_folder
-from rayrec.training.stop_monitor import Mailbox, Wish
+from rayrec.training.stop_monitor import ControlChannel, ProfileRequest
 from rayrec.workloads.base import MOST_PROFILED_STEPS, WorkerContext
 
 TABLE: Final = "operations.txt"
@@ -64,7 +64,7 @@ class StepProfiler:
 
     def ask(self, window: Window) -> None:
         """Records these steps, 200 at most, or, where they are past, as many from the next one on. Any thread may call it; one
-        wish at a time waits, the last; the one before it is reported as failed."""
+        request at a time waits, the last; the one before it is reported as failed."""
         before, self._asked = self._asked, window
         if before is not None:
             self._failed(before, "another profile was asked for before this one began")
@@ -81,7 +81,7 @@ class StepProfiler:
             self._begin(self._asked, step)
 
     def close(self) -> None:
-        """Ends a recording that is on, and returns when all is written. A wish that still waits has failed."""
+        """Ends a recording that is on, and returns when all is written. A request that still waits has failed."""
         waiting, self._asked = self._asked, None
         if waiting is not None:
             self._failed(waiting, f"training ended, or was interrupted, before step {waiting.first + 1:,}")
@@ -197,9 +197,9 @@ def memory_track(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def make_profiler(
-    worker: WorkerContext, folder: str, mailbox: Mailbox, log: Callable[[str, dict[str, Any]], None]
+    worker: WorkerContext, folder: str, channel: ControlChannel, log: Callable[[str, dict[str, Any]], None]
 ) -> StepProfiler:
-    """The profiler of one worker: it records what the configuration says, and what `mailbox` is asked for. Worker 0 logs its
+    """The profiler of one worker: it records what the configuration says, and what `channel` is asked for. Worker 0 logs its
     profile, every worker that it has none."""
     config = worker.config.profile
     target = profile_folder(folder)
@@ -235,10 +235,10 @@ def make_profiler(
         if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # by an earlier attempt
             profiler.ask(window)
 
-    def wished(wish: Wish) -> None:
-        profiler.ask(Window(**wish))
+    def requested(request: ProfileRequest) -> None:
+        profiler.ask(Window(**request))
 
-    mailbox.watch(wished)
+    channel.subscribe(requested)
     return profiler
 
 

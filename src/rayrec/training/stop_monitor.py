@@ -1,4 +1,4 @@
-"""How a worker learns that its run is to save and end: worker 0 reads the mailbox now and then, and looks for preemptions."""
+"""How a worker learns that its run is to save and end: worker 0 reads the channel now and then, and looks for preemptions."""
 
 from __future__ import annotations
 
@@ -107,60 +107,28 @@ def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float
     return deadline_s - (_WRITE_MARGIN * write_s + 2 * between_s + _MARGIN_S)
 
 
-Wish = dict[str, Any]
+ProfileRequest = dict[str, Any]
 """For a profile: the fields of `rayrec.training.step_profiler.Window`."""
 
 
-class Mailbox(Protocol):
-    """Of one attempt; picklable if its workers are other processes. A mailbox that cannot be reached any more raises OSError."""
+class ControlChannel(Protocol):
+    """Of one attempt; picklable if its workers are other processes. A channel that cannot be reached any more raises OSError."""
 
-    def read(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """The first reason to stop that the driver gave; None if it gave none."""
         ...
 
-    def wrote(self, rank: int, written_bytes: int) -> None:
+    def report_bytes_written(self, rank: int, written_bytes: int) -> None:
         """Reports what a worker's saves have written so far."""
         ...
 
-    def ask(self, wish: Wish) -> None:
+    def send_profile_request(self, request: ProfileRequest) -> None:
         """Asks all workers for a profile."""
         ...
 
-    def watch(self, wished: Callable[[Wish], None]) -> None:
-        """Calls `wished`, in some thread, for every wish from now on, until the attempt ends."""
+    def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
+        """Calls `requested`, in some thread, for every request from now on, until the attempt ends."""
         ...
-
-
-class LocalMailbox:
-    """For a worker in the driver's own process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._cause: str | None = None
-        self._written: dict[int, int] = {}
-        self._watching: list[Callable[[Wish], None]] = []
-
-    def send(self, cause: str) -> None:
-        """Asks the worker to save and end; the first cause stays."""
-        with self._lock:
-            self._cause = self._cause or cause
-
-    def read(self) -> str | None:
-        return self._cause
-
-    def wrote(self, rank: int, written_bytes: int) -> None:
-        self._written[rank] = written_bytes
-
-    def written_bytes(self) -> int:
-        """By the worker's saves."""
-        return sum(self._written.values())
-
-    def ask(self, wish: Wish) -> None:
-        for wished in list(self._watching):
-            wished(wish)
-
-    def watch(self, wished: Callable[[Wish], None]) -> None:
-        self._watching.append(wished)
 
 
 MORE_WORKERS = "there is room for more workers"
@@ -183,13 +151,17 @@ class PreemptionInfo(Protocol):
 
 
 class StopWatch:
-    """A worker's side; see `rayrec.training.loop.Interruption`. Only worker 0 acts on the mailbox, and only it looks at the
+    """A worker's side; see `rayrec.training.loop.Interruption`. Only worker 0 acts on the channel, and only it looks at the
     clock, so that all workers act at the same step. The others read it too, so as not to wait for data tasks that never run."""
 
     def __init__(
-        self, mailbox: Mailbox | None, *, rank: int, preemption: Callable[[], PreemptionInfo | None] = lambda: None
+        self,
+        channel: ControlChannel | None,
+        *,
+        rank: int,
+        preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     ) -> None:
-        """`preemption` says which nodes are about to be preempted; without a mailbox nobody asks for a stop."""
+        """`preemption` says which nodes are about to be preempted; without a channel nobody asks for a stop."""
         self.cause: str | None = None
         self._preemption = preemption
         self.write_s: Callable[[], float] = lambda: 0.0
@@ -203,14 +175,14 @@ class StopWatch:
         self._known: set[str] = set()
         self._closed = threading.Event()
         STOP_ASKED.clear()
-        if mailbox is not None:
-            threading.Thread(target=self._poll, args=(mailbox,), name="stop-watch", daemon=True).start()
+        if channel is not None:
+            threading.Thread(target=self._poll, args=(channel,), name="stop-watch", daemon=True).start()
 
-    def _poll(self, mailbox: Mailbox) -> None:
+    def _poll(self, channel: ControlChannel) -> None:
         cause = None
         while cause is None and not self._closed.wait(POLL_S if self._first else _OTHERS_POLL_S):
             with contextlib.suppress(OSError):  # a driver that is gone takes the workers with it
-                cause = mailbox.read()
+                cause = channel.stop_reason()
         if cause is not None and not self._closed.is_set():
             STOP_ASKED.set()
         if self._first:
@@ -252,20 +224,20 @@ class StopWatch:
 
 
 class SaveReporter:
-    """A worker's side: reports to the mailbox how many bytes its saves have written, whenever there are more."""
+    """A worker's side: reports to the channel how many bytes its saves have written, whenever there are more."""
 
-    def __init__(self, mailbox: Mailbox, written_bytes: Callable[[], int], *, rank: int) -> None:
+    def __init__(self, channel: ControlChannel, written_bytes: Callable[[], int], *, rank: int) -> None:
         self._closed = threading.Event()
-        arguments = (mailbox, written_bytes, rank)
+        arguments = (channel, written_bytes, rank)
         threading.Thread(target=self._report, args=arguments, name="save-reporter", daemon=True).start()
 
-    def _report(self, mailbox: Mailbox, written_bytes: Callable[[], int], rank: int) -> None:
+    def _report(self, channel: ControlChannel, written_bytes: Callable[[], int], rank: int) -> None:
         before = 0
         while not self._closed.wait(POLL_S):
             if (now := written_bytes()) > before:
                 before = now
                 with contextlib.suppress(OSError):  # the run is over
-                    mailbox.wrote(rank, now)
+                    channel.report_bytes_written(rank, now)
 
     def close(self) -> None:
         self._closed.set()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
+from rayrec.cluster.connection import IN_PROCESS, is_in_process
 from rayrec.cluster.layout import Launched
 from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import InputError
@@ -22,10 +23,11 @@ from rayrec.observe.events import EventWriter, follow, merge_events, read_events
 from rayrec.observe.report.run import write_or_note
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import Stopwatch
-from rayrec.observe.tracking.config import Makers, TrackersConfig
+from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
 from rayrec.training import dataframe_input, warm_start
-from rayrec.training.launchers.base import Launch, Launcher, launcher_of
+from rayrec.training.launchers.base import Driver, Launcher, PreparedRun
+from rayrec.training.launchers.process_launcher import ProcessLauncher, fitted
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.training.resume import (
     LENGTHS,
@@ -163,12 +165,33 @@ def train_until(
     Learning rates and the order of rows are those of the whole run, so that a run trained in several parts ends with the
     weights of one that was never paused.
     """
-    from rayrec.training.launchers.process_launcher import InProcessLauncher
-
-    def launcher(config: TrainConfig) -> Launcher:
-        return InProcessLauncher(config, pause_at=share)
-
+    launcher = functools.partial(ProcessLauncher, pause_at=share)
     return _drive(config, {}, console or Console(), Stopwatch(), launcher, stop)
+
+
+def launcher_of(config: TrainConfig) -> Launcher:
+    """What the configuration and the environment ask for. Raises InputError for settings that contradict each other."""
+    if trains_in_process(config):
+        return ProcessLauncher(config)
+    from rayrec.training.launchers.ray_launcher import RayLauncher
+
+    return RayLauncher(config)
+
+
+def trains_in_process(config: TrainConfig) -> bool:
+    """Whether the run needs no Ray: one worker, nothing that only Ray has, and no address. Raises InputError for the address
+    `none` with what only Ray has."""
+    wanted = {
+        f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
+        "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),
+        "cluster.object_store_bytes": config.cluster.object_store_bytes is not None,
+    }
+    reasons = [reason for reason, given in wanted.items() if given]
+    if config.cluster.address == IN_PROCESS and reasons:
+        raise InputError(
+            f"{reasons[0]}: needs Ray, and --cluster.address {IN_PROCESS} asks for none; leave one of the two out"
+        )
+    return not reasons and is_in_process(config.cluster.address)
 
 
 def _whole(result: Result | None) -> Result:
@@ -185,23 +208,19 @@ def _drive_launched(
     stop: threading.Event | None,
 ) -> Result:
     """As one of several processes, of which the first drives the run; the result is the same in all of them."""
-    from rayrec.training.launchers.torchrun import TorchrunLauncher, fitted
-    from rayrec.training.launchers.torchrun_worker import Meeting, end, train_other
+    from rayrec.training.launchers.process_worker import StoreRendezvous, end, train_other
 
     config = fitted(config, launched)
-    with contextlib.closing(Meeting(launched)) as meeting:
+    with contextlib.closing(StoreRendezvous.join(launched)) as rendezvous:
         if launched.rank:
-            found = train_other(config, launched, meeting)
+            found = train_other(config, rendezvous)
             if "status" in found:
                 raise SystemExit(found["status"])
             return Result(**found)
         how: dict[str, Any] = {"status": 1}
         try:
-            result = _whole(
-                _drive(
-                    config, given, console, stopwatch, lambda named: TorchrunLauncher(named, launched, meeting), stop
-                )
-            )
+            launcher = functools.partial(ProcessLauncher, rendezvous=rendezvous)
+            result = _whole(_drive(config, given, console, stopwatch, launcher, stop))
             how = vars(result)
         except InputError:
             how = {"status": 2}
@@ -213,7 +232,7 @@ def _drive_launched(
             how = {"status": error.code}
             raise
         finally:
-            end(meeting, launched, how)
+            end(rendezvous, how)
         return result
 
 
@@ -244,7 +263,7 @@ def _drive(
 
     with Signals(stop) as signals:  # not before: ray.init puts a handler of its own in place
         goes_on = latest(folder) is not None
-        shares = launcher.share_out(goes_on=goes_on, note=console.note)
+        layout = launcher.allocate_resources(resumes=goes_on, note=console.note)
         # Nor shall a new run wait for long at a wrong endpoint.
         patience_s = config.failure.max_outage_s if goes_on else storage.outage_s()
         with storage.patience(patience_s):
@@ -256,7 +275,7 @@ def _drive(
         place = storage.join(folder, "events.jsonl")
         with (
             _told_in_the_end(folder, note=console.note),
-            tracking(_trackers(config, folder, on_ray=launcher.on_ray), place, note=console.note),
+            tracking(config.trackers.build(folder, config) | launcher.trackers(), place, note=console.note),
             EventWriter(place) as events,
             _end_told(events, signals, launcher),
         ):
@@ -271,10 +290,8 @@ def _drive(
             )
             stopwatch.lap("folder")
             with console.preparing(), storage.patience(patience_s):
-                data = _data_versions(
-                    config
-                )  # before they are read, so that files that change meanwhile count as changed
-                engine = launcher.engine(shares, max_outage_s=patience_s)
+                data = _data_versions(config)  # before they are read: files that change meanwhile count as changed
+                engine = launcher.engine(layout, max_outage_s=patience_s)
                 context = RunContext(config, folder, engine, console.note, console.progress, stopwatch)
                 prepared = config.workload.prepare(context)
             events.write("prepared", seconds=time.monotonic() - started_s, **config.workload.summarize(prepared, {}))
@@ -287,7 +304,8 @@ def _drive(
                     _write_config(folder, config)
             with console.training(lambda over: follow(place, stop=over)):
                 finish = launcher.run(
-                    Launch(folder, prepared, shares, stopwatch.last_s, start, events, signals, console.note)
+                    PreparedRun(config, folder, prepared, layout, stopwatch.last_s, start),
+                    Driver(events, signals, console.note),
                 )
             with storage.patience(config.failure.max_outage_s):
                 result = (
@@ -353,15 +371,6 @@ def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[No
             except (OSError, InputError) as error:
                 note(f"the events of this run stay in parts, which can be read as well ({error})")
             write_or_note(folder, note=note)
-
-
-def _trackers(config: TrainConfig, folder: str, *, on_ray: bool) -> Makers:
-    makers = config.trackers.build(folder, config)
-    if config.trackers.prometheus and on_ray:  # whose nodes export
-        from rayrec.training.launchers.ray_metrics import PrometheusTracker
-
-        makers["Prometheus"] = functools.partial(PrometheusTracker, str(config.name), since_s=time.time())
-    return makers
 
 
 def _newest(folder: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,8 +38,7 @@ from rayrec.observe.events import EventWriter
 from rayrec.observe.timing import Stopwatch
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
-from rayrec.training.launchers.base import Assignment
-from rayrec.training.launchers.ray_metrics import StoreWatch
+from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.training.step_log import multiply_adds_per_s_or_zero
@@ -54,61 +52,51 @@ Log = Callable[[str, dict[str, Any]], None]
 _logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Seat:
-    """Where one worker runs and which it is, as what started it knows."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    node: str
-    """Name of its machine; workers with the same name share its memory."""
-    cpus: int
-    """Of the machine that this worker may use; its operators' threads, unless the configuration says otherwise."""
-    object_store_bytes: int = 0
-    """Memory of its machine that Ray's object store may still take."""
-    on_ray: bool = False
-    preemption: Callable[[], PreemptionInfo | None] = lambda: None
-    """Which machines are about to be preempted."""
-    stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
-    """Times the stages of the start since the driver began the attempt."""
+def no_preemption() -> PreemptionInfo | None:
+    """Where nobody announces preemptions."""
+    return None
 
 
-def run_worker(assignment: Assignment, seat: Seat) -> dict[str, Any]:
-    """One worker of one attempt, after its process group is up. Returns what the driver needs of a finished run, or
-    {"stopped": cause} if it was asked to end before."""
-    config, folder = assignment.config, assignment.folder
+def run_worker(
+    attempt: AttemptContext,
+    worker: WorkerContext,
+    *,
+    stopwatch: Stopwatch,
+    preemption: Callable[[], PreemptionInfo | None] = no_preemption,
+    object_store: Callable[[], Mapping[str, int]] = dict,
+) -> dict[str, Any]:
+    """Train as one worker of one attempt, after its process group is up; return what the driver needs of a finished run, or
+    {"stopped": cause} if it was asked to end before.
+
+    `preemption` says which machines are about to be preempted, `object_store` how full Ray's is, for events of kind data;
+    `stopwatch` times the stages of the start since the driver began the attempt.
+    """
+    config, folder = attempt.config, attempt.folder
     keep_freed_memory()
-    if seat.device.type == "cpu":
-        torch.set_num_threads(threads_of_worker(config.scaling, share=seat.cpus))
+    if worker.device.type == "cpu":
+        torch.set_num_threads(threads_of_worker(config.scaling, share=worker.cpus))
     else:
         allow_tf32(config.tf32)
     torch.manual_seed(config.seed)
-    watch = CpuWatch(partial(_log_contention, folder, seat))
-    events = EventWriter(storage.join(folder, "events.jsonl")) if seat.rank == 0 else None
-    store = StoreWatch() if seat.on_ray and seat.rank == 0 and config.observe.times else None
+    watch = CpuWatch(partial(_log_contention, folder, worker))
+    events = EventWriter(storage.join(folder, "events.jsonl")) if worker.rank == 0 else None
 
     def log(kind: str, fields: dict[str, Any]) -> None:
         if events is not None:
-            events.write(kind, **fields, **(store.latest() if store is not None and kind == "data" else {}))
+            events.write(kind, **fields, **(object_store() if kind == "data" else {}))
 
     try:
-        worker = WorkerContext(
-            config, seat.rank, seat.world_size, seat.device, assignment.engine, seat.node, seat.object_store_bytes
-        )
-        return _train(worker, assignment, log, preemption=seat.preemption, stopwatch=seat.stopwatch)
+        return _train(worker, attempt, log, preemption=preemption, stopwatch=stopwatch)
     finally:
         watch.close()
-        if store is not None:
-            store.close()
         if events is not None:
             events.close()
 
 
-def _log_contention(folder: str, seat: Seat, waiting: float) -> None:
+def _log_contention(folder: str, worker: WorkerContext, waiting: float) -> None:
     """Log an event of any rank: other processes use the CPUs of its node."""
     with EventWriter(storage.join(folder, "events.jsonl")) as events:
-        events.write("cpu_contention", rank=seat.rank, node=seat.node, waiting_share=waiting)
+        events.write("cpu_contention", rank=worker.rank, node=worker.node, waiting_share=waiting)
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -126,23 +114,23 @@ def threads_of_worker(scaling: ScalingConfig, *, share: int) -> int:
 
 def _train(
     worker: WorkerContext,
-    assignment: Assignment,
+    attempt: AttemptContext,
     log: Log,
     *,
     preemption: Callable[[], PreemptionInfo | None],
     stopwatch: Stopwatch,
 ) -> dict[str, Any]:
-    config, folder = assignment.config, assignment.folder
+    config, folder = attempt.config, attempt.folder
     peak = _measured_peak(worker, stopwatch) if config.observe.times else 0.0
     damaged: set[int] = set()
     with storage.patience(config.failure.max_outage_s):  # a start is worth as much waiting as a save
-        check_shared(assignment.storage_token, Ranks.all())
+        check_shared(attempt.storage_token, Ranks.all())
         mine = _acquired(folder, max_outage_s=config.failure.max_outage_s) if worker.rank == 0 else None
-        checkpoint, setup, loader, progress = _resume(worker, assignment, log, damaged, stopwatch)
+        checkpoint, setup, loader, progress = _resume(worker, attempt, log, damaged, stopwatch)
     if config.observe.times:
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
-    watch = StopWatch(assignment.mailbox, rank=worker.rank, preemption=preemption)
-    profiler = make_profiler(worker, folder, assignment.mailbox, log)
+    watch = StopWatch(attempt.channel, rank=worker.rank, preemption=preemption)
+    profiler = make_profiler(worker, folder, attempt.channel, log)
     setup.begin_step = profiled(loop.with_lowered_rates(setup, progress, config.plateau), profiler)
     saver = Saver(
         folder,
@@ -152,13 +140,13 @@ def _train(
             keep_best=config.checkpoint.keep_best,
             keep_every=config.checkpoint.keep_every,
         ),
-        extra_files=_extra_files(assignment) if mine else {},
+        extra_files=_extra_files(attempt) if mine else {},
         max_outage_s=config.failure.max_outage_s,
         log=saver_log(folder, log, grace_s=config.failure.grace_s),
         damaged=damaged,
     )
     watch.write_s = lambda: saver.write_s
-    reporter = SaveReporter(assignment.mailbox, lambda: saver.written_bytes, rank=worker.rank)
+    reporter = SaveReporter(attempt.channel, lambda: saver.written_bytes, rank=worker.rank)
     _log_start(setup, loader, progress, checkpoint, damaged, log=log, world_size=worker.world_size, stopwatch=stopwatch)
 
     evaluated_step: int | None = None
@@ -194,7 +182,7 @@ def _train(
                 save=save,
                 interruption=watch,
                 first_step=partial(_log_first_step, log),
-                pause_at=assignment.pause_at,
+                pause_at=attempt.pause_at,
             )
             finished = _loop(config)(training)
         saver.wait()
@@ -208,7 +196,7 @@ def _train(
         loader.close()
     try:
         told = finished and finish(
-            assignment,
+            attempt,
             setup,
             progress,
             evaluated_step=evaluated_step,
@@ -228,7 +216,7 @@ def _stopped(cause: str | None, step: int, log: Log) -> dict[str, Any]:
     paused = {} if cause else {"paused": True}
     cause = cause or "a planned pause"
     log("stop", {"cause": cause, "step": step, "last": cause not in RESUMES, **paused})
-    return {"stopped": cause}
+    return {"stopped": cause, **paused}
 
 
 def _measured_peak(worker: WorkerContext, stopwatch: Stopwatch) -> float:
@@ -320,11 +308,11 @@ def _loop(config: TrainConfig) -> Callable[[loop.Training], bool]:
 
 
 def _resume(
-    worker: WorkerContext, assignment: Assignment, log: Log, damaged: set[int], stopwatch: Stopwatch
+    worker: WorkerContext, attempt: AttemptContext, log: Log, damaged: set[int], stopwatch: Stopwatch
 ) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
     """Everything as the newest good checkpoint left it, or as it is at the start; collective. The steps of those passed over
     are added to `damaged`, on rank 0 at least."""
-    config, folder = worker.config, assignment.folder
+    config, folder = worker.config, attempt.folder
     stopwatch.lap("storage")
     passed: dict[str, DamagedError] = {}
     repaired: set[str] = set()
@@ -339,7 +327,7 @@ def _resume(
         passed[checkpoint.path] = type(error)(str(error))  # without the frames, which hold on to the model
 
     def repair_it(checkpoint: Checkpoint) -> bool:
-        return _repaired(checkpoint, assignment, log)
+        return _repaired(checkpoint, attempt, log)
 
     while True:
         checkpoint = newest_good(folder, log=tell, exclude=passed.keys(), repair=repair_it)
@@ -353,7 +341,7 @@ def _resume(
             continue
         progress = Progress.from_state(state["progress"], rank=worker.rank) if state else Progress()
         loader = config.workload.make_loader(
-            worker, assignment.prepared, state=state["loader"] if state else None, step=progress.step
+            worker, attempt.prepared, state=state["loader"] if state else None, step=progress.step
         )
         loader.start()  # data tasks get going while the model is built
         stopwatch.lap("loader")
@@ -361,11 +349,11 @@ def _resume(
             setup = None
             gc.collect()  # there may be no room for two models
         if setup is None:
-            setup = config.workload.set_up(worker, assignment.prepared)
+            setup = config.workload.set_up(worker, attempt.prepared)
             stopwatch.lap("set_up")
         if checkpoint is None:
             if config.init_from is not None:
-                _start_warm(assignment, setup)
+                _start_warm(attempt, setup)
                 stopwatch.lap("restore")
             return None, setup, loader, progress
         try:
@@ -382,19 +370,19 @@ def _resume(
         return checkpoint, setup, loader, progress
 
 
-def _start_warm(assignment: Assignment, setup: WorkerSetup) -> None:
+def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
     """Gives a new run the weights and optimizer state that it is to start with; collective."""
-    if assignment.warm_start is None:
+    if attempt.warm_start is None:
         raise InputError(
-            f"{assignment.folder}: no undamaged checkpoint is left, and the run would start again from init_from; choose another "
+            f"{attempt.folder}: no undamaged checkpoint is left, and the run would start again from init_from; choose another "
             "--name"
         )
-    start_from(assignment.warm_start, setup.model, setup.optimizer)
+    start_from(attempt.warm_start, setup.model, setup.optimizer)
 
 
-def _repaired(checkpoint: Checkpoint, assignment: Assignment, log: Log) -> bool:
+def _repaired(checkpoint: Checkpoint, attempt: AttemptContext, log: Log) -> bool:
     """Whether files next to the weights were damaged and are written again from where this run has them; on rank 0."""
-    names = repair(checkpoint.path, _extra_files(assignment))
+    names = repair(checkpoint.path, _extra_files(attempt))
     if names:
         log("checkpoint_repaired", {"path": checkpoint.path, "files": names})
     return bool(names)
@@ -412,16 +400,16 @@ def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return Ranks.all().from_first(lambda: checkpoint.manifest()["state"])
 
 
-def _extra_files(assignment: Assignment) -> dict[str, bytes | str]:
-    config = assignment.config
-    return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(assignment.prepared)}
+def _extra_files(attempt: AttemptContext) -> dict[str, bytes | str]:
+    config = attempt.config
+    return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(attempt.prepared)}
 
 
-def _restore_chosen(chosen: Checkpoint, model: torch.nn.Module, assignment: Assignment, log: Log) -> None:
+def _restore_chosen(chosen: Checkpoint, model: torch.nn.Module, attempt: AttemptContext, log: Log) -> None:
     try:
         restore_model(chosen, model)
     except DamagedError:
-        if not Ranks.all().from_first(lambda: _repaired(chosen, assignment, log)):
+        if not Ranks.all().from_first(lambda: _repaired(chosen, attempt, log)):
             raise
         restore_model(chosen, model)
 
@@ -434,7 +422,7 @@ def accounted(progress: Progress, expected: RowTally) -> dict[str, int | None]:
 
 
 def finish(
-    assignment: Assignment,
+    attempt: AttemptContext,
     setup: WorkerSetup,
     progress: Progress,
     *,
@@ -450,14 +438,14 @@ def finish(
     `evaluated_step`: whose weights this process has evaluated last, None for none. Raises InputError where the weights to be
     used are damaged.
     """
-    config = assignment.config
+    config = attempt.config
     step, validation = progress.step, progress.metrics
     if config.early_stopping.patience and progress.best_step is not None:
         step, validation = progress.best_step, progress.best_metrics
-    chosen = Checkpoint(folder_of(assignment.folder, step))
+    chosen = Checkpoint(folder_of(attempt.folder, step))
     if step != progress.step:
         try:
-            _restore_chosen(chosen, setup.model, assignment, log)
+            _restore_chosen(chosen, setup.model, attempt, log)
         except DamagedError as error:
             raise InputError(
                 f"{error}; these were the best weights of the run: train it again under another --name"

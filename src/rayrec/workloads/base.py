@@ -381,6 +381,8 @@ class WorkerContext:
     """Runs the data tasks of this worker's own pipeline."""
     node: str = ""
     """Name of the machine; workers with the same name share its memory. Tests set it to place workers on unequal machines."""
+    cpus: int = 1
+    """Of the machine that this worker may use; its operators' threads, unless the configuration says otherwise."""
     object_store_bytes: int = 0
     """Memory of its node that Ray's object store may still take."""
 

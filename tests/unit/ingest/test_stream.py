@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece
 from rayrec.ingest.stream import STOP_ASKED, encoded_block, stream
 from rayrec.training import stop_monitor
-from rayrec.training.stop_monitor import LocalMailbox
 
 BLOCKS = 4
 
@@ -132,9 +132,8 @@ def test_errors_of_data_tasks_and_an_early_end_go_through(
 def test_every_worker_hears_of_a_stop(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(stop_monitor, "_OTHERS_POLL_S", 0.01)
-    mailbox = LocalMailbox()
-    mailbox.send("SIGTERM")
-    watch = stop_monitor.StopWatch(mailbox, rank=rank)
+    channel: Any = SimpleNamespace(stop_reason=lambda: "SIGTERM")
+    watch = stop_monitor.StopWatch(channel, rank=rank)
     assert STOP_ASKED.wait(10)
     watch.close()
     assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard

@@ -7,7 +7,7 @@ import torch
 
 from rayrec.cluster.layout import Launched
 from rayrec.config import InputError
-from rayrec.training.launchers.torchrun_worker import device_of
+from rayrec.training.launchers.process_worker import device_of
 from rayrec.training.process_group import group_arguments
 
 

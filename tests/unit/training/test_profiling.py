@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +18,13 @@ from rayrec.config import InputError
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.training import profiling, step_profiler
 from rayrec.training.profiling import request_profile, watched_requests, worker_variables
-from rayrec.training.stop_monitor import LocalMailbox, Wish
+from rayrec.training.stop_monitor import ProfileRequest
 from rayrec.workloads.base import ProfileConfig, WorkerContext
 
 
-def mailbox_of(wished: Callable[[Wish], object]) -> LocalMailbox:
-    """A mailbox with one reader of wishes for a profile."""
-    mailbox = LocalMailbox()
-    mailbox.watch(wished)
-    return mailbox
+def channel_to(requested: Callable[[ProfileRequest], object]) -> Any:
+    """The driver's end of a control channel."""
+    return SimpleNamespace(send_profile_request=requested)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +55,7 @@ def test_a_request_reaches_the_workers_and_waits_for_all_of_them(tmp_path: Path)
             folder.mkdir(parents=True)
             threading.Timer(0.1 * rank, (folder / "trace.json.gz").write_text, args=["[]"]).start()
 
-    with watched_requests(str(tmp_path), mailbox_of(write)):
+    with watched_requests(str(tmp_path), channel_to(write)):
         told = request_profile(str(tmp_path), events(), steps=5, note=lambda text: None, timeout_s=120.0)
     (wish,) = heard
     assert (wish["first"], wish["end"]) == (40, 45)
@@ -108,7 +107,10 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
             for rank in range(2):
                 log = log_of_first.write if rank == 0 else unheard
                 profiler = step_profiler.make_profiler(
-                    worker(rank), str(tmp_path), LocalMailbox(), lambda kind, fields, log=log: log(kind, **fields)
+                    worker(rank),
+                    str(tmp_path),
+                    SimpleNamespace(subscribe=id),
+                    lambda kind, fields, log=log: log(kind, **fields),
                 )
                 profiler.ask(profiling.Window(**wish))
                 for step in range(40, 50):
@@ -116,7 +118,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
                 profiler.close()
 
     with (
-        watched_requests(str(tmp_path), mailbox_of(train)),
+        watched_requests(str(tmp_path), channel_to(train)),
         pytest.raises(InputError, match=r"no profile; worker 1: .*No space left on device"),
     ):
         request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)
@@ -147,7 +149,7 @@ def test_who_asks_is_told_that_training_ended_before(
             log.write(kind, **fields)
 
     with (
-        watched_requests(str(tmp_path), mailbox_of(end)),
+        watched_requests(str(tmp_path), channel_to(end)),
         pytest.raises(InputError, match=rf"no profile; training ended before it was through \({told}\)"),
     ):
         request_profile(str(tmp_path), [*so_far, *events()], steps=2, note=print, timeout_s=120.0)
@@ -164,7 +166,7 @@ def test_what_is_written_at_the_end_of_training_counts(tmp_path: Path, monkeypat
             folder.mkdir(parents=True)
             threading.Timer(0.3, (folder / "trace.json.gz").write_text, args=["[]"]).start()
 
-    with watched_requests(str(tmp_path), mailbox_of(end)):
+    with watched_requests(str(tmp_path), channel_to(end)):
         assert request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)["ranks"] == 2
 
 
@@ -209,7 +211,7 @@ def test_other_requests_are_refused(tmp_path: Path, request_: str) -> None:
     folder = tmp_path / "profile"
     folder.mkdir()
     (folder / "request.json").write_text(request_)
-    with watched_requests(str(tmp_path), mailbox_of(heard.append)):
+    with watched_requests(str(tmp_path), channel_to(heard.append)):
         deadline_s = time.monotonic() + 60
         while (folder / "request.json").exists() and time.monotonic() < deadline_s:
             time.sleep(0.02)

@@ -25,7 +25,7 @@ from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training import trainer
 from rayrec.training.launchers import ray_launcher
-from rayrec.training.launchers.base import Launch
+from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.trainer import Result, is_longer, run_hash, summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
@@ -133,9 +133,9 @@ def failing(
 ) -> list[dict[str, Any]]:
     """The events of a run that logs a step, and ends with the error, `finishes`: of the summary. Its notes go to NOTES."""
 
-    def run_attempts(_: Any, launch: Launch) -> dict[str, Any]:
+    def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any]:
         for event in told()[1:3]:
-            launch.events.write(
+            driver.events.write(
                 event["kind"], **{name: value for name, value in event.items() if name not in ("kind", "time")}
             )
         if finishes:

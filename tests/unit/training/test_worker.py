@@ -18,7 +18,7 @@ from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folde
 from rayrec.config import InputError
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import step_log, worker
-from rayrec.training.launchers.base import Assignment
+from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.loop import Progress
 from rayrec.training.state import model_tensors
 from rayrec.training.step_log import multiply_adds_per_s, multiply_adds_per_s_or_zero
@@ -39,7 +39,7 @@ class Evaluated:
         self.evaluations: list[tuple[str, float]] = []
         config = recipes.criteo_demo("none").replace(early_stopping={"patience": patience})
         prepared = SimpleNamespace(folder=str(folder / "preprocessor"))
-        self.assignment = Assignment(config, prepared, str(folder), None, None, "", 0.0)  # type: ignore[arg-type]
+        self.attempt = AttemptContext(config, prepared, str(folder), None, None, "", 0.0)  # type: ignore[arg-type]
         saver = Saver(
             str(folder),
             lease=acquire_lease(str(folder)),
@@ -81,7 +81,7 @@ class Evaluated:
 
     def finish_or_stop(self, progress: Progress, *, evaluated_step: int | None) -> dict[str, Any] | None:
         return finish(
-            self.assignment,
+            self.attempt,
             self.setup,
             progress,
             evaluated_step=evaluated_step,

@@ -1,4 +1,5 @@
-"""Runs in the driver's own process: one worker, in a thread, and data tasks as threads. Nothing else is started."""
+"""Trains in processes that are already there: in this one, with threads, or in those that torchrun (or srun) has started, one a
+worker, of which the first is the driver too. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -7,30 +8,54 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from rayrec import machine
-from rayrec.cluster import connection
+from rayrec.cluster.connection import is_in_process
+from rayrec.cluster.layout import Launched
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
-from rayrec.training.launchers.base import Launch
+from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.preflight import layout_here
 from rayrec.training.stop_monitor import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
+if TYPE_CHECKING:
+    from rayrec.cluster.connection import Layout
+    from rayrec.observe.tracking.config import Makers
+    from rayrec.training.launchers.process_worker import StoreRendezvous
+
 _WORKER_MODULE: Final = "rayrec.training.launchers.process_worker"
 
 
-class InProcessLauncher:
-    """See `Launcher`. An error of the worker ends the run and is raised as it is: there is no other process that could fail."""
+def fitted(config: TrainConfig, launched: Launched) -> TrainConfig:
+    """The configuration with so many workers as there are processes. Raises InputError for what only Ray has."""
+    scaling = config.scaling
+    wanted = {
+        f"cluster.address {config.cluster.address}": not is_in_process(config.cluster.address),
+        "scaling.resources_per_worker": bool(scaling.resources_per_worker),
+        "cluster.object_store_bytes": config.cluster.object_store_bytes is not None,
+    }
+    for reason, given in wanted.items():
+        if given:
+            raise InputError(f"{reason}: needs Ray, and torchrun has started this process; leave one of the two out")
+    return config.replace(scaling=scaling.replace(num_workers=launched.world_size))
 
-    on_ray: Final = False
 
-    def __init__(self, config: TrainConfig, *, pause_at: float | None = None) -> None:
-        self._config, self._pause_at = config, pause_at
+class ProcessLauncher:
+    """See `Launcher`; of the first process. An error of its worker ends the run and is raised as it is: there is no other process
+    that could restart it."""
+
+    def __init__(
+        self, config: TrainConfig, rendezvous: StoreRendezvous | None = None, *, pause_at: float | None = None
+    ) -> None:
+        """`rendezvous`: of torchrun's processes; None: this process trains alone."""
+        self._config, self._rendezvous, self._pause_at = config, rendezvous, pause_at
+        self._env = Launched.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env
 
     def connect(self, folder: str, console: Console) -> None:
+        if self._rendezvous is not None:
+            return
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise InputError(
@@ -41,31 +66,36 @@ class InProcessLauncher:
         # No daemon: a process that ends in the middle of loading a library may crash.
         threading.Thread(target=_load, args=(modules,), name="imports").start()
 
-    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> connection.Layout:
-        return layout_here(self._config, cpus=self._cpus())
+    def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
+        here = self._config.scaling.replace(num_workers=self._env.local_world_size)
+        return layout_here(self._config.replace(scaling=here), cpus=self._env.usable_cpus)
 
-    def engine(self, shares: connection.Layout, *, max_outage_s: float) -> StreamEngine:
-        return ThreadEngine(self._cpus(), max_outage_s=max_outage_s)
+    def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
+        # Other processes wait meanwhile.
+        return ThreadEngine(self._env.usable_cpus, max_outage_s=max_outage_s)
 
-    def run(self, launch: Launch) -> dict[str, Any] | None:
-        from rayrec.training.launchers.process_worker import train_here  # which loads torch
+    def trackers(self) -> Makers:
+        return {}
 
-        config = self._config
-        launch.events.write("attempt", number=1, num_workers=1)
-        engine = ThreadEngine(
-            max(1, int(launch.shares.per_worker.max_cpus or 1)), max_outage_s=config.failure.max_outage_s
-        )
-        outcome = train_here(config, launch, engine=engine, cpus=self._cpus(), pause_at=self._pause_at)
+    def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
+        from rayrec.training.launchers.process_worker import StoreRendezvous, train_first  # which loads torch
+
+        signals, env = driver.signals, self._env
+        driver.events.write("attempt", number=env.restarts + 1, num_workers=env.world_size)
+        with contextlib.ExitStack() as own:
+            rendezvous = self._rendezvous or own.enter_context(contextlib.closing(StoreRendezvous.join(env)))
+            outcome = train_first(run, signals, rendezvous, pause_at=self._pause_at)
         if outcome is None:
-            launch.events.write("failure", cause=unsaved_cause(launch.signals.cause, config.failure), last=True)
+            driver.events.write("failure", cause=unsaved_cause(signals.cause, run.config.failure), last=True)
             return None
-        return None if "stopped" in outcome else outcome
+        if "stopped" not in outcome:
+            return outcome
+        if not outcome.get("paused"):
+            signals.cause = signals.cause or outcome["stopped"]  # of another process
+        return None
 
     def cause_of(self, error: BaseException) -> str:
         return line_of(error)
-
-    def _cpus(self) -> int:
-        return machine.usable_cpus(granted=self._config.cluster.num_cpus)
 
 
 def _load(modules: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import threading
@@ -19,7 +20,7 @@ import ray.train
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rayrec import machine, storage
-from rayrec.checkpoint import latest, write_token
+from rayrec.checkpoint import latest
 from rayrec.cluster import connection, prestart
 from rayrec.cluster.node_storage import require_reachable
 from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
@@ -27,12 +28,13 @@ from rayrec.config import InputError
 from rayrec.data.engine import Shared, StreamEngine, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
-from rayrec.training.launchers.base import Assignment, Launch
+from rayrec.observe.tracking.config import Makers
+from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun
 from rayrec.training.launchers.failures import Tolerance, cause_of, is_without_room, worker_failures
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
 from rayrec.training.profiling import watched_requests, worker_variables
-from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Grace, unsaved_cause
+from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Grace, Signals, unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
 _LOOK_S = 0.1
@@ -76,22 +78,22 @@ def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: boo
             time.sleep(_NODES_S)
 
 
-def run_attempts(config: TrainConfig, launch: Launch) -> dict[str, Any] | None:
+def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
     """What a finished run's worker 0 returned; None where a signal ended the run before.
 
     Raises InputError for what the user can fix (never tried again), and what the last attempt failed with where
     failure.max_failures are used up, which writes no event here.
     """
     number, crowded = 0, False
-    events, signals = launch.events, launch.signals
+    config, events, signals = run.config, driver.events, driver.signals
     tolerance = Tolerance(config.failure)
     groups = _placement_groups()
     while True:
         number += 1
-        events.write("attempt", number=number, num_workers=launch.shares.num_workers)
-        start_s, before = time.monotonic(), _newest_step(config, launch.folder)
+        events.write("attempt", number=number, num_workers=run.layout.num_workers)
+        start_s, before = time.monotonic(), _newest_step(config, run.folder)
         try:
-            outcome = _attempt(config, launch, crowded=crowded)
+            outcome = _attempt(run, signals, crowded=crowded)
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             attempt_s = time.monotonic() - start_s
             was_crowded, crowded = crowded, is_without_room(error)
@@ -99,13 +101,13 @@ def run_attempts(config: TrainConfig, launch: Launch) -> dict[str, Any] | None:
             if signals.cause is not None:
                 events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
                 return None
-            progressed = _newest_step(config, launch.folder) > before
+            progressed = _newest_step(config, run.folder) > before
             # Raises an error that ends the run; after others, the run continues with the next attempt.
             pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
             if not crowded:
                 events.write("failure", cause=cause_of(error))
             elif not was_crowded:  # it never began
-                launch.note(f"no place for {launch.shares.num_workers} workers yet: others hold what they need")
+                driver.note(f"no place for {run.layout.num_workers} workers yet: others hold what they need")
             time.sleep(pause_s)
         except BaseException:  # a second signal, say
             _abandon_workers(groups)
@@ -120,10 +122,10 @@ def run_attempts(config: TrainConfig, launch: Launch) -> dict[str, Any] | None:
             if signals.cause is not None:
                 return None
             crowded, tolerance = False, Tolerance(config.failure)
-        since_s, before_text = time.time(), launch.shares.text()
-        launch = dataclasses.replace(launch, since_s=since_s, shares=wait_for_room(config, launch.note, free=crowded))
-        if launch.shares.num_nodes > 1 and launch.shares.text() != before_text:
-            launch.note(launch.shares.text())
+        since_s, before_text = time.time(), run.layout.text()
+        run = dataclasses.replace(run, since_s=since_s, layout=wait_for_room(config, driver.note, free=crowded))
+        if run.layout.num_nodes > 1 and run.layout.text() != before_text:
+            driver.note(run.layout.text())
 
 
 def _newest_step(config: TrainConfig, folder: str) -> int:
@@ -153,28 +155,27 @@ def _abandon_workers(before: set[str]) -> None:
         _free_workers(before)
 
 
-def _attempt(config: TrainConfig, launch: Launch, *, crowded: bool) -> dict[str, Any] | None:
+def _attempt(run: PreparedRun, signals: Signals, *, crowded: bool) -> dict[str, Any] | None:
     """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
     part of the cluster."""
-    request, shares, signals = StopRequest(), launch.shares, launch.signals
-    placement = shares.per_worker.replace(max_outage_s=config.failure.max_outage_s)
+    config, request, layout = run.config, StopRequest(), run.layout
+    placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
-    token = write_token(launch.folder, max_outage_s=config.failure.max_outage_s)
-    assignment = Assignment.of(launch, config, engine, request.mailbox, token)
+    attempt = AttemptContext.of(run, engine, request.channel)
     future: Future[dict[str, Any]] = Future()
 
     def fit() -> None:
         try:
-            future.set_result(_fit(config, assignment, shares))
+            future.set_result(_fit(attempt, layout))
         except BaseException as error:
             future.set_exception(error)
 
     # In a thread of its own, so that this one can look around, and Ray Train leaves the signals alone.
     threading.Thread(target=fit, name="attempt", daemon=True).start()
-    growth, data_nodes = _Growth(config, shares.num_workers, crowded=crowded), _DataNodes(config, shares)
+    growth, data_nodes = _Growth(config, layout.num_workers, crowded=crowded), _DataNodes(config, layout)
     grace: Grace | None = None
     try:
-        with signals.held(), watched_requests(launch.folder, request.mailbox):
+        with signals.held(), watched_requests(run.folder, request.channel):
             while not future.done():
                 wait([future], timeout=_LOOK_S)
                 if signals.cause is not None:
@@ -219,18 +220,19 @@ def process_group(config: TrainConfig) -> ProcessGroup:
     return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
 
-def _fit(config: TrainConfig, assignment: Assignment, shares: connection.Layout) -> dict[str, Any]:
+def _fit(attempt: AttemptContext, layout: connection.Layout) -> dict[str, Any]:
+    config = attempt.config
     # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
-    reference = ray.put(assignment)
+    reference = ray.put(attempt)
     with storage.Scratch("attempt") as scratch:  # Ray Train gets no checkpoint
         trainer = data_parallel_trainer.DataParallelTrainer(
             train_worker,  # type: ignore[arg-type]  # its value is handed on
-            train_loop_config={"assignment": reference},
+            train_loop_config={"attempt": reference},
             backend_config=process_group(config),
             scaling_config=ray.train.ScalingConfig(
-                num_workers=shares.num_workers,
+                num_workers=layout.num_workers,
                 use_gpu=config.scaling.use_gpu,
-                resources_per_worker=shares.worker_resources,
+                resources_per_worker=layout.worker_resources,
                 placement_strategy=config.scaling.placement_strategy,
             ),
             run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # typed as Train V1's
@@ -351,8 +353,6 @@ class _NearEngine(RayEngine):
 class RayLauncher:
     """See `Launcher`."""
 
-    on_ray: Final = True
-
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
 
@@ -368,22 +368,29 @@ class RayLauncher:
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         connection.ship_code(config)
 
-    def share_out(self, *, goes_on: bool, note: Callable[[str], None]) -> connection.Layout:
+    def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> connection.Layout:
         # A resumed run may do so on a cluster whose nodes are still joining; a new one is refused at once.
-        shares = wait_for_room(self._config, note) if goes_on else share_out(self._config)
+        shares = wait_for_room(self._config, note) if resumes else share_out(self._config)
         if shares.num_nodes > 1:
             note(shares.text())
         start_ahead(self._config, shares)
         return shares
 
-    def engine(self, shares: connection.Layout, *, max_outage_s: float) -> StreamEngine:
+    def engine(self, layout: connection.Layout, *, max_outage_s: float) -> StreamEngine:
         if connection.is_own():
             return _DriverEngine(machine.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
-        placement = shares.driver.replace(max_outage_s=max_outage_s)
-        return _NearEngine(placement, max_outage_s=max_outage_s) if shares.num_nodes == 1 else RayEngine(placement)
+        placement = layout.driver.replace(max_outage_s=max_outage_s)
+        return _NearEngine(placement, max_outage_s=max_outage_s) if layout.num_nodes == 1 else RayEngine(placement)
 
-    def run(self, launch: Launch) -> dict[str, Any] | None:
-        return run_attempts(self._config, launch)
+    def trackers(self) -> Makers:
+        if not self._config.trackers.prometheus:
+            return {}
+        from rayrec.training.launchers.ray_metrics import PrometheusTracker
+
+        return {"Prometheus": functools.partial(PrometheusTracker, str(self._config.name), since_s=time.time())}
+
+    def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
+        return run_attempts(run, driver)
 
     def cause_of(self, error: BaseException) -> str:
         return cause_of(error)

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import ray
@@ -18,23 +18,24 @@ import torch
 from rayrec import machine, storage
 from rayrec.cluster.prestart import imports_ahead, prestart
 from rayrec.observe.timing import process_age_s
-from rayrec.training.launchers.base import Assignment
+from rayrec.training.launchers.base import AttemptContext
+from rayrec.training.launchers.ray_metrics import StoreWatch
 from rayrec.training.process_group import use_device
-from rayrec.training.worker import Seat, run_worker
+from rayrec.training.worker import run_worker
 from rayrec.training.worker_logs import worker_logs
-from rayrec.workloads.base import FailureConfig
+from rayrec.workloads.base import FailureConfig, WorkerContext
 
 _STANDBY_S: Final = 1800.0
 """Seconds that an idle process is kept, and replaced by the next."""
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Runs once per worker and attempt, with a reference to its Assignment; see `rayrec.training.worker.run_worker`."""
+    """Runs once per worker and attempt, with a reference to its AttemptContext; see `rayrec.training.worker.run_worker`."""
     entered_s = time.time()  # the process group is up
-    assignment: Assignment = ray.get(arguments["assignment"])
-    stopwatch = assignment.stopwatch()
+    attempt: AttemptContext = ray.get(arguments["attempt"])
+    stopwatch = attempt.stopwatch()
     process_s = time.time() - (process_age_s() or 0.0)
-    if assignment.begun_s < process_s < entered_s:  # it was not started ahead
+    if attempt.begun_s < process_s < entered_s:  # it was not started ahead
         stopwatch.lap("worker_process", at_s=process_s)
     stopwatch.lap("process_group", at_s=entered_s)
     stopwatch.lap("worker_imports")
@@ -46,22 +47,27 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     taken = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
     store = int(resources.get("object_store_memory", 0))
     cpus = machine.usable_cpus(granted=float(resources.get("CPU", 0)))
-    device = ray.train.torch.get_device() if assignment.config.scaling.use_gpu else torch.device("cpu")
+    device = ray.train.torch.get_device() if attempt.config.scaling.use_gpu else torch.device("cpu")
     use_device(device)
-    seat = Seat(
-        rank=rank,
-        world_size=context.get_world_size(),
-        device=device,
+    worker = WorkerContext(
+        attempt.config,
+        rank,
+        context.get_world_size(),
+        device,
+        attempt.engine,
         node=node_id,
         cpus=cpus // context.get_local_world_size(),
         object_store_bytes=max(0, store - taken),
-        on_ray=True,
-        preemption=ray.train.get_preemption_info,
-        stopwatch=stopwatch,
     )
-    log = storage.join(assignment.folder, "logs", f"worker_{rank}.log")
-    with worker_logs(log, rank=rank), _standby(assignment.config.failure, node):
-        return run_worker(assignment, seat)
+    log = storage.join(attempt.folder, "logs", f"worker_{rank}.log")
+    with contextlib.ExitStack() as within:
+        within.enter_context(worker_logs(log, rank=rank))
+        within.enter_context(_standby(attempt.config.failure, node))
+        object_store: Callable[[], dict[str, int]] = dict
+        if rank == 0 and attempt.config.observe.times:
+            object_store = within.enter_context(contextlib.closing(StoreWatch())).latest
+        preemption = ray.train.get_preemption_info
+        return run_worker(attempt, worker, stopwatch=stopwatch, preemption=preemption, object_store=object_store)
 
 
 @contextlib.contextmanager

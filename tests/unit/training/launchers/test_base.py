@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from rayrec import recipes
-from rayrec.cluster import connection
+from rayrec.cluster import connection, layout
 from rayrec.cluster.connection import is_connected  # the real one: tests/conftest.py replaces the module's
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.training.launchers import process_launcher, ray_launcher
-from rayrec.training.launchers.base import launcher_of, trains_in_process
-from rayrec.training.launchers.process_launcher import InProcessLauncher
+from rayrec.training.launchers.process_launcher import ProcessLauncher
 from rayrec.training.launchers.ray_launcher import RayLauncher
+from rayrec.training.trainer import launcher_of, trains_in_process
 from rayrec.workloads.base import TrainConfig
 
 ONE = {"num_workers": 1}
@@ -58,8 +58,8 @@ def test_one_worker_without_an_address_needs_no_ray(
     wanted = config(scaling, **ray)
     assert trains_in_process(wanted) is expected
     launcher = launcher_of(wanted)
-    assert isinstance(launcher, InProcessLauncher if expected else RayLauncher)
-    assert launcher.on_ray is not expected
+    assert isinstance(launcher, ProcessLauncher if expected else RayLauncher)
+    assert ("Prometheus" in launcher.trackers()) is not expected
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: p
             raise ImportError(name)  # the worker reports it
 
     monkeypatch.setattr(process_launcher.importlib, "import_module", load)
-    InProcessLauncher(config(ONE)).connect("runs", Console(quiet=True))
+    ProcessLauncher(config(ONE)).connect("runs", Console(quiet=True))
     for thread in threading.enumerate():
         if thread.name == "imports":
             thread.join(60)
@@ -138,9 +138,9 @@ def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: p
 
 def test_threads_stay_within_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container with a quota of 4 CPUs on a machine of 64."""
-    monkeypatch.setattr(process_launcher.machine, "usable_cpus", lambda *, granted: 4)
+    monkeypatch.setattr(layout.machine, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    shares = InProcessLauncher(config(ONE)).share_out(goes_on=False, note=print)
+    shares = ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print)
     assert shares.per_worker.max_cpus is not None
     assert 0 < shares.per_worker.max_cpus <= 4
 

@@ -20,7 +20,7 @@ from rayrec.cluster.connection import Node
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 from rayrec.training.launchers import ray_launcher
-from rayrec.training.launchers.base import Launch
+from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun
 from rayrec.training.stop_monitor import Signals
 from rayrec.workloads.base import TrainConfig
 
@@ -76,16 +76,16 @@ class Attempts:
         monkeypatch.setattr(ray_launcher, "_attempt", self._attempt)
         self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
 
-    def _attempt(self, config: TrainConfig, launch: Launch, *, crowded: bool) -> Any:
-        self.num_workers.append(launch.shares.num_workers)
+    def _attempt(self, run: PreparedRun, signals: Signals, *, crowded: bool) -> Any:
+        self.num_workers.append(run.layout.num_workers)
         self.crowded.append(crowded)
         return next(self._outcomes)()
 
     def run(self) -> dict[str, Any] | None:
         shares = ray_launcher.share_out(self._config)
         return ray_launcher.run_attempts(
-            self._config,
-            Launch(self._folder, None, shares, 0.0, None, self.events, self.signals, self.notes.append),  # type: ignore[arg-type]
+            PreparedRun(self._config, self._folder, None, shares, 0.0),
+            Driver(self.events, self.signals, self.notes.append),  # type: ignore[arg-type]
         )
 
 
@@ -194,7 +194,7 @@ def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypat
 class Request:
     """Of a driver; after so many bytes were asked for a second signal comes."""
 
-    mailbox = "the actor"
+    channel = "the actor"
 
     def __init__(self, bytes_written: list[int]) -> None:
         self.bytes_written, self.closed = bytes_written, False
@@ -212,7 +212,7 @@ class Request:
 
 
 @pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
-def test_the_mailbox_goes_with_the_attempt(
+def test_control_channel_ends_with_the_attempt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]
 ) -> None:
     request, ended = Request(bytes_written), threading.Event()
@@ -225,8 +225,8 @@ def test_the_mailbox_goes_with_the_attempt(
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
-        launch = Launch(str(tmp_path), None, shares, 0.0, None, Events(), signals, print)  # type: ignore[arg-type]
-        assert ray_launcher._attempt(wanted, launch, crowded=False) is None
+        run = PreparedRun(wanted, str(tmp_path), None, shares, 0.0)  # type: ignore[arg-type]
+        assert ray_launcher._attempt(run, signals, crowded=False) is None
     assert request.closed
     ended.set()
 
@@ -234,10 +234,10 @@ def test_the_mailbox_goes_with_the_attempt(
 @pytest.mark.parametrize("possible", [True, False])
 def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
     """Data tasks leave out the hook that workers are given, and only that: a job's own hook may bring their credentials."""
-    assigned: list[Any] = []
+    assigned: list[AttemptContext] = []
 
-    def fit(config: TrainConfig, assignment: Any, shares: Any) -> dict[str, Any]:
-        assigned.append(assignment)
+    def fit(attempt: AttemptContext, layout: Any) -> dict[str, Any]:
+        assigned.append(attempt)
         return {}
 
     monkeypatch.setattr(ray_launcher, "StopRequest", lambda: Request([]))
@@ -245,8 +245,8 @@ def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
     shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    launch = Launch(str(tmp_path), None, shares, 0.0, None, Events(), Signals(), print)  # type: ignore[arg-type]
-    ray_launcher._attempt(config(), launch, crowded=False)
+    run = PreparedRun(config(), str(tmp_path), None, shares, 0.0)  # type: ignore[arg-type]
+    ray_launcher._attempt(run, Signals(), crowded=False)
     assert (prestart.HOOK in ray_launcher.worker_environment(config())) is possible
     assert assigned[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import DistStoreError
+from torch.distributed import DistStoreError, HashStore
 
 from rayrec import recipes
 from rayrec.cluster.layout import Launched
 from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.training import trainer
-from rayrec.training.launchers import torchrun_worker
-from rayrec.training.launchers.torchrun import fitted
-from rayrec.training.launchers.torchrun_worker import Meeting, StoreMailbox, end, train_other
+from rayrec.training.launchers import process_worker
+from rayrec.training.launchers.process_launcher import fitted
+from rayrec.training.launchers.process_worker import StoreControlChannel, StoreRendezvous, end, train_other
 
 FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
 
@@ -66,37 +66,43 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Launched:
     return launched
 
 
-def test_messages(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun_worker, "_WISH_S", 0.01)
-    meeting = Meeting(alone)
-    mailbox, other = (StoreMailbox(meeting, Launched(rank, 2, 0, 1, 0)) for rank in (0, 1))
-    assert (mailbox.read(), mailbox.written_bytes()) == (None, 0)
-    other.send("SIGTERM")
-    mailbox.send("SIGINT")
-    assert (mailbox.read(), other.read()) == ("SIGTERM", "SIGTERM")
-    other.wrote(1, 7)
-    mailbox.wrote(0, 3)
-    other.wrote(1, 9)
-    assert mailbox.written_bytes() == 12
-    wishes: list[Any] = []
-    mailbox.ask({"steps": 1})
-    other.watch(wishes.append)
-    mailbox.ask({"steps": 2})
+def meetings(*ranks: int) -> list[StoreRendezvous]:
+    """Of these two processes' ranks, in a store of this one."""
+    store = HashStore()
+    return [StoreRendezvous(Launched(rank, 2, 0, 1, 0), store) for rank in ranks]
+
+
+def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
+    meeting, of_other = meetings(0, 1)
+    channel, other = StoreControlChannel(meeting), StoreControlChannel(of_other)
+    assert (channel.stop_reason(), channel.written_bytes()) == (None, 0)
+    other.request_stop("SIGTERM")
+    channel.request_stop("SIGINT")
+    assert (channel.stop_reason(), other.stop_reason()) == ("SIGTERM", "SIGTERM")
+    other.report_bytes_written(1, 7)
+    channel.report_bytes_written(0, 3)
+    other.report_bytes_written(1, 9)
+    assert channel.written_bytes() == 12
+    requests: list[Any] = []
+    channel.send_profile_request({"steps": 1})
+    other.subscribe(requests.append)
+    channel.send_profile_request({"steps": 2})
     deadline_s = time.monotonic() + 20
-    while len(wishes) < 2 and time.monotonic() < deadline_s:
+    while len(requests) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert wishes == [{"steps": 1}, {"steps": 2}]
+    assert requests == [{"steps": 1}, {"steps": 2}]
 
     def gone(key: str) -> bytes:
         raise DistStoreError("Connection reset")
 
     monkeypatch.setattr(meeting, "found", gone)
     with pytest.raises(OSError, match="the store of the run's processes is gone"):
-        mailbox.read()
+        channel.stop_reason()
 
 
 def test_a_message_is_as_large_as_it_has_to_be(alone: Launched) -> None:
-    meeting = Meeting(alone)
+    meeting = StoreRendezvous.join(alone)
     assert meeting.found("large") is None
     for value in (
         b"",
@@ -110,13 +116,13 @@ def test_a_message_is_as_large_as_it_has_to_be(alone: Launched) -> None:
     assert meeting._store.num_keys() == 1  # no piece is left; one key is the store's own
 
 
-def test_the_others_learn_how_a_run_ended(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun_worker, "_LEAVE_S", 0.2)
-    meeting = Meeting(alone)
-    end(meeting, Launched(0, 2, 0, 1, 0), {"status": 143})  # one that is waited for in vain
-    assert train_other(recipes.criteo_demo(), Launched(1, 2, 0, 1, 0), meeting) == {"status": 143}
-    monkeypatch.setattr(torchrun_worker, "_LEAVE_S", 60.0)
-    end(meeting, Launched(0, 2, 0, 1, 0), {"status": 143})  # which comes back: it has left
+def test_the_others_learn_how_a_run_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_worker, "_LEAVE_S", 0.2)
+    meeting, other = meetings(0, 1)
+    end(meeting, {"status": 143})  # one that is waited for in vain
+    assert train_other(recipes.criteo_demo(), other) == {"status": 143}
+    monkeypatch.setattr(process_worker, "_LEAVE_S", 60.0)
+    end(meeting, {"status": 143})  # which comes back: it has left
 
 
 def test_one_process_trains_what_a_run_without_torchrun_does(
@@ -137,10 +143,10 @@ def test_one_process_trains_what_a_run_without_torchrun_does(
 
 
 def test_after_a_run_no_thread_of_it_uses_the_store(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun_worker, "_WISH_S", 0.0)
-    meeting = Meeting(alone)
+    monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.0)
+    meeting = StoreRendezvous.join(alone)
     before = set(threading.enumerate())
-    StoreMailbox(meeting, alone).watch(lambda wish: None)
+    StoreControlChannel(meeting).subscribe(lambda request: None)
     (watching,) = set(threading.enumerate()) - before
     meeting.close()
     watching.join(10)
