@@ -208,16 +208,17 @@ def _trial(
     place, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
     events = read_events(place) if storage.exists(place) else []
     validations = validations_in(events)
-    steps = [event for event in events if event["kind"] == "step"]
+    run = RunSummary(events, curves=False)
+    last = run.latest.get("step")
     return Trial(
         number,
         values,
         "stopped" if standing.state == "paused" else standing.state,
         standing.error,
         step=validations[-1]["step"] if validations else 0,
-        rows=steps[-1]["rows"] if steps else 0,
-        seconds=RunSummary(events, curves=False).working_s,
-        share=steps[-1]["step"] / steps[-1]["steps"] if steps else 0.0,
+        rows=last["rows"] if last else 0,
+        seconds=run.working_s,
+        share=last["step"] / last["steps"] if last else 0.0,
         curve=tuple((event["step"], event[options.metric]) for event in validations),
         best=standing.values[-1] if standing.values else None,
         checkpoint=storage.read_json(summary)["checkpoint"] if storage.exists(summary) else None,
