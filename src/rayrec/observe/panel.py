@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -25,8 +25,6 @@ from rayrec.quantities import duration_text, number_text, size_text
 
 Event = Mapping[str, Any]
 _SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
-_REFRESH_S: Final = 0.5
-"""Between two looks of `rayrec top`."""
 
 
 def metric_text(value: float | None) -> str:
@@ -229,47 +227,20 @@ def top(run: str, *, once: bool = False, console: Console | None = None) -> RunS
 
 
 def _watch(place: str, run: RunSummary, console: Console) -> None:
-    stop, arrived = threading.Event(), queue.SimpleQueue[Any]()
-    thread = threading.Thread(target=_read, args=(place, stop, arrived.put), name="top", daemon=True)
-    thread.start()
-    caught_up = False  # what lies behind is not told line by line
-    try:
-        with Live(get_renderable=lambda: panel(run, full=True), console=console, auto_refresh=False) as live:
-            waiting: list[Any] = [None]
-            while waiting or not run.ended:  # behind an end of long ago there may be another driver
-                waiting, caught_up_now = _take(arrived, run), caught_up
-                for event in waiting:
-                    note = note_of(event) if caught_up_now else None
-                    if note is not None:
-                        console.print(note, markup=False)
-                caught_up = caught_up or bool(waiting)
-                live.refresh()
-            live.refresh()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        stop.set()
+    stop, caught_up = threading.Event(), False  # what lies behind is not told line by line
 
+    def idle() -> None:
+        nonlocal caught_up
+        caught_up = True
+        live.refresh()
+        if run.ended:  # behind an end of long ago there may be another driver, which has been read by now
+            stop.set()
 
-def _read(place: str, stop: threading.Event, put: Callable[[Any], None]) -> None:
-    try:
-        for event in follow(place, stop=stop):
-            put(event)
-    except BaseException as error:  # raised where events are taken
-        put(error)
-
-
-def _take(arrived: queue.SimpleQueue[Any], run: RunSummary) -> list[Any]:
-    """The events that came, after waiting for one a little while."""
-    taken: list[Any] = []
-    timeout_s: float | None = _REFRESH_S
-    while True:
-        try:
-            item = arrived.get(timeout=timeout_s) if timeout_s else arrived.get_nowait()
-        except queue.Empty:
-            return taken
-        if isinstance(item, BaseException):
-            raise item
-        run.update(item)
-        taken.append(item)
-        timeout_s = None
+    live = Live(get_renderable=lambda: panel(run, full=True), console=console, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), live:
+        for event in follow(place, stop=stop, idle=idle):
+            run.update(event)
+            note = note_of(event) if caught_up else None
+            if note is not None:
+                console.print(note, markup=False)
+        live.refresh()
