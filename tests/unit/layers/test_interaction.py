@@ -7,7 +7,7 @@ import torch
 from torchrec.models.dlrm import InteractionArch, InteractionDCNArch, InteractionProjectionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from rayrec.layers.interaction import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
+from rayrec.layers.dlrm import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
 from rayrec.layers.keyed_embeddings import Embedded
 
 FEATURES = [f"cat_{index}" for index in range(5)]

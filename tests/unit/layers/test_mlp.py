@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rayrec.layers.mlp import MLP, Precision, linear_stack
-from rayrec.layers.relu import relu_backward_
+from rayrec.layers.mlp import MLP, Precision, linear_stack, relu_backward_
 
 
 def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from rayrec.config import InputError
+from rayrec.layers.attention import FieldAttention
 from rayrec.layers.field_embeddings import FieldsAndLinear, fields, number_vectors, width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
-from rayrec.layers.self_attention import FieldAttention
 from rayrec.layers.tower import LogitTower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.checks import check_counts, check_dropouts, check_sizes

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayrec.layers.interaction import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
+from rayrec.layers.dlrm import CrossInteraction, DotInteraction, Interaction, ProjectionInteraction
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import MLP, Precision
 from rayrec.models.base import ModelInputs

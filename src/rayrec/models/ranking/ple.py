@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rayrec.layers.experts import Experts, Gate
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
-from rayrec.layers.tower import LogitTower
+from rayrec.layers.tower import Experts, Gate, LogitTower
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.checks import check_counts, check_dropouts, check_sizes
 
