@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rayrec.config import CLASS, Config, InputError, same_class
 from rayrec.models import ranking
@@ -180,3 +180,43 @@ def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[st
         )
     tables = {table_of[name] for name in sequences}
     return tuple(name for name in inputs.features if table_of[name] in tables)
+
+
+def check_sizes(config: ClickModelConfig, *fields: str, empty: bool = True) -> None:
+    """Check that the fields are sizes of layers, each at least 1; `empty`: there may be none. Raises InputError."""
+    for field in fields:
+        sizes = getattr(config, field)
+        if any(size < 1 for size in sizes) or not (sizes or empty):
+            number = "" if empty else "one or more "
+            raise InputError(f"{type(config).__name__}.{field}: {sizes} needs {number}sizes of at least 1")
+
+
+def check_counts(config: ClickModelConfig, *fields: str, least: int = 1) -> None:
+    """Check that each field is at least `least`. Raises InputError."""
+    for field in fields:
+        if getattr(config, field) < least:
+            raise InputError(f"{type(config).__name__}.{field}: {getattr(config, field)} must be at least {least}")
+
+
+def check_dropouts(config: ClickModelConfig, *fields: str) -> None:
+    """Check that each field is a share of activations below 1. Raises InputError."""
+    for field in fields:
+        if not 0 <= getattr(config, field) < 1:
+            raise InputError(
+                f"{type(config).__name__}.{field}: {getattr(config, field)} must be at least 0 and below 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableStart(Config):
+    """Distribution of the start values of embedding tables."""
+
+    kind: Literal["uniform", "normal"] = "uniform"
+    """uniform: from -sqrt(1/n) to sqrt(1/n) for a table of n rows; normal: with mean 0 and standard deviation `std`."""
+    std: float = 1e-4
+    """Standard deviation (normal)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.std < float("inf"):
+            raise InputError(f"TableStart.std: {self.std} must be above 0 and finite")

@@ -16,8 +16,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from rayrec import machine
 from rayrec.config import InputError
+from rayrec.models.base import TableStart
 from rayrec.models.scoring_tables import table_name, table_of_weight
-from rayrec.models.table_start import TableStart
 
 # Rows drawn from one seed. Small enough that a shard wastes little at its edges, large enough to cost nothing.
 _BLOCK_ROWS = 65_536

@@ -14,9 +14,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
-from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
+from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, unpooled_features
 from rayrec.models.embeddings import build_embeddings, build_sequences
-from rayrec.models.table_start import TableStart
 from rayrec.schema import Label
 
 if TYPE_CHECKING:

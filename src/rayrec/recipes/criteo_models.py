@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
-from rayrec.models.base import ClickModelConfig
-from rayrec.models.table_start import TableStart
+from rayrec.models.base import ClickModelConfig, TableStart
 from rayrec.optim.config import DenseOptimizerConfig, PlateauConfig, SparseOptimizerConfig
 from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload

@@ -9,9 +9,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.config import InputError
+from rayrec.models.base import TableStart
 from rayrec.models.embeddings import build_embeddings, fill_table_part
 from rayrec.models.scoring_tables import table_name
-from rayrec.models.table_start import TableStart
 
 TABLE: dict[str, Any] = {"seed": 3, "table": "cat_1", "num_embeddings": 150_000, "embedding_dim": 8}
 

@@ -15,9 +15,8 @@ from torch import distributed
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
-from rayrec.models.base import ModelInputs
+from rayrec.models.base import ModelInputs, TableStart
 from rayrec.models.sharded_model import build_click_model
-from rayrec.models.table_start import TableStart
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.training.state import all_tensors, restore_all

@@ -13,8 +13,7 @@ from rayrec.layers.field_embeddings import FieldsAndLinear, fields, number_vecto
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.checks import check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

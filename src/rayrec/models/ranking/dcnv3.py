@@ -14,8 +14,7 @@ from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, compute_dtype, start_values
 from rayrec.layers.tower import xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.checks import check_counts, check_dropouts
+from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts
 
 
 @dataclass(frozen=True, kw_only=True)

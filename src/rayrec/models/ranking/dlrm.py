@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rayrec.config import CLASS, InputError, same_class
-from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.checks import check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
 
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision

@@ -13,8 +13,7 @@ from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, start_values
 from rayrec.layers.tower import Tower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.checks import check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs, check_dropouts, check_sizes
 
 NUMBERS: Final = "numbers"
 """Stands for all dense features in a gate's context."""

@@ -11,8 +11,7 @@ from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower
-from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.checks import check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs, check_dropouts, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,8 @@ from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared
 from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.ingest.block_order import BlockOrder
-from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
+from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, unpooled_features
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.models.table_start import TableStart
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
 from rayrec.sharding.planner import ShardingConfig
