@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayrec.optim.config import SparseOptimizerConfig
-from rayrec.optim.data_parallel_tables import DataParallelTableOptimizer, data_parallel_optimizer
+from rayrec.optim.optimizer import DataParallelTableOptimizer, data_parallel_optimizer
 
 
 @pytest.mark.parametrize("eps", [0.25, 0.0])

@@ -11,7 +11,7 @@ import torch
 from rayrec.checkpoint import Checkpoint, folder_of, save
 from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.optim.data_parallel_tables import data_parallel_optimizer
+from rayrec.optim.optimizer import data_parallel_optimizer
 from rayrec.training.state import (
     Targets,
     all_tensors,

@@ -32,8 +32,7 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.embeddings import initialize_shards
 from rayrec.models.sharded_model import own_name
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
-from rayrec.optim.data_parallel_tables import data_parallel_optimizer
-from rayrec.optim.joint_clipping import JointlyClippedOptimizer
+from rayrec.optim.optimizer import JointlyClippedOptimizer, data_parallel_optimizer
 from rayrec.optim.table_adam import TableAdam, leave_to_own_rule
 from rayrec.sharding.planner import (
     data_parallel_tables,
