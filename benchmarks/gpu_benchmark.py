@@ -264,7 +264,7 @@ def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, f
     from rayrec.data.encoding.multi_hot import MLPERF_SIZES
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.models.base import ModelInputs
-    from rayrec.workloads.recsys.cost import network_cost
+    from rayrec.models.cost import network_cost
 
     workload = config_of(Sizes(**sizes), on=on, precision="fp32", multi_hot=multi_hot).workload
     inputs = ModelInputs.of(SCHEMA)

@@ -21,7 +21,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
-from rayrec.workloads.recsys.communication import Links, Traffic
+from rayrec.sharding.communication import Links, Traffic
 from rayrec.workloads.recsys.planning import memory_here, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.speed_probe import Target

@@ -27,9 +27,9 @@ def main(*, quick: bool) -> None:
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.models import ranking
     from rayrec.models.base import ModelInputs
+    from rayrec.models.cost import network_cost
     from rayrec.native import keep_freed_memory
     from rayrec.recipes import criteo_kaggle
-    from rayrec.workloads.recsys.cost import network_cost
 
     keep_freed_memory()
     logging.disable(logging.WARNING)

@@ -22,6 +22,7 @@ from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import gauc
 from rayrec.metrics.significance import METRICS, Difference, compare_models
 from rayrec.models.base import ModelInputs
+from rayrec.models.cost import network_multiply_adds
 from rayrec.observe.console import Console
 from rayrec.quantities import json_values
 from rayrec.workloads.recsys.cost import network_multiply_adds

@@ -11,8 +11,8 @@ from rayrec import machine
 from rayrec.cluster.connection import Layout, Node, layout
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
+from rayrec.sharding.communication import Links
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys.communication import Links
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 Limit = Literal["model", "network", "data", "cpus"]

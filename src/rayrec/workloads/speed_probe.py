@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rayrec.workloads.recsys.communication import Links, Traffic
+from rayrec.sharding.communication import Links, Traffic
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from rayrec.inference.scoring import ScoringJob
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.significance import Resampling, compare
 from rayrec.models.base import ModelInputs
+from rayrec.models.cost import network_multiply_adds
 from rayrec.observe.console import Console
 from rayrec.schema import Schema
-from rayrec.workloads.recsys.cost import network_multiply_adds
 
 ROWS = 2_000
 QUIET: dict[str, Any] = {"cluster_address": "none", "console": Console(quiet=True), "resamples": 50}

@@ -9,8 +9,8 @@ import pytest
 from rayrec import recipes
 from rayrec.cluster.connection import Layout, layout
 from rayrec.config import InputError
+from rayrec.sharding.communication import Exchange, Flow, Links, Traffic
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
-from rayrec.workloads.recsys.communication import Exchange, Flow, Links, Traffic
 from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 MEASURED = MeasuredSpeed(

@@ -17,11 +17,11 @@ from rayrec.batch import Batch, RowOutput
 from rayrec.data.numbered_rows import RowSource
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.ingest.row_order import RowOrder
+from rayrec.layers.operation_count import multiply_adds_per_row
 from rayrec.optim.config import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 from rayrec.workloads.device_memory import memory_errors
-from rayrec.workloads.row_cost import multiply_adds_per_row
 from rayrec.workloads.seeding import seed_generators, step_seed
 from rayrec.workloads.step_timer import NoClock, StepClock, notice_exchange, step_clock
 

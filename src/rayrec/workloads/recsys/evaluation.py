@@ -10,7 +10,7 @@ import torch
 
 from rayrec.batch import Batch, StepOutput
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.metrics.labels import LabelsAccumulator
+from rayrec.metrics.means import LabelsAccumulator
 from rayrec.schema import Label
 
 _EDGE = 16.0

@@ -10,10 +10,10 @@ from rayrec import machine
 from rayrec.config import InputError
 from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.schema import Schema
+from rayrec.sharding.communication import Lookup, Traffic, traffic_of
+from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, worker_memories
 from rayrec.sharding.planner import describe, placements, plan_sharding
 from rayrec.workloads.base import effective_batch_size
-from rayrec.workloads.recsys.communication import Lookup, Traffic, traffic_of
-from rayrec.workloads.recsys.memory import PROCESS_BYTES, WorkerMemory, worker_memories
 from rayrec.workloads.speed_probe import Target
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def tables_of(
     """The tables over the workers of `target`, who may fill `memory_bytes` each; `inputs` are the model's columns, which a
     Preprocessor may have made from others. `hotness`: ids of a row in each categorical column, None: any number (None for all:
     as the recipe's preset makes them); `rows`: of an epoch. Raises InputError as `plan`."""
-    from rayrec.workloads.recsys.cost import network_cost, sequence_lengths
+    from rayrec.models.cost import network_cost, sequence_lengths
 
     model = build_model(workload, num_embeddings, inputs=inputs)
     workers, device = target.num_workers, "cuda" if config.scaling.use_gpu else "cpu"
@@ -216,7 +216,7 @@ def lookups_of(
     workload: ClickWorkload, inputs: ModelInputs, hotness: Sequence[int | None] | None
 ) -> dict[str, list[Lookup]]:
     """What a row looks up in each table. A list of any number of ids counts as its max_length, or 20."""
-    from rayrec.workloads.recsys.cost import USUAL_LENGTH
+    from rayrec.models.cost import USUAL_LENGTH
 
     multi_hot, lists = workload.preset.multi_hot, dict(inputs.lists)
     if hotness is None:

@@ -28,7 +28,7 @@ from rayrec.data.logs.reading import open_block
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import blocks_of_epoch
 from rayrec.metrics.binary import sigmoid
-from rayrec.metrics.labels import LabelsAccumulator
+from rayrec.metrics.means import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.schema import Schema
 from rayrec.workloads.recsys.scorer import load_preprocessor

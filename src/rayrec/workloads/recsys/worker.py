@@ -29,6 +29,7 @@ from rayrec.data import materialized
 from rayrec.ingest.block_order import BlockOrder, Position
 from rayrec.ingest.loader import ClickLoader
 from rayrec.models.base import ModelInputs
+from rayrec.models.cost import network_multiply_adds
 from rayrec.models.embeddings import initialize_shards
 from rayrec.models.sharded_model import own_name
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
@@ -44,7 +45,6 @@ from rayrec.sharding.planner import (
 )
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.device_memory import memory_errors
-from rayrec.workloads.recsys.cost import network_multiply_adds
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys.pipeline import TimedBase, TimedSparseDist

@@ -16,10 +16,10 @@ from rayrec.ingest.loader import sparse_features
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.tower import Dice
 from rayrec.models.base import ModelInputs, unpooled_features
+from rayrec.models.cost import network_multiply_adds
 from rayrec.models.ranking.din import DIN, DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
-from rayrec.workloads.recsys.cost import network_multiply_adds
 from rayrec.workloads.recsys.scorer import PlainModel, make_scorer
 
 DIM, ROWS = 4, 9

@@ -14,9 +14,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
+from rayrec.models.cost import network_multiply_adds
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.sharded_model import ClickModel
-from rayrec.workloads.recsys.cost import network_multiply_adds
 
 SIZES = [50, 3, 700, 20]
 SMALL = DLRMConfig(

@@ -13,10 +13,10 @@ from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.ingest.loader import sparse_features
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
+from rayrec.models.cost import network_cost
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Label
-from rayrec.workloads.recsys.cost import network_cost
 from rayrec.workloads.recsys.scorer import PlainModel, make_scorer
 
 ROWS, SIZES = 24, (12, 12, 3)

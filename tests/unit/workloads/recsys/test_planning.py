@@ -14,11 +14,11 @@ from rayrec import api, recipes
 from rayrec.commands import training
 from rayrec.config import InputError
 from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
+from rayrec.models.cost import NetworkCost
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.sharding.placement import PROCESS_BYTES, worker_memories
 from rayrec.sharding.planner import TablePlacement
 from rayrec.workloads.recsys import planning, worker
-from rayrec.workloads.recsys.cost import NetworkCost
-from rayrec.workloads.recsys.memory import PROCESS_BYTES, worker_memories
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.worker import Place, _plan_or_wait
 

@@ -11,8 +11,8 @@ from rayrec.quantities import size_text
 from rayrec.sharding.planner import TablePlacement
 
 if TYPE_CHECKING:
+    from rayrec.models.cost import NetworkCost
     from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.recsys.cost import NetworkCost
     from rayrec.workloads.recsys.workload import ClickWorkload
 
 PROCESS_BYTES: Final = 700 << 20

@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
+from rayrec.layers.operation_count import counted
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.workloads.row_cost import counted
 
 _FEW_ROWS: Final = 16
 """Of a batch whose memory is measured, and twice as many: their difference is what rows take."""
