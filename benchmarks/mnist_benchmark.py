@@ -92,7 +92,7 @@ def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **c
 
 def flop_per_image() -> float:
     """Of a training step: backward costs twice the forward pass, less the gradient of the image."""
-    from rayrec.workloads.resnet import STAGE_WIDTHS, ResNetConfig, multiply_adds
+    from rayrec.workloads.vision import STAGE_WIDTHS, ResNetConfig, multiply_adds
 
     first_layer = STAGE_WIDTHS[0] * 7 * 7 * 14 * 14
     return 6 * multiply_adds(ResNetConfig(), image_size=28) - 2 * first_layer

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from rayrec.data.idx import read_part
-from rayrec.workloads.resnet import ResNetConfig
+from rayrec.workloads.vision import ResNetConfig
 
 
 def data_set(path: str) -> TensorDataset:

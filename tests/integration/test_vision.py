@@ -19,7 +19,7 @@ from rayrec.data.idx import read_labels
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.recipes.mnist import mnist_resnet18
-from rayrec.workloads.resnet import ResNetConfig
+from rayrec.workloads.vision import ResNetConfig
 from rayrec.workloads.weight_files import read_weights
 
 if TYPE_CHECKING:

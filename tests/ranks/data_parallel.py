@@ -24,7 +24,7 @@ from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import DataConfig, RunContext, ScalingConfig, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
-from rayrec.workloads.gpt2 import GPT2Config
+from rayrec.workloads.language import GPT2Config
 
 ROWS = {"train": 101, "validation": 37}
 
@@ -117,17 +117,17 @@ class NextToken(DataParallelWorkload):
 
 def products_by_onednn(patch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Has oneDNN make GPT-2's products however small; gives the shapes of their inputs, as they come."""
-    from rayrec.workloads import gpt2_module
+    from rayrec.workloads import language_model
 
     seen: list[torch.Size] = []
-    stack = gpt2_module.linear_stack
+    stack = language_model.linear_stack
 
     def noting(rows: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
         seen.append(rows.shape)
         return stack(rows, *arguments, **named)
 
-    patch.setattr(gpt2_module, "_LEAST_MULTIPLY_ADDS", 1)
-    patch.setattr(gpt2_module, "linear_stack", noting)
+    patch.setattr(language_model, "_LEAST_MULTIPLY_ADDS", 1)
+    patch.setattr(language_model, "linear_stack", noting)
     return seen
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
-from rayrec.workloads.gpt2 import GPT2Config
-from rayrec.workloads.language import LanguageWorkload
+from rayrec.workloads.language import GPT2Config, LanguageWorkload
 
 
 def gpt2_tiny(path: str | None = None) -> TrainConfig:

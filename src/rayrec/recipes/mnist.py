@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
-from rayrec.workloads.resnet import ResNetConfig
-from rayrec.workloads.vision import AugmentationConfig, VisionWorkload
+from rayrec.workloads.vision import AugmentationConfig, ResNetConfig, VisionWorkload
 
 
 def mnist_resnet18(path: str | None = None) -> TrainConfig:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.nn import functional
+
+from rayrec.config import InputError
+from rayrec.workloads.vision import STAGE_WIDTHS, ResNetConfig
 
 if TYPE_CHECKING:
     from rayrec.workloads.vision import AugmentationConfig
@@ -44,3 +49,107 @@ def augmented(images: torch.Tensor, augmentation: AugmentationConfig) -> torch.T
     grid = functional.affine_grid(to_old, [rows, 1, height, width], align_corners=False)
     moved = functional.grid_sample(images.float().unsqueeze(1), grid, padding_mode="zeros", align_corners=False)
     return moved.squeeze(1)
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """Torch's, which also takes a batch of a single value a channel, as the rest of an epoch may be: having no variance, it is
+    standardised by the running statistics, which it leaves as they are."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(rows, channels, height, width) to the same."""
+        if self.training and inputs.numel() == self.num_features:
+            return functional.batch_norm(
+                inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        return super().forward(inputs)
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions and the shortcut around them."""
+
+    def __init__(self, width_in: int, width: int, *, stride: int, downsample: nn.Module | None) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = BatchNorm(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = BatchNorm(width)
+        self.downsample = downsample
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(rows, width_in, height, width) to (rows, width, height / stride, width / stride)."""
+        outputs = functional.relu(self.bn1(self.conv1(inputs)), inplace=True)
+        outputs = self.bn2(self.conv2(outputs))
+        shortcut = inputs if self.downsample is None else self.downsample(inputs)
+        return functional.relu(outputs + shortcut, inplace=True)
+
+
+class ResNet(nn.Module):
+    """`state_dict` has torchvision's names and shapes."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        # The order in which modules are made and start values drawn is torchvision's.
+        width = STAGE_WIDTHS[0]
+        self.conv1 = nn.Conv2d(config.num_channels, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = BatchNorm(width)
+        self.layer1 = _stage(width, STAGE_WIDTHS[0], blocks=config.blocks[0], stride=1)
+        self.layer2 = _stage(STAGE_WIDTHS[0], STAGE_WIDTHS[1], blocks=config.blocks[1], stride=2)
+        self.layer3 = _stage(STAGE_WIDTHS[1], STAGE_WIDTHS[2], blocks=config.blocks[2], stride=2)
+        self.layer4 = _stage(STAGE_WIDTHS[2], STAGE_WIDTHS[3], blocks=config.blocks[3], stride=2)
+        self.fc = nn.Linear(STAGE_WIDTHS[3], config.num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits (rows, num_classes) of normalised images (rows, num_channels, height, width)."""
+        outputs = functional.relu(self.bn1(self.conv1(images)), inplace=True)
+        outputs = functional.max_pool2d(outputs, 3, stride=2, padding=1)
+        outputs = self.layer4(self.layer3(self.layer2(self.layer1(outputs))))
+        return self.fc(outputs.mean(dim=(2, 3)))
+
+
+def _stage(width_in: int, width: int, *, blocks: int, stride: int) -> nn.Sequential:
+    downsample = None
+    if stride != 1:
+        downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride=stride, bias=False), BatchNorm(width))
+    first = BasicBlock(width_in, width, stride=stride, downsample=downsample)
+    others = [BasicBlock(width, width, stride=1, downsample=None) for _ in range(blocks - 1)]
+    return nn.Sequential(first, *others)
+
+
+def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: str) -> None:
+    """Copies weights under torchvision's names into the model; counters of batches may be missing, as in old files.
+
+    A first layer for several channels goes into a model of one as its sum over channels, which sees a gray image as the other
+    one sees it in three equal channels. Raises InputError, which names `where`, for weights of another network.
+    """
+    given = dict(weights)
+    first = given.get("conv1.weight")
+    if first is not None and first.ndim == 4 and model.conv1.in_channels == 1 != first.shape[1]:
+        given["conv1.weight"] = first.sum(dim=1, keepdim=True)
+    wanted = model.state_dict()
+    # Torchvision's first weights are older than the counters.
+    missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
+    unknown = [name for name in given if name not in wanted]
+    if missing or unknown:
+        raise InputError(
+            f"{where}: holds {_some(unknown) if unknown else 'no ' + _some(missing)}, unlike a ResNet with blocks "
+            f"{_blocks(model)}; choose weights of torchvision's network of that depth"
+        )
+    for name, tensor in given.items():
+        if tensor.shape != wanted[name].shape:
+            remedy = "choose weights of as many classes and channels" if name.startswith(("fc.", "conv1.")) else ""
+            raise InputError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(wanted[name].shape)}; "
+                f"{remedy or 'choose weights of a network like it'}"
+            )
+    model.load_state_dict(given, strict=False)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _blocks(model: ResNet) -> tuple[int, ...]:
+    return tuple(len(stage) for stage in (model.layer1, model.layer2, model.layer3, model.layer4))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rayrec.config import InputError
-from rayrec.workloads import gpt2_module
-from rayrec.workloads.gpt2 import GPT2Config
+from rayrec.workloads import language_model
+from rayrec.workloads.language import GPT2Config
 
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=24, dropout=0.0)
 
@@ -58,14 +58,14 @@ def pair(vocabulary_size: int) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 def counted_products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     seen: list[torch.Size] = []
-    stack = gpt2_module.linear_stack
-    monkeypatch.setattr(gpt2_module, "_LEAST_MULTIPLY_ADDS", 1)
+    stack = language_model.linear_stack
+    monkeypatch.setattr(language_model, "_LEAST_MULTIPLY_ADDS", 1)
 
     def counting(rows: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
         seen.append(rows.shape)
         return stack(rows, *arguments, **named)
 
-    monkeypatch.setattr(gpt2_module, "linear_stack", counting)
+    monkeypatch.setattr(language_model, "linear_stack", counting)
     return seen
 
 
@@ -102,7 +102,7 @@ def test_bf16_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     products = counted_products(monkeypatch)
-    monkeypatch.setattr(gpt2_module, "_LEAST_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
+    monkeypatch.setattr(language_model, "_LEAST_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
     model, other = pair(50)
     tokens = torch.randint(0, 50, (2, 24))
     torch.testing.assert_close(model(tokens).logits, other(tokens).logits)

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from rayrec.config import InputError
-from rayrec.workloads.resnet import ResNetConfig, multiply_adds
-from rayrec.workloads.resnet_module import BatchNorm, ResNet, load_weights
+from rayrec.workloads.vision import ResNetConfig, multiply_adds
+from rayrec.workloads.vision_model import BatchNorm, ResNet, load_weights
 
 # Of torchvision 0.28's resnet18(), but for the first layer's channels and the last one's classes.
 CONVOLUTIONS = {

@@ -21,8 +21,7 @@ from rayrec.data.engine import ThreadEngine
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
-from rayrec.workloads.resnet import ResNetConfig
-from rayrec.workloads.vision import AugmentationConfig, Prepared, VisionWorkload
+from rayrec.workloads.vision import AugmentationConfig, Prepared, ResNetConfig, VisionWorkload
 from rayrec.workloads.vision_model import augmented, normalised
 from rayrec.workloads.weight_files import read_weights, write_weights
 
