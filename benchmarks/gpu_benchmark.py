@@ -320,8 +320,8 @@ def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.datasets.criteo import SCHEMA
+    from rayrec.workloads.base import Target
     from rayrec.workloads.recsys.planning import tables_of
-    from rayrec.workloads.speed_probe import Target
 
     config = config_of(Sizes(**sizes), on=on, precision="fp32", ready=True, large=True)
     rows = Preprocessor.load(config.workload.preprocessor).num_embeddings

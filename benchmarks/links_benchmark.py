@@ -22,9 +22,9 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
 from rayrec.sharding.communication import Links, Traffic
+from rayrec.workloads.base import Target
 from rayrec.workloads.recsys.planning import memory_here, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.speed_probe import Target
 
 ROWS, STEPS, FEW_STEPS, WARM_STEPS, REPEATS = 400_000, 120, 20, 20, 3
 LINKS_GBIT = (None, 10.0, 1.0)

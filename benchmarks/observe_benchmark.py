@@ -162,7 +162,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
 
     from rayrec.observe.events import EventWriter
     from rayrec.training.loop import Account, Training
-    from rayrec.workloads.recsys.pipeline import TimedBase
+    from rayrec.workloads.recsys.worker import TimedBase
     from rayrec.workloads.step_timer import HostClock, NoClock
 
     class Entered(torch.nn.Module):

@@ -30,10 +30,9 @@ from rayrec.ingest.loader import ClickLoader
 from rayrec.layers import cpu_watch
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
-from rayrec.workloads.base import TrainConfig, WorkerContext
+from rayrec.workloads.base import Target, TrainConfig, WorkerContext
 from rayrec.workloads.recsys.planning import memory_here, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.speed_probe import Target
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,7 @@ from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.joining import join
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.workloads.recsys.ensemble import joined
-from rayrec.workloads.recsys.scorer import click_settings, load_preprocessor
+from rayrec.workloads.recsys.scorer import click_settings, joined, load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload, other_preprocessor
 
 if TYPE_CHECKING:

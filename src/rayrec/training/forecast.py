@@ -12,8 +12,7 @@ from rayrec.cluster.connection import Layout, Node, layout
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
 from rayrec.sharding.communication import Links
-from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.speed_probe import MeasuredSpeed, Target
+from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig
 
 Limit = Literal["model", "network", "data", "cpus"]
 _KEPT_IN_RESERVE: Final = 0.5

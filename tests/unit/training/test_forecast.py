@@ -11,7 +11,7 @@ from rayrec.cluster.connection import Layout, layout
 from rayrec.config import InputError
 from rayrec.sharding.communication import Exchange, Flow, Links, Traffic
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
-from rayrec.workloads.speed_probe import MeasuredSpeed, Target
+from rayrec.workloads.base import MeasuredSpeed, Target
 
 MEASURED = MeasuredSpeed(
     num_workers=2,

@@ -116,8 +116,7 @@ def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[Enco
 
 
 def _load_scorer(checkpoints: tuple[str, ...], preprocessor: Preprocessor) -> ClickScorer:
-    from rayrec.workloads.recsys.ensemble import load_mean_scorer
-    from rayrec.workloads.recsys.scorer import click_settings, load_scorer
+    from rayrec.workloads.recsys.scorer import click_settings, load_mean_scorer, load_scorer
 
     if len(checkpoints) > 1:
         return load_mean_scorer(checkpoints, preprocessor=preprocessor, device="cpu")

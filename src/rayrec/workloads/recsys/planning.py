@@ -13,8 +13,7 @@ from rayrec.schema import Schema
 from rayrec.sharding.communication import Lookup, Traffic, traffic_of
 from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, worker_memories
 from rayrec.sharding.planner import describe, placements, plan_sharding
-from rayrec.workloads.base import effective_batch_size
-from rayrec.workloads.speed_probe import Target
+from rayrec.workloads.base import Target, effective_batch_size
 
 if TYPE_CHECKING:
     from rayrec.models.sharded_model import ClickModel

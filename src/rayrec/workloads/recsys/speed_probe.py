@@ -26,9 +26,8 @@ from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, is_g
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.stage_times import BlockTimes, measured
 from rayrec.ingest.block_order import BlockOrder
-from rayrec.workloads.base import TrainConfig, WorkerContext
+from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, WorkerContext
 from rayrec.workloads.recsys.planning import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
-from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 if TYPE_CHECKING:
     from rayrec.batch import Batch

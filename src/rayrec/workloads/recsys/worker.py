@@ -10,18 +10,20 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed.optim  # which TorchRec imports when tables are sharded: here a worker's template has it
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
-from torchrec.distributed.train_pipeline import TrainPipeline
+from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.streamable import Pipelineable
 
 from rayrec import machine, storage
+from rayrec.batch import Batch
 from rayrec.checkpoint.communicator import Ranks
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
@@ -47,15 +49,13 @@ from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_si
 from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
-from rayrec.workloads.recsys.pipeline import TimedBase, TimedSparseDist
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.seeding import seed_generators, step_seed
-from rayrec.workloads.step_timer import NoClock, StepClock, step_clock
+from rayrec.workloads.step_timer import NoClock, StepClock, TimedOptimizer, notice_exchange, step_clock, time_forward
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys.workload import Prepared
-
 
 _logger = logging.getLogger(__name__)
 _MEMORY_WAIT_S: Final = 60.0
@@ -336,3 +336,60 @@ def make_pipeline(
     if context.world_size == 1:
         return TimedBase(model, optimizer, context.device, clock or NoClock())
     return TimedSparseDist(model, optimizer, context.device, clock or NoClock())
+
+
+Pipelineable.register(Batch)  # has its methods; TorchRec asks for the class
+
+
+@final
+class TimedBase(TrainPipelineBase):
+    """One batch after the other."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepClock) -> None:
+        time_forward(model, clock)
+        super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # steps and clears
+        self._clock = clock
+
+    def _wait_for_batch(self, cur_batch: Any) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._wait_for_batch(cur_batch)
+
+    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._copy_batch_to_gpu(cur_batch)
+
+    def _backward(self, losses: torch.Tensor) -> None:
+        with self._clock.phase("backward"):
+            super()._backward(losses)
+
+
+@final
+class TimedSparseDist(TrainPipelineSparseDist):
+    """Exchanges the ids of the next batch while the present one computes."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepClock) -> None:
+        time_forward(model, clock)
+        timed: Any = TimedOptimizer(optimizer, clock)
+        super().__init__(model, timed, device, execute_all_batches=True)
+        self._clock = clock
+
+    def _wait_for_batch(self) -> None:
+        with self._clock.phase("host_to_device"):
+            super()._wait_for_batch()
+
+    def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
+        with self._clock.phase("host_to_device"):  # within which waiting for the batch is told apart
+            return super().copy_batch_to_gpu(dataloader_iter)
+
+    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
+        with self._clock.phase("collectives"):
+            super().start_sparse_data_dist(batch, context)
+
+    def wait_sparse_data_dist(self, context: Any) -> None:
+        with self._clock.phase("collectives"):
+            super().wait_sparse_data_dist(context)
+
+    def _backward(self, losses: torch.Tensor) -> None:
+        notice_exchange(self._clock, losses)
+        with self._clock.phase("backward"):
+            super()._backward(losses)

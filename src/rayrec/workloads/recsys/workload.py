@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rayrec.data.encoding.one_pass import CountingIndexer
     from rayrec.data.log_source import TextIndexer
     from rayrec.ingest.loader import ClickLoader
+    from rayrec.workloads.base import MeasuredSpeed, Target
     from rayrec.workloads.recsys.scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
-    from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.sharding.placement import PROCESS_BYTES
 from rayrec.training.forecast import ClusterShape, forecast
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig
 from rayrec.workloads.recsys import planning, speed_probe
 from rayrec.workloads.recsys.speed_probe import folded
-from rayrec.workloads.speed_probe import MeasuredSpeed, Target
 
 ROWS = 2000
 GB = 10**9

@@ -18,8 +18,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from rayrec.checkpoint import Checkpoint, full_tensors, weights_sha256
 from rayrec.workloads.recsys import worker
-from rayrec.workloads.recsys.pipeline import TimedSparseDist
-from rayrec.workloads.recsys.worker import Unwrapped
+from rayrec.workloads.recsys.worker import TimedSparseDist, Unwrapped
 
 
 def test_the_dense_part_of_a_single_worker_is_on_its_device(tmp_path: Path) -> None:
