@@ -15,12 +15,12 @@ from hosts.processes import Run
 
 from rayrec import api
 from rayrec.checkpoint import Checkpoint, weights_sha256
+from rayrec.checkpoint.safetensors import read_weights
 from rayrec.data.idx import read_labels
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.workloads.vision import ResNetConfig
-from rayrec.workloads.weight_files import read_weights
 
 if TYPE_CHECKING:
     from rayrec.training.trainer import Result

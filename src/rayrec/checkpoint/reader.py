@@ -21,7 +21,7 @@ from rayrec import storage
 from rayrec.checkpoint.communicator import Ranks
 from rayrec.checkpoint.discovery import Checkpoint
 from rayrec.checkpoint.format import DamagedError, sha256_of, told_unreadable
-from rayrec.checkpoint.safetensors import TORCH_DTYPES
+from rayrec.checkpoint.safetensors import TORCH_DTYPES, write_weights
 from rayrec.config import InputError
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which a process that scores need not do
@@ -411,3 +411,11 @@ def pass_on(tensors: dict[str, Any], shared: Shared) -> None:
     """Brings what each rank has read to the others; collective."""
     for name, reader in shared.items():
         distributed.broadcast(tensors[name].detach(), src=reader)
+
+
+def export_weights(checkpoint: str, out: str) -> dict[str, int]:
+    """Writes the weights of a checkpoint's folder, under the model's own names, as model.safetensors into a folder. Returns how
+    many `tensors` and `bytes` they are."""
+    prefix = "model."
+    weights = {name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)}
+    return {"tensors": len(weights), "bytes": write_weights(storage.join(out, "model.safetensors"), weights)}

@@ -1,11 +1,18 @@
-"""The header of a safetensors file, and the names that the format gives to the types of torch."""
+"""Files of weights that other tools write and read: safetensors, and torch's own without anything executable in them."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
-from collections.abc import Sequence
+import math
+import pickle
+from collections.abc import Mapping, Sequence
 
 import torch
+
+from rayrec import storage
+from rayrec.config import InputError
 
 _ALIGNMENT = 64
 DTYPES = {  # names of the safetensors format
@@ -32,3 +39,61 @@ def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) 
     encoded = json.dumps(table, separators=(",", ":")).encode()
     encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
     return len(encoded).to_bytes(8, "little") + encoded
+
+
+def read_weights(path: str) -> dict[str, torch.Tensor]:
+    """Named tensors of a .safetensors file, or of a state dict that `torch.save` wrote (.pt, .pth), local or a URL.
+
+    Nothing in the file is executed. Raises InputError where it is missing, damaged or holds anything but named tensors.
+    """
+    data = bytearray(storage.read_bytes(path))
+    return _safetensors(data, path) if storage.name_of(path).endswith(".safetensors") else _state_dict(data, path)
+
+
+def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
+    damaged = InputError(f"{path}: damaged, not a whole safetensors file; get or export it again")
+    head_bytes = int.from_bytes(data[:8], "little")
+    if len(data) < 8 + head_bytes:
+        raise damaged
+    try:
+        table = json.loads(data[8 : 8 + head_bytes])
+        tensors = {}
+        for name, entry in table.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            count = math.prod(shape)
+            if not 0 <= start <= stop <= len(data) - 8 - head_bytes or stop - start != count * dtype.itemsize:
+                raise damaged
+            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=8 + head_bytes + start) if count else None
+            tensors[name] = torch.empty(shape, dtype=dtype) if flat is None else flat.reshape(shape)
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise damaged from None
+    return tensors
+
+
+def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
+    try:
+        tensors = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):  # the first: also for what would execute
+        raise InputError(
+            f"{path}: not a file of tensors alone that torch.load(weights_only=True) takes; save a state_dict() there"
+        ) from None
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+    ):
+        raise InputError(f"{path}: holds other things than named tensors; save a state_dict() there")
+    return dict(tensors)
+
+
+def write_weights(path: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Writes a safetensors file, whole or not at all, and returns its bytes."""
+    entries, start = [], 0
+    for name, tensor in tensors.items():
+        entries.append((name, tensor.dtype, tensor.shape, start, tensor.nbytes))
+        start += tensor.nbytes
+
+    bodies = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values())
+    return storage.write_stream(path, itertools.chain([header(entries)], (body.numpy().data for body in bodies)))

@@ -18,7 +18,7 @@ from rayrec import hashing, storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors, open_checkpoint
 from rayrec.checkpoint.discovery import refuse_pickles
 from rayrec.checkpoint.format import sha256_of
-from rayrec.checkpoint.safetensors import header
+from rayrec.checkpoint.safetensors import header, write_weights
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding import rules
@@ -53,7 +53,6 @@ from rayrec.workloads.recsys.scorer import (
     load_preprocessor,
 )
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.weight_files import write_weights
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor

@@ -354,7 +354,7 @@ class LanguageWorkload(DataParallelWorkload):
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Writes config.json, model.safetensors and the tokenizer's files: a folder that `from_pretrained` of transformers'
         GPT2LMHeadModel and AutoTokenizer loads."""
-        from rayrec.workloads.weight_files import export_weights
+        from rayrec.checkpoint.reader import export_weights
 
         storage.make_folder(out)
         written = export_weights(checkpoint, out)

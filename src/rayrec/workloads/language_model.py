@@ -15,10 +15,10 @@ from transformers import GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from rayrec import storage
+from rayrec.checkpoint.safetensors import read_weights
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.layers.mlp import linear_stack
-from rayrec.workloads.weight_files import read_weights
 
 if TYPE_CHECKING:
     from rayrec.data.text.text_blocks import TextTokenizer

@@ -208,8 +208,8 @@ class VisionWorkload(DataParallelWorkload):
         return Prepared(sets, weights, _data_hash(train, test))
 
     def _initial_weights(self, path: str) -> dict[str, np.ndarray]:
+        from rayrec.checkpoint.safetensors import read_weights
         from rayrec.workloads.vision_model import load_weights
-        from rayrec.workloads.weight_files import read_weights
 
         model = self.model.build()
         load_weights(model, read_weights(path), where=path)
@@ -319,7 +319,7 @@ class VisionWorkload(DataParallelWorkload):
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Writes `model.safetensors`, whose names `torchvision.models.resnet18(num_classes=...)` loads once its first layer
         has one channel, and `config.json`: what the network is and how its input is normalised."""
-        from rayrec.workloads.weight_files import export_weights
+        from rayrec.checkpoint.reader import export_weights
 
         written = export_weights(checkpoint, out)
         storage.write_json(

@@ -16,6 +16,7 @@ import torch
 from builders.digits import idx, pictures, write_digits
 
 from rayrec import checkpoint
+from rayrec.checkpoint.safetensors import read_weights, write_weights
 from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
 from rayrec.ingest.row_loader import RowLoader
@@ -23,7 +24,6 @@ from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.vision import AugmentationConfig, Prepared, ResNetConfig, VisionWorkload
 from rayrec.workloads.vision_model import augmented, normalised
-from rayrec.workloads.weight_files import read_weights, write_weights
 
 SMALL = ResNetConfig(blocks=(1, 1, 1, 1))
 
