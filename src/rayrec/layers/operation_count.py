@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from rayrec.batch import Batch
 from rayrec.compat.torch_compat import TorchDispatchMode, operator_of, uncounted_operators
-from rayrec.data.numbered_rows import RowSource
-from rayrec.workloads.base import WorkerContext
-from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 
 _logger = logging.getLogger(__name__)
 
@@ -55,21 +50,6 @@ class CountProducts(TorchDispatchMode):
         if count is not None:
             self.operations += count(*args, **(kwargs or {}), out_val=result)
         return result
-
-
-@torch.no_grad()
-def multiply_adds_per_row(
-    workload: DataParallelWorkload, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
-) -> float | None:
-    """Multiply-adds of one row's forward pass in matrix products, convolutions and attention, as torch counts them; None where
-    no evaluation set has a row to measure with, and with a warning where torch cannot count."""
-    source = next((source for source in sets.values() if len(source)), None)
-    if source is None:
-        return None
-    row = Batch({name: torch.from_numpy(array) for name, array in source.read(np.zeros(1, np.int64)).items()}, 1.0).to(
-        context.device
-    )
-    return counted(model, lambda: workload.measure(model, row.tensors))
 
 
 def counted(model: torch.nn.Module, forward: Callable[[], Any]) -> float | None:

@@ -18,9 +18,8 @@ from torch.nn import functional
 from rayrec.batch import RowOutput
 from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
 from rayrec.config import InputError
-from rayrec.layers.operation_count import multiply_adds_per_row
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
-from rayrec.workloads.data_parallel.worker import RowMetrics
+from rayrec.workloads.data_parallel.worker import RowMetrics, multiply_adds_per_row
 from rayrec.workloads.seeding import seed_generators, step_seed
 
 

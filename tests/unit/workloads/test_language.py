@@ -26,6 +26,7 @@ from rayrec.layers.operation_count import multiply_adds_per_row
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.scoring import load_model
+from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
 from rayrec.workloads.language import GPT2Config, LanguageWorkload, Prepared
 from rayrec.workloads.language_model import (
     LENGTHS,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,7 @@ from rayrec.batch import Batch, RowOutput
 from rayrec.data.numbered_rows import RowSource
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.ingest.row_order import RowOrder
-from rayrec.layers.operation_count import multiply_adds_per_row
+from rayrec.layers.operation_count import counted
 from rayrec.optim.config import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
@@ -264,3 +265,18 @@ class RowMetrics:
             total = torch.stack(everyone).sum(dim=0)
         count, *sums = total.tolist()
         return self._finish({name: value / count for name, value in zip(names, sums, strict=True)})
+
+
+@torch.no_grad()
+def multiply_adds_per_row(
+    workload: DataParallelWorkload, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
+) -> float | None:
+    """Multiply-adds of one row's forward pass in matrix products, convolutions and attention, as torch counts them; None where
+    no evaluation set has a row to measure with, and with a warning where torch cannot count."""
+    source = next((source for source in sets.values() if len(source)), None)
+    if source is None:
+        return None
+    row = Batch({name: torch.from_numpy(array) for name, array in source.read(np.zeros(1, np.int64)).items()}, 1.0).to(
+        context.device
+    )
+    return counted(model, lambda: workload.measure(model, row.tensors))
