@@ -24,6 +24,7 @@ from torch import distributed
 
 import rayrec
 from rayrec.checkpoint import Checkpoint, full_tensors
+from rayrec.collectives import group_arguments, use_device
 from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
 from rayrec.data.synthetic import generate
 from rayrec.datasets.criteo import SCHEMA
@@ -31,7 +32,6 @@ from rayrec.inference.model import open_served
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.recipes import criteo_demo, gpt2_tiny, mnist_resnet18
-from rayrec.training.process_group import group_arguments, use_device
 from rayrec.workloads.base import TrainConfig
 
 DEVICE = os.environ.get("RAYREC_GPU_TESTS_ON", "cuda")

@@ -22,6 +22,7 @@ from rayrec.checkpoint.communicator import Ranks
 from rayrec.checkpoint.discovery import Checkpoint
 from rayrec.checkpoint.format import DamagedError, sha256_of, told_unreadable
 from rayrec.checkpoint.safetensors import TORCH_DTYPES, write_weights
+from rayrec.collectives import group_device
 from rayrec.config import InputError
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which a process that scores need not do
@@ -388,7 +389,7 @@ def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
     """
     if ranks.size == 1:
         return {}
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    device = group_device().type
     mine = {
         name: (tuple(tensor.shape), tensor.dtype, tensor.nbytes)
         for name, tensor in tensors.items()

@@ -1,12 +1,13 @@
-"""Batch normalization over the global batch, whatever rows each worker gets, and sums over all workers."""
+"""Batch normalization over the global batch, whatever rows each worker gets."""
 
 from __future__ import annotations
 
 from typing import Final, final
 
 import torch
-from torch import distributed, nn
-from torch.distributed.nn.functional import all_reduce
+from torch import nn
+
+from rayrec.collectives import all_reduce_sum, num_workers
 
 _FEWEST_ROWS: Final = 2
 """Of which torch's own operator estimates a variance."""
@@ -36,7 +37,7 @@ class GlobalBatchNorm(nn.Module):
         return self._normalized(inputs.float()).to(inputs.dtype)
 
     def _normalized(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not self.training or (alone() and len(inputs) >= _FEWEST_ROWS):
+        if not self.training or (num_workers() == 1 and len(inputs) >= _FEWEST_ROWS):
             return nn.functional.batch_norm(
                 inputs,
                 self.running_mean,
@@ -49,11 +50,11 @@ class GlobalBatchNorm(nn.Module):
             )
         ones = inputs.new_ones(1).mul_(len(inputs))
         # One exchange for the mean, one for the variance around it: a difference of squares would lose digits.
-        count, total = summed(ones, inputs.sum(0))
+        count, total = all_reduce_sum(ones, inputs.sum(0))
         count = count.detach().clamp(min=1)
         mean = total / count
         centered = inputs - mean
-        (squares,) = summed(centered.square().sum(0))
+        (squares,) = all_reduce_sum(centered.square().sum(0))
         variance = squares / count
         self._keep(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)), count)
         normal = centered * torch.rsqrt(variance + self._eps)
@@ -66,22 +67,3 @@ class GlobalBatchNorm(nn.Module):
         share = self._momentum * (count >= _FEWEST_ROWS)
         self.running_mean.lerp_(mean, share)
         self.running_var.lerp_(variance, share)
-
-
-def alone() -> bool:
-    """Whether this process is the only worker."""
-    return not distributed.is_initialized() or distributed.get_world_size() == 1
-
-
-def summed(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each part (values,) added up over the workers, in one exchange in which every worker takes part."""
-    if alone():
-        return parts
-    total = all_reduce(torch.cat(parts))
-    return total.split([len(part) for part in parts])
-
-
-def global_means(values: torch.Tensor) -> torch.Tensor:
-    """(rows, columns) -> (columns,): means over the rows of all workers, of which this one may have none; 0 without any row."""
-    count, total = summed(values.new_ones(1).mul_(len(values)), values.sum(0))
-    return total / count.detach().clamp(min=1)

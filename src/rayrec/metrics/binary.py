@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 import numpy.typing as npt
 
+from rayrec.collectives import Collectives, num_workers
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 _BLOCK_ROWS: Final = 1 << 20  # float64 temporaries stay below 8 MiB each
@@ -239,9 +239,7 @@ def distributed_binary_metrics(
 
     Method: sample sort (Frazer & McKellar 1970) of the keys, one key range per rank, then rank sums per range.
     """
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
+    if num_workers(process_group) == 1:
         return binary_metrics(logits, labels)
 
     group = Collectives(process_group)
@@ -283,7 +281,7 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
     samples = np.full(max(rank_rows) // stride + 2, -1, dtype=np.int64)
     own = np.concatenate([part[stride // 2 :: stride] for part in keys])
     samples[: len(own)] = own
-    gathered = np.sort(np.concatenate(group.gather_integers(samples)))
+    gathered = np.sort(np.concatenate(group.gather(samples)))
     gathered = gathered[gathered >= 0]
     splitters = gathered[[rank * len(gathered) // group.num_ranks for rank in range(1, group.num_ranks)]]
 
@@ -305,58 +303,12 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
     )
 
     high, low = divmod(_twice_u(negatives, positives), 1 << 32)  # two int64 halves: never overflows
-    parts = group.gather_integers(np.array([len(negatives), len(positives), high, low], dtype=np.int64))
+    parts = group.gather(np.array([len(negatives), len(positives), high, low], dtype=np.int64))
     total = negatives_below = 0
     for num_negatives, num_positives, rank_high, rank_low in (part.tolist() for part in parts):
         total += (rank_high << 32) + rank_low + 2 * num_positives * negatives_below
         negatives_below += num_negatives
     return total
-
-
-@final
-class Collectives:
-    """The collectives needed here on NumPy arrays, over the device that the group's backend serves."""
-
-    def __init__(self, process_group: ProcessGroup | None) -> None:
-        import torch
-        import torch.distributed as dist
-
-        self._group = process_group
-        self.num_ranks = dist.get_world_size(process_group)
-        serves_cpu = "cpu:" in str(dist.get_backend_config(process_group))  # as "cpu:gloo,cuda:nccl" or "cuda:nccl"
-        self._device = torch.device("cpu") if serves_cpu else torch.device("cuda", torch.cuda.current_device())
-
-    def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        import torch
-
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
-
-    def _gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        import torch
-        import torch.distributed as dist
-
-        own = self._tensor(values)
-        parts = [torch.empty_like(own) for _ in range(self.num_ranks)]
-        dist.all_gather(parts, own, group=self._group)
-        return [part.cpu().numpy() for part in parts]
-
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Each rank's values, equally many everywhere, in rank order."""
-        return [part.tolist() for part in self._gather(np.array(values, dtype=np.float64))]
-
-    def gather_integers(self, values: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Each rank's array, equally long everywhere, in rank order."""
-        return self._gather(values)
-
-    def exchange(self, values: npt.NDArray[Any], send_counts: list[int], receive_counts: list[int]) -> npt.NDArray[Any]:
-        """All to all: `send_counts[r]` of the values go to rank r; what comes is concatenated in rank order."""
-        import torch
-        import torch.distributed as dist
-
-        own = self._tensor(values)
-        received = torch.empty(sum(receive_counts), dtype=own.dtype, device=self._device)
-        dist.all_to_all_single(received, own, receive_counts, send_counts, group=self._group)
-        return received.cpu().numpy()
 
 
 @final

@@ -1,19 +1,23 @@
-"""Metrics of a click model's labels: the main one, its groups, and others, which some rows may lack."""
+"""Metrics of an evaluation: those of each label, which some rows may lack, and exact means of numbers and of measures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from rayrec.metrics.binary import BinaryMetricsAccumulator, Collectives, refuse_nan
+from rayrec.collectives import Collectives, gathered
+from rayrec.metrics.binary import BinaryMetricsAccumulator, refuse_nan
 from rayrec.metrics.ranking import DEFAULT_KS, RankingAccumulator
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+    import torch
     from torch.distributed import ProcessGroup
 
+    from rayrec.batch import RowOutput
     from rayrec.schema import Label
 
 
@@ -79,11 +83,52 @@ class NumberAccumulator:
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
         """Mean squared error `mse`, mean absolute error `mae`, `rows`; nan without rows. A collective of the group; local without
         torch.distributed. Raises InputError on every rank if a prediction of any is NaN."""
-        import torch.distributed as dist
-
-        sums = self._sums.tolist()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
-            sums = [math.fsum(values) for values in zip(*Collectives(process_group).gather_floats(sums), strict=True)]
-        rows, squared, absolute = sums
+        of_ranks = Collectives(process_group).gather_floats(self._sums.tolist())
+        rows, squared, absolute = (math.fsum(values) for values in zip(*of_ranks, strict=True))
         refuse_nan(int(math.isnan(squared)), int(rows))
         return {"mse": squared / rows if rows else math.nan, "mae": absolute / rows if rows else math.nan, "rows": rows}
+
+
+@final
+class RowMetrics:
+    """Means of measures over all rows of all workers, added up in float64."""
+
+    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]], device: torch.device) -> None:
+        self._finish, self._device = finish, device
+        self._sums: dict[str, torch.Tensor] = {}
+        self._rows = 0
+
+    def update(self, output: RowOutput) -> None:
+        for name, values in output.measures.items():
+            total = values.double().sum()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._rows += len(output.measures["loss"])
+
+    def compute(self) -> dict[str, float]:
+        """Collective. The parts are added in the order of the workers."""
+        import torch
+
+        names = sorted(self._sums)
+        rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
+        mine = torch.stack([rows, *(self._sums[name] for name in names)])
+        count, *sums = torch.stack(gathered(mine)).sum(dim=0).tolist()
+        return self._finish({name: value / count for name, value in zip(names, sums, strict=True)})
+
+
+@final
+class MeasureTotals:
+    """Means of measures over all rows, added up in float64, in the order of the rows."""
+
+    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]]) -> None:
+        self._finish = finish
+        self._sums: dict[str, float] = {}
+        self.rows = 0
+
+    def update(self, table: pa.Table) -> None:
+        for name in table.column_names:
+            if name != "row":
+                self._sums[name] = self._sums.get(name, 0.0) + float(table.column(name).to_numpy().sum())
+        self.rows += len(table)
+
+    def compute(self) -> dict[str, float]:
+        return self._finish({name: total / self.rows for name, total in self._sums.items()})

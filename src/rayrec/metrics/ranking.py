@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rayrec import machine
+from rayrec.collectives import Collectives, num_workers
 from rayrec.config import InputError
-from rayrec.metrics.binary import Collectives, checked, converted, refuse_nan
+from rayrec.metrics.binary import checked, converted, refuse_nan
 from rayrec.native import library
 
 if TYPE_CHECKING:
@@ -292,10 +293,9 @@ class RankingAccumulator:
         """A collective of the group. Each group's rows go to one rank, by a hash of its key, so that the result is that of one
         process but for the order of a sum; local without torch.distributed. Raises InputError on every rank if a logit of any is
         NaN, so that none waits."""
-        import torch.distributed as dist
 
         sums = _Sums(self._ks)
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
+        if num_workers(process_group) == 1:
             refuse_nan(self._missing, self._total)
             for rows in self._in_rounds(by_bucket=self._file is not None):
                 for of_round in _rounds(rows):

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import distributed
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
+from rayrec.collectives import sum_over_workers
 from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.optim.table_adam import TableAdam
 
@@ -117,15 +118,7 @@ class JointlyClippedOptimizer(CombinedOptimizer):
         super().step(closure)
 
     def _norm(self, of_network: list[torch.Tensor]) -> float:
-        squares = _sum_over_workers(self._sharded.squared_norm()) + sum(
+        squares = float(sum_over_workers(np.array(self._sharded.squared_norm()))) + sum(
             tables.squared_norm() for tables in self._replicated
         )
         return math.sqrt(squares + torch.nn.utils.get_total_norm(of_network).item() ** 2)
-
-
-def _sum_over_workers(value: float) -> float:
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return value
-    total = torch.tensor(value, dtype=torch.float64, device="cuda" if distributed.get_backend() == "nccl" else "cpu")
-    distributed.all_reduce(total)
-    return total.item()

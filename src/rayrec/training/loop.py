@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import distributed
 
 from rayrec import machine
+from rayrec.collectives import gathered, num_workers, over_workers, sum_over_workers
 from rayrec.config import InputError
 from rayrec.optim.config import PlateauConfig, learning_rates
 from rayrec.row_tally import RowNumbers, RowTally
@@ -451,7 +451,7 @@ class Account:
         }
         if times_s:
             fields["times_s"] = times_s
-            if distributed.is_initialized() and distributed.get_world_size() > 1:  # of one worker it is the same
+            if num_workers() > 1:  # of one worker it is the same
                 fields["times_max_s"] = times_max_s
         if self._cost is not None:
             done = TRAINING_COST * self._cost * rows / elapsed_s
@@ -583,30 +583,7 @@ def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None
 
 
 def _tally_over_workers(mine: RowTally) -> RowTally:
-    if num_workers() == 1:
-        return RowTally.total(mine.counts.copy(), [mine.checksums])
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    counts = torch.from_numpy(mine.counts).to(device, copy=True)
-    distributed.all_reduce(counts)
     # As bytes and added here, modulo 2^64.
-    checksums = torch.frombuffer(bytearray(np.array(mine.checksums, "<u8").tobytes()), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(checksums) for _ in range(num_workers())]
-    distributed.all_gather(everyone, checksums)
-    pairs = (np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist() for each in everyone)
-    return RowTally.total(counts.cpu().numpy(), ((first, second) for first, second in pairs))
-
-
-def num_workers() -> int:
-    return distributed.get_world_size() if distributed.is_initialized() else 1
-
-
-def over_workers(*values: float) -> tuple[list[float], list[float]]:
-    """(means, maxima) of the values over the workers, added in a fixed order; collective."""
-    mine = torch.tensor(values, dtype=torch.float64)
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return mine.tolist(), mine.tolist()
-    mine = mine.to("cuda" if distributed.get_backend() == "nccl" else "cpu")
-    everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(everyone, mine)
-    stacked = torch.stack(everyone)
-    return stacked.mean(dim=0).tolist(), stacked.amax(dim=0).tolist()
+    checksums = torch.frombuffer(bytearray(np.array(mine.checksums, "<u8").tobytes()), dtype=torch.uint8)
+    pairs = (np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist() for each in gathered(checksums))
+    return RowTally.total(sum_over_workers(mine.counts.copy()), ((first, second) for first, second in pairs))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
-from torch import distributed
 
+from rayrec.collectives import num_workers
 from rayrec.compat.torch_compat import linear_pointwise
 from rayrec.data.stage_times import STAGES, StageAccount
 
@@ -37,7 +37,7 @@ class DataReport:
         """Logs an event of kind data now and then."""
         if self._account is None:
             return
-        workers = distributed.get_world_size() if distributed.is_initialized() else 1
+        workers = num_workers()
         for name, mean in zip(StageAccount.FIELDS, means, strict=True):
             self._sums[name] = mean * workers + (0.0 if name == "cpus" else self._sums[name])
         seconds = time.monotonic() - self._since_s

@@ -31,6 +31,7 @@ from rayrec.checkpoint.communicator import Ranks
 from rayrec.checkpoint.extra_files import repair
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.save_retry import Persistence
+from rayrec.collectives import over_workers
 from rayrec.config import InputError
 from rayrec.layers.cpu_watch import CpuWatch
 from rayrec.native import keep_freed_memory
@@ -294,7 +295,7 @@ def _acquired(folder: str, *, max_outage_s: float) -> Lease:
 
 def peak_of_all(peak: float, *, world_size: int) -> float | None:
     """The sum of all workers' peaks, None where one has none (0); collective, so not only for those who have one."""
-    (mean, _), (_, missing) = loop.over_workers(peak, float(peak == 0.0))
+    (mean, _), (_, missing) = over_workers(peak, float(peak == 0.0))
     return None if missing else mean * world_size
 
 

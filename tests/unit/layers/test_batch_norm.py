@@ -9,7 +9,8 @@ import torch
 from ranks.checkpoint import run_ranks
 from torch import nn
 
-from rayrec.layers.batch_norm import GlobalBatchNorm, global_means
+from rayrec.collectives import global_means
+from rayrec.layers.batch_norm import GlobalBatchNorm
 
 FEATURES, STEPS = 3, 4
 PARTS = ((0, 7), (7, 7), (7, 8))

@@ -366,8 +366,7 @@ def test_the_longest_times_of_several_workers_are_told(monkeypatch: pytest.Monke
 
     if num_workers > 1:
         monkeypatch.setattr(loop, "over_workers", over_workers)
-        group = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: num_workers)
-        monkeypatch.setattr(loop, "distributed", group)
+        monkeypatch.setattr(loop, "num_workers", lambda: num_workers)
     run = Run()
     run.clock = HostClock()
     assert run.run()

@@ -234,7 +234,7 @@ def test_a_peak_counts_where_every_worker_has_one(
         pairs = list(zip(values, (other, float(other == 0.0)), strict=True))
         return [sum(pair) / 2 for pair in pairs], [max(pair) for pair in pairs]
 
-    monkeypatch.setattr(worker.loop, "over_workers", over_workers)
+    monkeypatch.setattr(worker, "over_workers", over_workers)
     assert worker.peak_of_all(mine, world_size=2) == expected
 
 

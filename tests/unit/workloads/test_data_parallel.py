@@ -18,8 +18,9 @@ from torch.nn import functional
 from rayrec.batch import RowOutput
 from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
 from rayrec.config import InputError
+from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
-from rayrec.workloads.data_parallel.worker import RowMetrics, multiply_adds_per_row
+from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
 from rayrec.workloads.seeding import seed_generators, step_seed
 
 

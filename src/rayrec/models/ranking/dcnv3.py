@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.collectives import global_means
 from rayrec.config import InputError
-from rayrec.layers.batch_norm import GlobalBatchNorm, global_means
+from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, compute_dtype, start_values

@@ -19,6 +19,7 @@ from torch import distributed
 
 from rayrec import storage
 from rayrec.cluster.layout import Launched
+from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import STOP_ASKED, ThreadEngine
 from rayrec.training.launchers.base import AttemptContext, PreparedRun

@@ -72,7 +72,7 @@ def _join(group: ProcessGroup, host: str, port: int) -> None:
     from ray.train.torch import get_device
     from torch import distributed
 
-    from rayrec.training.process_group import group_arguments, use_device
+    from rayrec.collectives import group_arguments, use_device
 
     device = get_device() if group.backend == "nccl" else torch.device("cpu")
     use_device(device)

@@ -17,6 +17,7 @@ import torch
 
 from rayrec import machine, storage
 from rayrec.cluster.prestart import imports_ahead, prestart
+from rayrec.collectives import use_device
 from rayrec.observe.timing import process_age_s
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.launchers.ray_metrics import StoreWatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -14,6 +14,7 @@ import torch
 from rayrec.checkpoint import Checkpoint, full_tensors, untied
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import RowSource
+from rayrec.metrics.means import MeasureTotals
 from rayrec.workloads.scoring import Device, Scoring, ScoringContext
 
 if TYPE_CHECKING:
@@ -112,25 +113,6 @@ def _column(values: np.ndarray | list[str]) -> pa.Array:
     if isinstance(values, np.ndarray) and values.ndim > 1:
         return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values[0].size)
     return pa.array(values)
-
-
-@final
-class MeasureTotals:
-    """Means of measures over all rows, added up in float64, in the order of the rows."""
-
-    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]]) -> None:
-        self._finish = finish
-        self._sums: dict[str, float] = {}
-        self.rows = 0
-
-    def update(self, table: pa.Table) -> None:
-        for name in table.column_names:
-            if name != "row":
-                self._sums[name] = self._sums.get(name, 0.0) + float(table.column(name).to_numpy().sum())
-        self.rows += len(table)
-
-    def compute(self) -> dict[str, float]:
-        return self._finish({name: total / self.rows for name, total in self._sums.items()})
 
 
 def load_model(

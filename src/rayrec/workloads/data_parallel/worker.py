@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from rayrec.data.numbered_rows import RowSource
 from rayrec.ingest.row_loader import RowLoader
 from rayrec.ingest.row_order import RowOrder
 from rayrec.layers.operation_count import counted
+from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer, learning_rates, set_learning_rates
 from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
@@ -236,35 +237,6 @@ class RowPipeline:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._bf16)
-
-
-@final
-class RowMetrics:
-    """Means of measures over all rows of all workers, added up in float64."""
-
-    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]], device: torch.device) -> None:
-        self._finish, self._device = finish, device
-        self._sums: dict[str, torch.Tensor] = {}
-        self._rows = 0
-
-    def update(self, output: RowOutput) -> None:
-        for name, values in output.measures.items():
-            total = values.double().sum()
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._rows += len(output.measures["loss"])
-
-    def compute(self) -> dict[str, float]:
-        """Collective. The parts are added in the order of the workers."""
-        names = sorted(self._sums)
-        rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
-        mine = torch.stack([rows, *(self._sums[name] for name in names)])
-        total = mine
-        if distributed.is_initialized() and distributed.get_world_size() > 1:
-            everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-            distributed.all_gather(everyone, mine)
-            total = torch.stack(everyone).sum(dim=0)
-        count, *sums = total.tolist()
-        return self._finish({name: value / count for name, value in zip(names, sums, strict=True)})
 
 
 @torch.no_grad()

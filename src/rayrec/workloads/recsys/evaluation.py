@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
-import torch
 
 from rayrec.batch import Batch, StepOutput
+from rayrec.collectives import sum_over_workers
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.metrics.means import LabelsAccumulator
 from rayrec.schema import Label
@@ -73,7 +73,7 @@ class EvaluationCounts:
 
     def shown(self) -> list[dict[str, Any]]:
         """What all workers counted together, for people to look at; nothing where nothing was evaluated; collective."""
-        by_logit, by_column = _over_workers(self._by_logit), _over_workers(self._by_column)
+        by_logit, by_column = sum_over_workers(self._by_logit), sum_over_workers(self._by_column)
         if not by_logit[0].any():
             return []
         columns = [
@@ -138,13 +138,3 @@ def _tells(column: SparseColumn, reserved_id: int) -> bool:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
-
-
-def _over_workers(counts: np.ndarray) -> np.ndarray:
-    """The sum over all workers; collective."""
-    if not torch.distributed.is_initialized():
-        return counts
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    summed = torch.from_numpy(counts).to(device, copy=True)
-    torch.distributed.all_reduce(summed)
-    return summed.cpu().numpy()

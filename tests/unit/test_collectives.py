@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rayrec.training.process_group import group_arguments
+from torch import distributed
 
 from rayrec.cluster.layout import Launched
+from rayrec.collectives import group_arguments, group_device
 from rayrec.config import InputError
 from rayrec.training.launchers.process_worker import device_of
-from rayrec.training.process_group import group_arguments
+from rayrec.training.launchers.torchrun_worker import device_of
 
 
 def test_nccl_is_bound_to_the_workers_gpu() -> None:
@@ -20,6 +23,17 @@ def test_nccl_is_bound_to_the_workers_gpu() -> None:
     )
     found = group_arguments(torch.device("cpu"), timeout_s=60.0)
     assert (found["backend"], found["device_id"]) == ("gloo", None)
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"), [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_group_device_is_the_cpu_if_a_backend_serves_it(
+    monkeypatch: pytest.MonkeyPatch, backends: str, expected: str
+) -> None:
+    monkeypatch.setattr(distributed, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert group_device() == torch.device(expected)
 
 
 def test_a_process_has_the_gpu_of_its_number_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
