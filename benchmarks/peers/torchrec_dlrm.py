@@ -30,11 +30,9 @@ def build(sizes: list[int], *, precision: str) -> TrainPipelineSparseDist:
     train = DLRMTrain(model)
     apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.02, "eps": 1e-8})
     device = torch.device("cpu")
-    from rayrec.sharding.planner import embedding_sharders, plan_sharding
+    from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding
 
-    plan = plan_sharding(
-        train, world_size=1, device="cpu", batch_size=2048, memory_bytes=8 << 30, state_bytes=lambda rows, _: 4 * rows
-    )
+    plan = plan_sharding(train, Site(1, "cpu", 8 << 30), batch_size=2048, state_bytes=lambda rows, _: 4 * rows)
     sharded = DistributedModelParallel(train, device=device, plan=plan, sharders=embedding_sharders())
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())),

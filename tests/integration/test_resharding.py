@@ -40,7 +40,7 @@ from rayrec.models.embeddings import feature_names, initialize_shards
 from rayrec.optim.table_adam import leave_to_own_rule
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.optim.config import learning_rates, set_learning_rates
-from rayrec.sharding.planner import ShardingConfig, embedding_sharders, plan_sharding, placements
+from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, plan_sharding, placements
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.recsys.worker import Unwrapped, make_optimizer, make_pipeline
 from builders.whole_click_model import whole_model
@@ -79,10 +79,8 @@ def build(stage):
     else:
         plan = plan_sharding(
             model,
-            world_size=stage["ranks"],
-            device="cpu",
+            Site(stage["ranks"], "cpu", 1 << 30),
             batch_size=ROWS,
-            memory_bytes=1 << 30,
             config=ShardingConfig(sharding_types=tuple(stage["plan"]), min_column_width=stage.get("width", 8)),
             state_bytes=sparse.state_bytes,
         )

@@ -11,14 +11,8 @@ from torch import nn
 from rayrec.config import InputError
 from rayrec.models.embeddings import build_embeddings
 from rayrec.optim.config import SparseOptimizerConfig
-from rayrec.sharding.planner import (
-    ShardingConfig,
-    data_parallel_tables,
-    describe,
-    embedding_sharders,
-    placements,
-    plan_sharding,
-)
+from rayrec.sharding.placement import data_parallel_tables, describe, placements
+from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, plan_sharding
 
 SIZES = [1460, 583, 1_000_000, 900_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 800_000, 3194, 27, 14_992, 700_000]
 GIB = 1 << 30
@@ -34,15 +28,9 @@ class Model(nn.Module):
 def plan(
     world_size: int = 2, device: Literal["cpu", "cuda"] = "cpu", memory_bytes: int = 2 * GIB, **settings: Any
 ) -> Any:
-    return plan_sharding(
-        Model(SIZES),
-        world_size=world_size,
-        device=device,
-        batch_size=2048,
-        memory_bytes=memory_bytes,
-        state_bytes=STATE,
-        **settings,
-    )
+    config = settings.pop("config", None)
+    site = Site(world_size, device, memory_bytes, **settings)
+    return plan_sharding(Model(SIZES), site, batch_size=2048, config=config, state_bytes=STATE)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -88,10 +76,8 @@ def test_column_wise_splits_one_table_over_workers() -> None:
     model = Model([1_000_000], dim=64)
     made = plan_sharding(
         model,
-        world_size=2,
-        device="cpu",
+        Site(2, "cpu", 640 << 20),
         batch_size=128,
-        memory_bytes=640 << 20,
         state_bytes=STATE,
         config=ShardingConfig(sharding_types=("column_wise",), min_column_width=32),
     )
@@ -164,10 +150,8 @@ def test_the_planner_refusal_is_explained() -> None:
     with pytest.raises(InputError, match="no plan puts 3 tables"):
         plan_sharding(
             three_for_two,
-            world_size=2,
-            device="cpu",
+            Site(2, "cpu", 124 << 20),
             batch_size=128,
-            memory_bytes=124 << 20,
             state_bytes=STATE,
             config=ShardingConfig(reserved_fraction=0.0),
         )
@@ -175,11 +159,11 @@ def test_the_planner_refusal_is_explained() -> None:
 
 def test_on_cpu_half_of_the_memory_is_for_a_checkpoints_copy() -> None:
     model = Model([1_000_000])  # 64.8 MiB with its state
-    settings: Any = {"world_size": 1, "batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0)}
+    settings: Any = {"batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0)}
     settings["state_bytes"] = STATE
-    assert plan_sharding(model, device="cpu", memory_bytes=135 << 20, **settings)
+    assert plan_sharding(model, Site(1, "cpu", 135 << 20), **settings)
     with pytest.raises(InputError, match=r"125.0 MiB are free, 0% kept free, half of the rest for a checkpoint's copy"):
-        plan_sharding(model, device="cpu", memory_bytes=125 << 20, **settings)
+        plan_sharding(model, Site(1, "cpu", 125 << 20), **settings)
 
 
 def test_on_gpus_host_memory_must_hold_a_checkpoints_copy() -> None:
@@ -237,9 +221,7 @@ def test_torchrecs_planner_counts_the_same_optimizer_state(kind: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EmbeddingShardingPlanner, "plan", noting)
-        made = plan_sharding(
-            model, world_size=1, device="cpu", batch_size=1, memory_bytes=2 * GIB, state_bytes=optimizer.state_bytes
-        )
+        made = plan_sharding(model, Site(1, "cpu", 2 * GIB), batch_size=1, state_bytes=optimizer.state_bytes)
     (row,) = placements(made, model, state_bytes=optimizer.state_bytes)
     assert row.total_bytes == 1_000_000 * 4 * (32 + {"sgd": 0, "rowwise_adagrad": 1, "adagrad": 32}[kind])
     assert seen == [pytest.approx(row.total_bytes, rel=1e-3)]

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from rayrec.optim.config import FLOAT_BYTES
 from rayrec.quantities import estimate_text, size_text
-from rayrec.sharding.planner import TablePlacement
+from rayrec.sharding.placement import TablePlacement
 
 Exchange = Literal["ids", "embeddings", "gradients", "all_reduce"]
 _NAMES: Final[dict[Exchange, str]] = {

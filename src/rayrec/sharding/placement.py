@@ -1,26 +1,186 @@
-"""Memory of one worker that trains a click model, by what it is for: what `rayrec plan` forecasts."""
+"""Which worker holds which part of which table, and what its memory is filled with: what `rayrec plan` forecasts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rayrec.optim.config import FLOAT_BYTES
 from rayrec.quantities import size_text
-from rayrec.sharding.planner import TablePlacement
 
 if TYPE_CHECKING:
-    from rayrec.models.cost import NetworkCost
-    from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.recsys.workload import ClickWorkload
+    from torch import nn
+    from torchrec.distributed.types import ParameterSharding, ShardingPlan
+
+
+StateBytes = Callable[[int, int], int]
+"""(rows, columns) of a table or a part of it -> bytes of state that its optimizer keeps."""
+
+
+_CACHED_KERNEL = "fused_uvm_caching"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablePlacement:
+    """Where one table lies."""
+
+    table: str
+    num_embeddings: int
+    embedding_dim: int
+    sharding_type: str
+    bytes_of_rank: dict[int, int]
+    """Weights and optimizer state, by the ranks that hold a part of the table."""
+    device_share: float = 1.0
+    """Share of these bytes that a rank's GPU has; the rest is in host memory (`ShardingConfig.uvm_caching`)."""
+
+    def host_bytes(self, rank: int) -> int:
+        """Bytes of host memory next to the GPU that `rank` keeps the table in: all of it, of which the GPU has a cache."""
+        return self.bytes_of_rank.get(rank, 0) if self.device_share < 1 else 0
+
+    def device_bytes(self, rank: int) -> int:
+        """Bytes of the device's own memory that `rank` keeps the table, or its cache, in."""
+        return int(self.bytes_of_rank.get(rank, 0) * self.device_share)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_of_rank.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the whole table's gradient, which every rank that holds a data_parallel table has; others have none."""
+        return self.num_embeddings * self.embedding_dim * FLOAT_BYTES if self.sharding_type == "data_parallel" else 0
+
+
+def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> list[TablePlacement]:
+    """Every table of `plan` in the order of `model` (before it is sharded), with the bytes it takes on each rank."""
+    tables = tables_of(model)
+    found = []
+    for module_plan in plan.plan.values():
+        for table, sharding in module_plan.items():
+            rows, dim = tables[table]
+            bytes_of_rank: dict[int, int] = {}
+            if sharding.sharding_type == "data_parallel":  # the plan says no more of it
+                bytes_of_rank = dict.fromkeys(sharding.ranks, table_bytes(rows, dim, state_bytes))
+            else:
+                for shard in sharding.sharding_spec.shards:
+                    rank, (held_rows, held_columns) = shard.placement.rank(), shard.shard_sizes
+                    size = table_bytes(held_rows, held_columns, state_bytes)
+                    bytes_of_rank[rank] = bytes_of_rank.get(rank, 0) + size
+            found.append(
+                TablePlacement(
+                    table=table,
+                    num_embeddings=rows,
+                    embedding_dim=dim,
+                    sharding_type=sharding.sharding_type,
+                    bytes_of_rank=bytes_of_rank,
+                    device_share=_device_share(sharding),
+                )
+            )
+    return sorted(found, key=lambda placement: _natural(placement.table))
+
+
+def _device_share(sharding: ParameterSharding) -> float:
+    if sharding.compute_kernel != _CACHED_KERNEL:
+        return 1.0
+    factor = sharding.cache_params.load_factor if sharding.cache_params else None
+    assert factor is not None
+    return factor
+
+
+def data_parallel_tables(plan: ShardingPlan) -> list[str]:
+    """The data_parallel tables' parameters, as the sharded model names them."""
+    return [
+        f"{module}.embedding_bags.{table}.weight"
+        for module, module_plan in plan.plan.items()
+        for table, sharding in module_plan.items()
+        if sharding.sharding_type == "data_parallel"
+    ]
+
+
+def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> str:
+    """The plan as text: one line a table (rows, dim, how, where, bytes), then what each worker holds in all."""
+    rows = placements(plan, model, state_bytes=state_bytes)
+    head = ("table", "rows", "dim", "sharding", "ranks", "weights + optimizer")
+    lines = [
+        (
+            row.table,
+            f"{row.num_embeddings:,}",
+            str(row.embedding_dim),
+            row.sharding_type + (f", {row.device_share:.0%} cached" if row.device_share < 1 else ""),
+            _ranges(sorted(row.bytes_of_rank)),
+            readable(row.total_bytes),
+        )
+        for row in rows
+    ]
+    totals: dict[int, tuple[int, int]] = {}
+    for row in rows:
+        for rank, size in row.bytes_of_rank.items():
+            count, total = totals.get(rank, (0, 0))
+            totals[rank] = count + 1, total + size
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+    left = {0, 3, 4}
+
+    def layout(line: tuple[str, ...]) -> str:
+        cells = (
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        return "  ".join(cells).rstrip()
+
+    workers = [
+        f"worker {rank}: {count} table{'s' if count > 1 else ''}, {readable(total)}"
+        for rank, (count, total) in sorted(totals.items())
+    ]
+    return "\n".join([layout(head), *map(layout, lines), *workers])
+
+
+def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(rows, dim) of every table in the model, by name."""
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+    found: dict[str, tuple[int, int]] = {}
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            found |= {
+                table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()
+            }
+        elif isinstance(module, EmbeddingCollection):
+            found |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_configs()}
+    return found
+
+
+def table_bytes(rows: int, columns: int, state_bytes: StateBytes) -> int:
+    """Weights and optimizer state."""
+    return rows * columns * FLOAT_BYTES + state_bytes(rows, columns)
+
+
+def _natural(name: str) -> tuple[Any, ...]:
+    """cat_2 before cat_10."""
+    stem, _, number = name.rpartition("_")
+    return (stem, int(number)) if number.isdigit() else (name, -1)
+
+
+def _ranges(ranks: list[int]) -> str:
+    """0-3,6: consecutive ranks drawn together."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def readable(size: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
 
 PROCESS_BYTES: Final = 700 << 20
 """Python, torch, TorchRec and Ray in a worker, before it holds any data."""
-_COPIES_OF_EMBEDDINGS: Final = 6
-"""Pooled embeddings of a batch: looked up, exchanged, in the interaction, and the gradient of each."""
-_COPIES_OF_ACTIVATIONS: Final = 2
-"""With the gradient."""
 
 
 @dataclass(frozen=True)
@@ -73,47 +233,25 @@ class WorkerMemory:
 
 
 def worker_memories(
-    workload: ClickWorkload,
-    config: TrainConfig,
-    rows: Sequence[TablePlacement],
-    *,
-    cost: NetworkCost,
-    num_vectors: int,
-    batch_size: int,
-    world_size: int,
+    rows: Sequence[TablePlacement], *, dense_weights: int, dense_state_bytes: int, batch_bytes: int, world_size: int
 ) -> list[WorkerMemory]:
-    """The memory of every worker, by rank, that holds its part of the tables `rows` and a network of this cost, and takes so many
-    rows a step, each with `num_vectors` embeddings that tables give."""
+    """The memory of every worker, by rank, that holds its part of the tables `rows`, a network of so many weights, the state of
+    its optimizer, and `batch_bytes` for a step's rows."""
     data_parallel_bytes = sum(
         row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel"
     )  # every rank holds them all; one rank saves each
-    dense_weights = cost.weights
-    dense_state = workload.dense_optimizer.state_bytes(dense_weights)
-    dense_saved = dense_weights * FLOAT_BYTES + dense_state
+    dense_saved = dense_weights * FLOAT_BYTES + dense_state_bytes
     found = []
     for rank in range(world_size):
-        held = sum(row.device_bytes(rank) for row in rows)
         own = sum(row.bytes_of_rank.get(rank, 0) for row in rows if row.sharding_type != "data_parallel")
         found.append(
             WorkerMemory(
-                tables=held,
+                tables=sum(row.device_bytes(rank) for row in rows),
                 gradients=sum(row.gradient_bytes for row in rows),
-                dense=2 * dense_weights * FLOAT_BYTES + dense_state,
-                batches=_batch_bytes(
-                    cost,
-                    num_vectors * workload.model.table_width,
-                    max(batch_size, config.eval_batch_size // 2),
-                    copies=_COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule,  # gradients by row
-                ),
+                dense=dense_weights * FLOAT_BYTES + dense_saved,
+                batches=batch_bytes,
                 checkpoint=own + (data_parallel_bytes + dense_saved) // world_size,
                 host_tables=sum(row.host_bytes(rank) for row in rows),
             )
         )
     return found
-
-
-def _batch_bytes(cost: NetworkCost, width: int, rows: int, *, copies: int) -> int:
-    """Activations of a step; an evaluation keeps none for a backward pass, so that half of its rows count. `width`: of a row's
-    embeddings side by side; `copies`: of these that exist at once."""
-    embeddings = copies * width * FLOAT_BYTES
-    return int(rows * (embeddings + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row))

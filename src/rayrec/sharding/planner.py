@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec.config import Config, InputError
+from rayrec.sharding.placement import StateBytes, TablePlacement, placements, readable, table_bytes, tables_of
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
+    from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingPlan
 
-StateBytes = Callable[[int, int], int]
-"""(rows, columns) of a table or a part of it -> bytes of state that its optimizer keeps."""
 ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "data_parallel"]
 
 _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
@@ -23,9 +22,7 @@ _WHOLE = {"table_wise", "data_parallel"}  # a worker that holds any of a table h
 _BY_ROWS = {"row_wise", "table_row_wise"}
 _OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}  # the others TorchRec lacks, or gets wrong (data_parallel)
 _WITHIN_NODES = {"table_row_wise"}  # TorchRec builds process groups of one node each, all of the same size
-_FLOAT_BYTES = 4
 _UNKNOWN_BYTES = 2**50  # more than any tables take
-_CACHED_KERNEL = "fused_uvm_caching"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,37 +61,6 @@ class ShardingConfig(Config):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TablePlacement:
-    """Where one table lies."""
-
-    table: str
-    num_embeddings: int
-    embedding_dim: int
-    sharding_type: str
-    bytes_of_rank: dict[int, int]
-    """Weights and optimizer state, by the ranks that hold a part of the table."""
-    device_share: float = 1.0
-    """Share of these bytes that a rank's GPU has; the rest is in host memory (`ShardingConfig.uvm_caching`)."""
-
-    def host_bytes(self, rank: int) -> int:
-        """Bytes of host memory next to the GPU that `rank` keeps the table in: all of it, of which the GPU has a cache."""
-        return self.bytes_of_rank.get(rank, 0) if self.device_share < 1 else 0
-
-    def device_bytes(self, rank: int) -> int:
-        """Bytes of the device's own memory that `rank` keeps the table, or its cache, in."""
-        return int(self.bytes_of_rank.get(rank, 0) * self.device_share)
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.bytes_of_rank.values())
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the whole table's gradient, which every rank that holds a data_parallel table has; others have none."""
-        return self.num_embeddings * self.embedding_dim * _FLOAT_BYTES if self.sharding_type == "data_parallel" else 0
-
-
 def embedding_sharders(
     config: ShardingConfig | None = None, *, device: Literal["cpu", "cuda"] = "cpu"
 ) -> list[ModuleSharder[Any]]:
@@ -131,27 +97,35 @@ def _exchange_codecs(precision: str, device: str) -> dict[str, QuantizedCommCode
     )
 
 
+@dataclass(frozen=True)
+class Site:
+    """The workers that tables are spread over."""
+
+    world_size: int
+    device: Literal["cpu", "cuda"]
+    memory_bytes: int
+    """That one worker may fill: its share of host memory on "cpu", its device's memory on "cuda"."""
+    host_memory_bytes: int | None = None
+    """On "cuda" the worker's share of the host's memory; None: not known, and not checked."""
+    nodes: Sequence[str] | None = None
+    """The node of each rank; None: one node has them all."""
+    devices: Sequence[str] | None = None
+    """The device of each rank with its index, such as cuda:3; None: TorchRec's guess, the rank's number within its node."""
+
+
 def plan_sharding(
     model: nn.Module,
+    site: Site,
     *,
-    world_size: int,
-    device: Literal["cpu", "cuda"],
     batch_size: int,
-    memory_bytes: int,
-    host_memory_bytes: int | None = None,
-    nodes: Sequence[str] | None = None,
-    devices: Sequence[str] | None = None,
     config: ShardingConfig | None = None,
     state_bytes: StateBytes,
 ) -> ShardingPlan:
-    """Spread the tables of `model` (a ClickModel, its tables on the meta device) over `world_size` workers.
+    """Spread the tables of `model` (a ClickModel, its tables on the meta device) over the workers of `site`.
 
     One rank makes the plan and shares it with the others: TorchRec breaks ties by the number of workers per node, which can
-    differ between ranks. `nodes` names the node of each rank (None: one node has them all), and `devices` the device of each
-    rank with its index, such as cuda:3 (None: TorchRec's guess, the rank's number within its node). `memory_bytes` is what one
-    worker may fill: its share of host memory on "cpu", its device's memory on "cuda". A checkpoint's copy takes as much host
-    memory as the tables and their state: on "cpu" half of what is usable is for it, on "cuda" tables fill no more than
-    `host_memory_bytes`, the worker's share of the host's (None: not known, and not checked). `batch_size` is per worker.
+    differ between ranks. A checkpoint's copy takes as much host memory as the tables and their state: on "cpu" half of what is
+    usable is for it, on "cuda" tables fill no more than `site.host_memory_bytes`. `batch_size` is per worker.
     `model` should have its sparse optimizer applied, from which TorchRec computes the state's size; `state_bytes` is the same
     for ours. Tables are data_parallel only where the settings allow it; `data_parallel_tables` names those, which the fused
     optimizer leaves out. Raises InputError when the tables do not fit, or when no allowed sharding type runs on these workers.
@@ -162,21 +136,21 @@ def plan_sharding(
     from torchrec.distributed.planner.types import KernelConfig, PlannerError, TopologyFactory, TrainerConfig
     from torchrec.distributed.types import CacheParams
 
-    config = config or ShardingConfig()
-    per_node = workers_per_node(nodes or [""] * world_size)
+    config, device = config or ShardingConfig(), site.device
+    per_node = workers_per_node(site.nodes or [""] * site.world_size)
     allowed = _allowed_types(config, device=device, per_node=per_node)
-    tables, one_by_one = _tables(model), _unpooled_tables(model)
+    tables, one_by_one = tables_of(model), _unpooled_tables(model)
     if one_by_one and not _OF_SEQUENCES & set(allowed):
         raise InputError(
             f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} is not for tables of sequences "
             f"({', '.join(sorted(one_by_one))}) on {device}; add table_wise"
         )
     cached = config.uvm_caching and device == "cuda"
-    room = _room_for_tables(config, device=device, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
-    host_room = _host_room(config, host_memory_bytes) if cached else None
-    sizes = {name: _table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
+    room = _room_for_tables(config, site)
+    host_room = _host_room(config, site.host_memory_bytes) if cached else None
+    sizes = {name: table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
     most = room if host_room is None else room.together_with(host_room)
-    _refuse_what_cannot_fit(tables, sizes, allowed, world_size=world_size, room=most)
+    _refuse_what_cannot_fit(tables, sizes, allowed, world_size=site.world_size, room=most)
     kernels = [EmbeddingComputeKernel.FUSED.value]
     if cached:
         kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
@@ -194,7 +168,7 @@ def plan_sharding(
     if device == "cpu":
         capacity = {"ddr_cap_bytes": room.size_bytes}
     else:
-        host_bytes = host_memory_bytes or memory_bytes
+        host_bytes = site.host_memory_bytes or site.memory_bytes
         capacity = {
             "hbm_cap_bytes": room.size_bytes,
             "ddr_cap_bytes": host_room.size_bytes if host_room else host_bytes,
@@ -202,7 +176,7 @@ def plan_sharding(
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
             # With unequal nodes the largest number that divides all: TorchRec takes one number, and only estimates traffic by it.
-            trainer_config=TrainerConfig(world_size=world_size, local_world_size=math.gcd(*per_node), **capacity),
+            trainer_config=TrainerConfig(world_size=site.world_size, local_world_size=math.gcd(*per_node), **capacity),
             kernel_config=KernelConfig(compute_device=device),
         ),
         batch_size=batch_size,
@@ -214,19 +188,19 @@ def plan_sharding(
     try:
         made = planner.plan(model, embedding_sharders(config, device=device))
     except PlannerError as error:
-        need = _readable(sum(sizes.values()))
+        need = readable(sum(sizes.values()))
         raise InputError(
-            f"sharding: no plan puts {len(tables)} tables ({need}) on {world_size} workers with "
+            f"sharding: no plan puts {len(tables)} tables ({need}) on {site.world_size} workers with "
             f"{most} each for tables, next to the buffers of batches of {batch_size} rows; use more "
             "workers, more memory, a smaller batch_size or embedding_dim, or a higher min_count "
             f"(planner: {_first_line(error)})"
         ) from error
     rows = placements(made, model, state_bytes=state_bytes)
     _refuse_overfull(rows, device=device, room=room)
-    if cached and host_memory_bytes is not None:
-        _refuse_overfull_host(rows, host_bytes=int(host_memory_bytes * (1 - config.reserved_fraction)))
-    if devices is not None:
-        _place_on(made, devices)
+    if cached and site.host_memory_bytes is not None:
+        _refuse_overfull_host(rows, host_bytes=int(site.host_memory_bytes * (1 - config.reserved_fraction)))
+    if site.devices is not None:
+        _place_on(made, site.devices)
     return made
 
 
@@ -239,26 +213,28 @@ class _Room:
     """Why it is not all memory that is free."""
 
     def __str__(self) -> str:
-        return f"{_readable(self.size_bytes)} ({self.reason})"
+        return f"{readable(self.size_bytes)} ({self.reason})"
 
     def together_with(self, other: _Room) -> _Room:
         return _Room(self.size_bytes + other.size_bytes, f"{self}, and {other}")
 
 
-def _room_for_tables(config: ShardingConfig, *, device: str, memory_bytes: int, host_memory_bytes: int | None) -> _Room:
+def _room_for_tables(config: ShardingConfig, site: Site) -> _Room:
     kept = f"{config.reserved_fraction:.0%} kept free"
-    usable = int(memory_bytes * (1 - config.reserved_fraction))
-    if device == "cpu":
+    usable = int(site.memory_bytes * (1 - config.reserved_fraction))
+    if site.device == "cpu":
         return _Room(
-            usable // 2, f"{_readable(memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy"
+            usable // 2, f"{readable(site.memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy"
         )
-    room = _Room(usable, f"of its device's {_readable(memory_bytes)}, {kept}")
-    if host_memory_bytes is None or config.uvm_caching:
+    room = _Room(usable, f"of its device's {readable(site.memory_bytes)}, {kept}")
+    if site.host_memory_bytes is None or config.uvm_caching:
         return room
-    host = int(host_memory_bytes * (1 - config.reserved_fraction))
+    host = int(site.host_memory_bytes * (1 - config.reserved_fraction))
     if host >= usable:
         return room
-    return _Room(host, f"{_readable(host_memory_bytes)} of host memory, {kept}, must hold a checkpoint's copy of them")
+    return _Room(
+        host, f"{readable(site.host_memory_bytes)} of host memory, {kept}, must hold a checkpoint's copy of them"
+    )
 
 
 def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
@@ -267,7 +243,7 @@ def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
         return _Room(_UNKNOWN_BYTES, "of host memory, whose size is not known")
     usable = int(host_memory_bytes * (1 - config.reserved_fraction))
     return _Room(
-        usable // 2, f"of host memory, half of {_readable(usable)}, whose other half is for a checkpoint's copy"
+        usable // 2, f"of host memory, half of {readable(usable)}, whose other half is for a checkpoint's copy"
     )
 
 
@@ -278,9 +254,9 @@ def _refuse_overfull_host(rows: list[TablePlacement], *, host_bytes: int) -> Non
         copy = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
         if cached and cached + copy > host_bytes:
             raise InputError(
-                f"sharding: worker {rank} needs {_readable(cached + copy)} of host memory, {_readable(cached)} for tables "
-                f"(uvm_caching) and {_readable(copy)} for a checkpoint's copy of all its tables, and has "
-                f"{_readable(host_bytes)}; use more workers, more memory, a smaller embedding_dim, or a higher min_count"
+                f"sharding: worker {rank} needs {readable(cached + copy)} of host memory, {readable(cached)} for tables "
+                f"(uvm_caching) and {readable(copy)} for a checkpoint's copy of all its tables, and has "
+                f"{readable(host_bytes)}; use more workers, more memory, a smaller embedding_dim, or a higher min_count"
             )
 
 
@@ -293,7 +269,7 @@ def _refuse_overfull(rows: list[TablePlacement], *, device: str, room: _Room) ->
         need = held * (2 if device == "cpu" else 1) + gradients
         if gradients and need > room_bytes:
             raise InputError(
-                f"sharding: data_parallel tables need {_readable(held)} on worker {rank}, {_readable(gradients)} for their "
+                f"sharding: data_parallel tables need {readable(held)} on worker {rank}, {readable(gradients)} for their "
                 f"gradients, and it has {room} for tables; allow table_wise without data_parallel in "
                 "ShardingConfig.sharding_types"
             )
@@ -334,104 +310,6 @@ def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
                 shard.placement = remote_device(f"rank:{rank}/{devices[rank]}")
 
 
-def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> list[TablePlacement]:
-    """Every table of `plan` in the order of `model` (before it is sharded), with the bytes it takes on each rank."""
-    tables = _tables(model)
-    found = []
-    for module_plan in plan.plan.values():
-        for table, sharding in module_plan.items():
-            rows, dim = tables[table]
-            bytes_of_rank: dict[int, int] = {}
-            if sharding.sharding_type == "data_parallel":  # the plan says no more of it
-                bytes_of_rank = dict.fromkeys(sharding.ranks, _table_bytes(rows, dim, state_bytes))
-            else:
-                for shard in sharding.sharding_spec.shards:
-                    rank, (held_rows, held_columns) = shard.placement.rank(), shard.shard_sizes
-                    size = _table_bytes(held_rows, held_columns, state_bytes)
-                    bytes_of_rank[rank] = bytes_of_rank.get(rank, 0) + size
-            found.append(
-                TablePlacement(
-                    table=table,
-                    num_embeddings=rows,
-                    embedding_dim=dim,
-                    sharding_type=sharding.sharding_type,
-                    bytes_of_rank=bytes_of_rank,
-                    device_share=_device_share(sharding),
-                )
-            )
-    return sorted(found, key=lambda placement: _natural(placement.table))
-
-
-def _device_share(sharding: ParameterSharding) -> float:
-    if sharding.compute_kernel != _CACHED_KERNEL:
-        return 1.0
-    factor = sharding.cache_params.load_factor if sharding.cache_params else None
-    assert factor is not None
-    return factor
-
-
-def data_parallel_tables(plan: ShardingPlan) -> list[str]:
-    """The data_parallel tables' parameters, as the sharded model names them."""
-    return [
-        f"{module}.embedding_bags.{table}.weight"
-        for module, module_plan in plan.plan.items()
-        for table, sharding in module_plan.items()
-        if sharding.sharding_type == "data_parallel"
-    ]
-
-
-def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> str:
-    """The plan as text: one line a table (rows, dim, how, where, bytes), then what each worker holds in all."""
-    rows = placements(plan, model, state_bytes=state_bytes)
-    head = ("table", "rows", "dim", "sharding", "ranks", "weights + optimizer")
-    lines = [
-        (
-            row.table,
-            f"{row.num_embeddings:,}",
-            str(row.embedding_dim),
-            row.sharding_type + (f", {row.device_share:.0%} cached" if row.device_share < 1 else ""),
-            _ranges(sorted(row.bytes_of_rank)),
-            _readable(row.total_bytes),
-        )
-        for row in rows
-    ]
-    totals: dict[int, tuple[int, int]] = {}
-    for row in rows:
-        for rank, size in row.bytes_of_rank.items():
-            count, total = totals.get(rank, (0, 0))
-            totals[rank] = count + 1, total + size
-    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
-    left = {0, 3, 4}
-
-    def layout(line: tuple[str, ...]) -> str:
-        cells = (
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
-
-    workers = [
-        f"worker {rank}: {count} table{'s' if count > 1 else ''}, {_readable(total)}"
-        for rank, (count, total) in sorted(totals.items())
-    ]
-    return "\n".join([layout(head), *map(layout, lines), *workers])
-
-
-def _tables(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """(rows, dim) of every table in the model, by name."""
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-
-    found: dict[str, tuple[int, int]] = {}
-    for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            found |= {
-                table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()
-            }
-        elif isinstance(module, EmbeddingCollection):
-            found |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_configs()}
-    return found
-
-
 def _unpooled_tables(model: nn.Module) -> set[str]:
     """The tables whose embeddings are given one by one."""
     from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -452,13 +330,13 @@ def _refuse_what_cannot_fit(
     total = sum(sizes.values())
     if set(allowed) == {"data_parallel"} and total > usable_bytes:
         raise InputError(
-            f"sharding: {len(tables)} tables need {_readable(total)} on each worker, which has {room}; "
+            f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has {room}; "
             "allow table_wise beside data_parallel in ShardingConfig.sharding_types"
         )
     if total > usable_bytes * world_size:
         raise InputError(
-            f"sharding: {len(tables)} tables need {_readable(total)} (weights and optimizer state), but {world_size} "
-            f"workers have {room} each, {_readable(usable_bytes * world_size)} in all; "
+            f"sharding: {len(tables)} tables need {readable(total)} (weights and optimizer state), but {world_size} "
+            f"workers have {room} each, {readable(usable_bytes * world_size)} in all; "
             f"use at least {-(-total // max(usable_bytes, 1))} workers, or "
             "a smaller embedding_dim, or a higher min_count"
         )
@@ -466,40 +344,11 @@ def _refuse_what_cannot_fit(
     if largest is not None and set(allowed) <= _WHOLE and sizes[largest] > usable_bytes:
         rows, dim = tables[largest]
         raise InputError(
-            f"sharding: table {largest} ({rows:,} rows x {dim}) needs {_readable(sizes[largest])} on one worker, "
+            f"sharding: table {largest} ({rows:,} rows x {dim}) needs {readable(sizes[largest])} on one worker, "
             f"which has {room}; give workers more memory, or allow row_wise (GPUs) or column_wise "
             "(changes row-wise Adagrad) in ShardingConfig.sharding_types"
         )
 
 
-def _table_bytes(rows: int, columns: int, state_bytes: StateBytes) -> int:
-    """Weights and optimizer state."""
-    return rows * columns * _FLOAT_BYTES + state_bytes(rows, columns)
-
-
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _natural(name: str) -> tuple[Any, ...]:
-    """cat_2 before cat_10."""
-    stem, _, number = name.rpartition("_")
-    return (stem, int(number)) if number.isdigit() else (name, -1)
-
-
-def _ranges(ranks: list[int]) -> str:
-    """0-3,6: consecutive ranks drawn together."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def _readable(size: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} B"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rayrec import machine
 from rayrec.config import InputError
 from rayrec.models.base import ModelInputs, unpooled_features
+from rayrec.optim.config import FLOAT_BYTES
 from rayrec.schema import Schema
 from rayrec.sharding.communication import Lookup, Traffic, traffic_of
-from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, worker_memories
-from rayrec.sharding.planner import describe, placements, plan_sharding
+from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, describe, placements, worker_memories
+from rayrec.sharding.planner import Site, plan_sharding
 from rayrec.workloads.base import Target, effective_batch_size
 
 if TYPE_CHECKING:
+    from rayrec.models.cost import NetworkCost
     from rayrec.models.sharded_model import ClickModel
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys.workload import ClickWorkload
@@ -26,6 +28,10 @@ _OBJECT_STORE_SHARE: Final = 0.3
 """Of the free memory, which a local Ray reserves for its object store."""
 _MANY_ROWS: Final = 2**62
 """Of a log that is not known."""
+_COPIES_OF_EMBEDDINGS: Final = 6
+"""Pooled embeddings of a batch: looked up, exchanged, in the interaction, and the gradient of each."""
+_COPIES_OF_ACTIVATIONS: Final = 2
+"""With the gradient."""
 _EXCHANGE_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 NOT_CHECKED: Final = (
     "Not checked: whether the tables fit the GPUs, of which this machine has none; --cluster gpus=N,gpu_memory_gb=N,... says "
@@ -163,30 +169,27 @@ def tables_of(
     from rayrec.models.cost import network_cost, sequence_lengths
 
     model = build_model(workload, num_embeddings, inputs=inputs)
-    workers, device = target.num_workers, "cuda" if config.scaling.use_gpu else "cpu"
+    workers = target.num_workers
+    device: Literal["cpu", "cuda"] = "cuda" if config.scaling.use_gpu else "cpu"
     state_bytes = workload.sparse_optimizer.state_bytes
-    made = plan_sharding(
-        model,
+    site = Site(
         world_size=workers,
-        device="cuda" if config.scaling.use_gpu else "cpu",
-        batch_size=config.batch_size,
+        device=device,
         memory_bytes=memory_bytes,
         host_memory_bytes=target.host_memory_bytes,
         nodes=[str(rank // target.workers_per_node) for rank in range(workers)],
-        config=workload.sharding,
-        state_bytes=state_bytes,
     )
+    made = plan_sharding(model, site, batch_size=config.batch_size, config=workload.sharding, state_bytes=state_bytes)
     placed = placements(made, model, state_bytes=state_bytes)
     of_model = ModelInputs.of(inputs)
     cost = network_cost(model.head.network, of_model, workload.model)
     lengths = sequence_lengths(workload.model, of_model).values()
+    vectors = len(inputs.sparse) - len(lengths) + sum(lengths)
     memories = worker_memories(
-        workload,
-        config,
         placed,
-        cost=cost,
-        num_vectors=len(inputs.sparse) - len(lengths) + sum(lengths),
-        batch_size=config.batch_size,
+        dense_weights=cost.weights,
+        dense_state_bytes=workload.dense_optimizer.state_bytes(cost.weights),
+        batch_bytes=batch_bytes(workload, config, cost, values=vectors * workload.model.table_width),
         world_size=workers,
     )
     fullest = max(memories, key=lambda memory: memory.tables)
@@ -209,6 +212,14 @@ def tables_of(
         id_bytes=4 if max(num_embeddings) <= 2**31 else 8,
     )
     return Tables(text, held, tuple(memories), traffic)
+
+
+def batch_bytes(workload: ClickWorkload, config: TrainConfig, cost: NetworkCost, *, values: int) -> int:
+    """Activations of a step, whose rows have so many values of embeddings each; an evaluation keeps none for a backward pass, so
+    that half of its rows count."""
+    copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule  # gradients by row
+    of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
+    return int(max(config.batch_size, config.eval_batch_size // 2) * of_row)
 
 
 def lookups_of(

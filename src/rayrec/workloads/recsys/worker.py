@@ -37,14 +37,8 @@ from rayrec.models.sharded_model import own_name
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
 from rayrec.optim.optimizer import JointlyClippedOptimizer, data_parallel_optimizer
 from rayrec.optim.table_adam import TableAdam, leave_to_own_rule
-from rayrec.sharding.planner import (
-    data_parallel_tables,
-    describe,
-    embedding_sharders,
-    placements,
-    plan_sharding,
-    workers_per_node,
-)
+from rayrec.sharding.placement import data_parallel_tables, describe, placements
+from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.recsys.distillation import load_targets
@@ -127,18 +121,16 @@ def _plan_or_wait(
 
     def planned(host_bytes: int) -> ShardingPlan:
         device_bytes = [place.device_bytes for place in places if place.device_bytes is not None]
-        return plan_sharding(
-            model,
+        site = Site(
             world_size=len(places),
             device="cuda" if device_bytes else "cpu",
-            batch_size=batch_size,
             memory_bytes=min(device_bytes, default=host_bytes),
             host_memory_bytes=host_bytes,
             nodes=[place.node for place in places],
             devices=[place.device for place in places],
-            config=workload.sharding,
-            state_bytes=workload.sparse_optimizer.state_bytes,
         )
+        state_bytes = workload.sparse_optimizer.state_bytes
+        return plan_sharding(model, site, batch_size=batch_size, config=workload.sharding, state_bytes=state_bytes)
 
     try:
         return planned(min(place.host_bytes for place in places))

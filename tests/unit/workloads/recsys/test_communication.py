@@ -7,7 +7,7 @@ import pytest
 from rayrec import recipes
 from rayrec.models.base import ModelInputs
 from rayrec.sharding.communication import Links, Lookup, Traffic, traffic_of
-from rayrec.sharding.planner import TablePlacement
+from rayrec.sharding.placement import TablePlacement
 from rayrec.workloads.recsys.planning import lookups_of
 from rayrec.workloads.recsys.workload import ClickWorkload
 

@@ -16,10 +16,9 @@ from rayrec.config import InputError
 from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.models.cost import NetworkCost
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.sharding.placement import PROCESS_BYTES, worker_memories
-from rayrec.sharding.planner import TablePlacement
+from rayrec.sharding.placement import PROCESS_BYTES, TablePlacement, worker_memories
 from rayrec.workloads.recsys import planning, worker
-from rayrec.workloads.recsys.planning import build_model
+from rayrec.workloads.recsys.planning import batch_bytes, build_model
 from rayrec.workloads.recsys.worker import Place, _plan_or_wait
 
 GB = 10**9
@@ -105,7 +104,12 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
         ),
     ]
     cost = NetworkCost(weights=100, multiply_adds=None, saved_bytes_per_row=200.0)
-    first, second = worker_memories(workload, config, rows, cost=cost, num_vectors=2, batch_size=8, world_size=2)
+    settings: dict[str, Any] = {"dense_weights": 100, "dense_state_bytes": workload.dense_optimizer.state_bytes(100)}
+    settings |= {
+        "batch_bytes": batch_bytes(workload, config, cost, values=2 * workload.model.table_width),
+        "world_size": 2,
+    }
+    first, second = worker_memories(rows, **settings)
     assert (first.tables, first.gradients, first.dense, first.checkpoint) == (240, 80, 1600, 160 + (80 + 1200) // 2)
     assert (second.tables, second.gradients, second.checkpoint) == (80, 80, (80 + 1200) // 2)
     parts = first.tables + first.gradients + first.dense + first.batches + first.checkpoint
@@ -113,7 +117,7 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
     assert first.host_bytes("cuda") == first.checkpoint + PROCESS_BYTES
     assert first.device_bytes("cuda") == parts - first.checkpoint
     cached = [replace(rows[0], device_share=0.25), rows[1]]
-    moved, _ = worker_memories(workload, config, cached, cost=cost, num_vectors=2, batch_size=8, world_size=2)
+    moved, _ = worker_memories(cached, **settings)
     assert moved.device_bytes("cuda") == first.device_bytes("cuda") - 120
     assert moved.host_bytes("cuda") == first.host_bytes("cuda") + 160
     assert "tables 160 B" in moved.text("cuda")
