@@ -89,7 +89,7 @@ class GPT2Config(Config):
 
         The output layer shares its weight with the token embedding. Raises InputError without transformers.
         """
-        require_language("transformers")
+        require("transformers", extra="language")
         import transformers
 
         from rayrec.workloads.language_model import through_onednn
