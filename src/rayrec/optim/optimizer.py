@@ -118,7 +118,7 @@ class JointlyClippedOptimizer(CombinedOptimizer):
         super().step(closure)
 
     def _norm(self, of_network: list[torch.Tensor]) -> float:
-        squares = float(sum_over_workers(np.array(self._sharded.squared_norm()))) + sum(
+        squares = float(sum_over_workers(np.array(self._sharded.squared_norm(), np.float64))) + sum(
             tables.squared_norm() for tables in self._replicated
         )
         return math.sqrt(squares + torch.nn.utils.get_total_norm(of_network).item() ** 2)
