@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rayrec.training.process_group import group_arguments
 from torch import distributed
 
 from rayrec.cluster.layout import Launched
 from rayrec.collectives import group_arguments, group_device
 from rayrec.config import InputError
 from rayrec.training.launchers.process_worker import device_of
-from rayrec.training.launchers.torchrun_worker import device_of
 
 
 def test_nccl_is_bound_to_the_workers_gpu() -> None:

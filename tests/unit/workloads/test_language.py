@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rayrec.data.threads import ThreadEngine
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from rayrec import checkpoint, storage
@@ -22,7 +21,6 @@ from rayrec.data.numbered_rows import ArrayRows
 from rayrec.data.text import text_blocks
 from rayrec.data.text.text_blocks import TokenFolder, load_tokenizer, open_tokens
 from rayrec.data.text.tokenizer import Files, TextTokenizer, bytes_bpe, characters, read_tokenizer, write_tokenizer
-from rayrec.layers.operation_count import multiply_adds_per_row
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.scoring import load_model

@@ -23,7 +23,6 @@ from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import STOP_ASKED, ThreadEngine
 from rayrec.training.launchers.base import AttemptContext, PreparedRun
-from rayrec.training.process_group import group_arguments, use_device
 from rayrec.training.profiling import watched_requests
 from rayrec.training.stop_monitor import Grace, ProfileRequest, Signals
 from rayrec.training.worker import run_worker

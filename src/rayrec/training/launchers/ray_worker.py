@@ -21,7 +21,6 @@ from rayrec.collectives import use_device
 from rayrec.observe.timing import process_age_s
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.launchers.ray_metrics import StoreWatch
-from rayrec.training.process_group import use_device
 from rayrec.training.worker import run_worker
 from rayrec.training.worker_logs import worker_logs
 from rayrec.workloads.base import FailureConfig, WorkerContext
