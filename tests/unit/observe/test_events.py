@@ -29,10 +29,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "events.jsonl"  # the folder does not exist yet
 
 
-def _written(path: Path, **fields: Any) -> dict[str, Any]:
+def _write(path: Path, **fields: Any) -> None:
     with EventWriter(path) as writer:
         writer.write("test", **fields)
     assert writer.num_lost == 0
+
+
+def _written(path: Path, **fields: Any) -> dict[str, Any]:
+    _write(path, **fields)
     return read_events(path)[-1]
 
 
@@ -49,12 +53,6 @@ def test_events_come_back_in_order(path: Path) -> None:
     assert events[2]["text"] == "zwei\nZeilen ü"
     assert [event["step"] for event in read_events(path, kinds={"step"})] == [1, 2]
     assert read_events(path, kinds=()) == []
-
-
-def test_a_second_writer_appends(path: Path) -> None:
-    _written(path, step=1)
-    _written(path, step=2)
-    assert [event["step"] for event in read_events(path)] == [1, 2]
 
 
 def test_values_become_plain(path: Path) -> None:
@@ -84,26 +82,25 @@ def test_non_finite_is_null(path: Path, value: float) -> None:
     assert "NaN" not in path.read_text()
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "password",
-        "DB_PASSWORD",
-        "client_secret",
-        "aws_secret_access_key",
-        "access_key",
-        "accessKey",
-        "api-key",
-        "token",
-        "hf_token",
-        "authToken",
-        "access_tokens",
-        "token_file",
-    ],
-)
-def test_secrets_are_hidden(path: Path, key: str) -> None:
-    assert _written(path, **{key: "hush"})[key] == "***"
-    _written(path, config={"storage": [{key: {"inner": "hush"}}]})
+SECRETS = [
+    "password",
+    "DB_PASSWORD",
+    "client_secret",
+    "aws_secret_access_key",
+    "access_key",
+    "accessKey",
+    "api-key",
+    "token",
+    "hf_token",
+    "authToken",
+    "access_tokens",
+    "token_file",
+]
+
+
+def test_secrets_are_hidden_by_their_keys(path: Path) -> None:
+    assert [_written(path, **{key: "hush"})[key] for key in SECRETS] == ["***"] * len(SECRETS)
+    _write(path, config={"storage": [{key: {"inner": "hush"}} for key in SECRETS]})
     assert "hush" not in path.read_text()
 
 
@@ -121,18 +118,10 @@ def test_secrets_in_a_configuration_are_hidden(path: Path) -> None:
 
 
 def test_counts_of_tokens_are_no_secrets(path: Path) -> None:
-    event = _written(path, tokens_per_s=5.5, num_tokens=np.int64(7), token_count=3, tokenizer="gpt2", password=None)
-    assert (event["tokens_per_s"], event["num_tokens"], event["token_count"]) == (5.5, 7, 3)
-    assert (event["password"], event["tokenizer"]) == (None, "gpt2")
-
-
-def test_the_hash_of_a_text_s_tokens_is_no_secret(path: Path) -> None:
-    event = _written(path, tokens="0f3a9c1b22d4e5f6", schema={"tokens": "any"}, data={"tokens": [1, 2]})
-    assert (event["tokens"], event["schema"], event["data"]) == (
-        "0f3a9c1b22d4e5f6",
-        {"tokens": "any"},
-        {"tokens": [1, 2]},
-    )
+    counts = {"tokens_per_s": 5.5, "num_tokens": 7, "token_count": 3, "tokenizer": "gpt2", "password": None}
+    of_texts = {"tokens": "0f3a9c1b22d4e5f6", "schema": {"tokens": "any"}, "data": {"tokens": [1, 2]}}
+    event = _written(path, **{**counts, "num_tokens": np.int64(7)}, **of_texts)
+    assert event.items() >= {**counts, **of_texts}.items()
 
 
 @pytest.mark.parametrize(
@@ -147,12 +136,8 @@ def test_the_hash_of_a_text_s_tokens_is_no_secret(path: Path) -> None:
     ],
 )
 def test_texts_that_look_like_a_known_service_s_key_are_hidden(path: Path, secret: str) -> None:
-    assert _written(path, cause=f"refused ({secret})", tokens=secret) | {"time": 0} == {
-        "time": 0,
-        "kind": "test",
-        "cause": "refused (***)",
-        "tokens": "***",
-    }
+    event = _written(path, cause=f"refused ({secret})", tokens=secret)
+    assert (event["cause"], event["tokens"]) == ("refused (***)", "***")
 
 
 @pytest.mark.parametrize(
@@ -285,16 +270,11 @@ def test_what_is_readable_of_a_damaged_file(path: Path) -> None:
     _written(path, step=1)
     with path.open("ab") as file:
         file.write(b'{"time": 1.0, "ki{"time": 2.0, "kind": "failure"}\n')
-    _written_behind(path, step=2)
+    _write(path, step=2)
     with pytest.raises(InputError, match="line 2"):
         read_events(path)
     assert [event["step"] for event in readable_events(path)] == [1, 2]
     assert readable_events(path.parent / "none.jsonl") == []
-
-
-def _written_behind(path: Path, **fields: Any) -> None:
-    with EventWriter(path) as writer:
-        writer.write("test", **fields)
 
 
 def test_unwritable_place_does_not_raise(tmp_path: Path) -> None:
