@@ -31,8 +31,8 @@ from rayrec.checkpoint import (
     acquire_lease,
     check_shared,
     folder_of,
+    lease,
     newest_good,
-    shared_storage,
     write_token,
     writer,
 )
@@ -279,7 +279,7 @@ def save_apart(folder: str, rank: int) -> None:
     differ. No checkpoint is made of either."""
     own = f"{folder}/{rank}"
     name = Ranks.all().share(os.path.basename(write_token(own, max_outage_s=1.0)))
-    with mock.patch.object(shared_storage, "_APPEARS_S", 0.1):
+    with mock.patch.object(lease, "_APPEARS_S", 0.1):
         told = raised(lambda: check_shared(f"{own}/{name}", Ranks.all()))
     host = socket.gethostname()
     assert f"/{rank} is not shared by all nodes: worker 1 on {host} does not see" in told

@@ -15,7 +15,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayrec.checkpoint.cleaning import Retention, to_remove
     from rayrec.checkpoint.dcp import CheckpointReader, CheckpointWriter
     from rayrec.checkpoint.discovery import (
         SUMMARY,
@@ -28,11 +27,10 @@ if TYPE_CHECKING:
         step_of,
     )
     from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
-    from rayrec.checkpoint.lease import Lease, acquire_lease
+    from rayrec.checkpoint.lease import Lease, acquire_lease, check_shared, write_token
     from rayrec.checkpoint.plan import untied
     from rayrec.checkpoint.reader import full_tensors, restore, verify, weights_sha256
-    from rayrec.checkpoint.saver import Saver
-    from rayrec.checkpoint.shared_storage import check_shared, write_token
+    from rayrec.checkpoint.saver import Retention, Saver, to_remove
     from rayrec.checkpoint.writer import save
 
 __all__ = [
@@ -73,9 +71,9 @@ _HOMES = {
     "CheckpointWriter": "dcp",
     "Lease": "lease",
     "DamagedError": "format",
-    "Retention": "cleaning",
+    "Retention": "saver",
     "Saver": "saver",
-    "check_shared": "shared_storage",
+    "check_shared": "lease",
     "acquire_lease": "lease",
     "committed": "discovery",
     "folder_of": "discovery",
@@ -86,11 +84,11 @@ _HOMES = {
     "restore": "reader",
     "save": "writer",
     "step_of": "discovery",
-    "to_remove": "cleaning",
+    "to_remove": "saver",
     "untied": "plan",
     "verify": "reader",
     "weights_sha256": "reader",
-    "write_token": "shared_storage",
+    "write_token": "lease",
 }
 """Module of each name."""
 

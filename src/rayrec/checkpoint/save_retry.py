@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from rayrec import storage
 from rayrec.config import InputError
 
+_logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 15.0
@@ -74,3 +77,13 @@ def is_full(error: OSError) -> bool:
 
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def tolerated(what: str) -> Iterator[None]:
+    """Cleaning that fails loses nothing: it is warned of, and comes again with the next save or attempt."""
+    try:
+        with storage.patience(PATIENCE_S):
+            yield
+    except (OSError, InputError) as error:
+        _logger.warning("%s: %s", what, error)

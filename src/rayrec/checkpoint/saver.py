@@ -1,26 +1,26 @@
-"""Saves while training continues: the caller waits for a copy in host memory, a thread brings it to storage."""
+"""Saves while training continues: a copy in host memory, which a thread brings to storage, and the removal of what is old."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from rayrec import storage
-from rayrec.checkpoint.cleaning import Retention, prune, remove_unreferenced, sweep, tolerated
 from rayrec.checkpoint.communicator import Ranks, attempt, raise_worst
-from rayrec.checkpoint.discovery import Checkpoint, folder_of
-from rayrec.checkpoint.extra_files import ExtraFiles, Source
-from rayrec.checkpoint.format import data_file
+from rayrec.checkpoint.discovery import Checkpoint, committed, file_sizes, folder_of, torn
+from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, data_file, is_data_file
 from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
-from rayrec.checkpoint.save_retry import Persistence
-from rayrec.checkpoint.writer import Written, commit, write_rank
+from rayrec.checkpoint.save_retry import Persistence, tolerated
+from rayrec.checkpoint.writer import ExtraFiles, Source, Written, commit, write_rank
 from rayrec.config import InputError
 
 Log = Callable[[str, dict[str, Any]], None]
@@ -276,3 +276,97 @@ class Saver:
             if self._lease.valid():
                 remove_unreferenced(job.folder, referenced, tag=job.tag)
                 prune(self._folder, self._retention, newest=job.step, scores=self._scores, damaged=self._damaged)
+
+
+_logger = logging.getLogger(__name__)
+
+
+def sweep(run_folder: str, lease: Lease) -> None:
+    """Removes the folders of saves that were never committed, as long as the run is ours."""
+    for folder in torn(run_folder):
+        if lease.valid():
+            storage.remove_folder(folder)
+
+
+def prune(
+    run_folder: str,
+    retention: Retention,
+    *,
+    newest: int,
+    scores: dict[int, float | None],
+    damaged: Collection[int] = (),
+) -> None:
+    """Removes what retention does not keep, after step `newest` was committed. `scores` holds those known, by step, and is
+    added to. `damaged`: steps that were passed over and not written again; they go, and stand in for no good one.
+
+    Later steps than `newest` are left alone: a restart passed over them, and will come to write them again.
+    """
+    present, removed = {}, []
+    for checkpoint in committed(run_folder):
+        if checkpoint.step > newest:
+            continue
+        present[checkpoint.step] = checkpoint
+        if checkpoint.step in damaged:
+            removed.append(checkpoint.step)
+        elif checkpoint.step not in scores:
+            try:
+                scores[checkpoint.step] = checkpoint.manifest()["score"]
+            except UnreadableError:
+                del present[checkpoint.step]  # it may be readable tomorrow
+            except DamagedError:
+                removed.append(checkpoint.step)  # no use to anyone, and was told when it was passed over
+            except InputError:
+                del present[checkpoint.step]  # of another version: not ours to judge
+    known = [(step, scores[step]) for step in present if step in scores and step not in removed]
+    for step in [*removed, *to_remove(known, retention, in_use={newest})]:
+        remove_checkpoint(present[step])
+        scores.pop(step, None)
+
+
+def remove_checkpoint(checkpoint: Checkpoint) -> None:
+    """The manifest goes first: what is left by a crash in between is no checkpoint any more."""
+    storage.remove_file(storage.join(checkpoint.path, MANIFEST))
+    storage.remove_folder(checkpoint.path)
+
+
+def remove_unreferenced(folder: str, referenced: Iterable[str], *, tag: str) -> None:
+    """Removes the data files of earlier attempts at the same step from a committed checkpoint; `tag` is this one's.
+
+    Those of later tags stay: a successor of ours may be writing them.
+    """
+    for name in file_sizes(folder).keys() - set(referenced):
+        if is_data_file(name) and tag_of(name) < tag:
+            storage.remove_file(storage.join(folder, name))
+
+
+def tag_of(name: str) -> str:
+    """Of a data file, finished or not."""
+    return name.split(".", maxsplit=1)[0].partition("-")[2]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept of a run's checkpoints, beside those in use."""
+
+    num_to_keep: int = 2
+    """Newest ones."""
+    keep_best: int = 1
+    """Those with the best scores."""
+    keep_every: int | None = None
+    """Steps whose multiples are kept for good; None: none."""
+
+
+def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *, in_use: Collection[int]) -> list[int]:
+    """The steps to remove, lowest first, of (step, score) of the checkpoints there are.
+
+    Higher scores are better, of equal ones the later is; None (or NaN) was not evaluated and is never among the best.
+    """
+    newest = sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
+    scored = sorted((score, step) for step, score in saved if score is not None and not math.isnan(score))
+    best = [step for _, step in scored[-retention.keep_best :]] if retention.keep_best else []
+    kept = {*newest, *best, *in_use}
+    return sorted(
+        step
+        for step, _ in saved
+        if step not in kept and (retention.keep_every is None or step % retention.keep_every != 0)
+    )

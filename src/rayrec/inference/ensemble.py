@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
-from rayrec.checkpoint.joining import join
+from rayrec.checkpoint.writer import join
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.workloads.recsys.scorer import click_settings, joined, load_preprocessor

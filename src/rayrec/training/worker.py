@@ -26,11 +26,10 @@ from rayrec.checkpoint import (
     step_of,
     weights_sha256,
 )
-from rayrec.checkpoint.cleaning import tolerated
 from rayrec.checkpoint.communicator import Ranks
-from rayrec.checkpoint.extra_files import repair
 from rayrec.checkpoint.format import UnreadableError
-from rayrec.checkpoint.save_retry import Persistence
+from rayrec.checkpoint.save_retry import Persistence, tolerated
+from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
 from rayrec.config import InputError
 from rayrec.layers.cpu_watch import CpuWatch

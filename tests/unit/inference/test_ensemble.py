@@ -14,7 +14,7 @@ from builders.saved_clicks import SMALL, Saved, criteo_preprocessor, save_clicks
 import rayrec
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
-from rayrec.checkpoint.joining import Place, join
+from rayrec.checkpoint.writer import Place, join
 from rayrec.cli import run
 from rayrec.config import InputError
 from rayrec.inference.model import open_served
@@ -129,7 +129,7 @@ def test_what_does_not_fit_together_is_refused(models: list[Saved], tmp_path: Pa
 
 def test_chunks_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors in several chunks and blocks, beside others of the same checkpoint that are not taken."""
-    for module in ("writing", "format"):
+    for module in ("writer", "format"):
         monkeypatch.setattr(f"rayrec.checkpoint.{module}.BLOCK_BYTES", 64)
     table, bias, number = torch.arange(120.0).reshape(20, 6), torch.ones(3), torch.tensor(7.0)
     checkpoints.save(str(tmp_path / "a"), {"t": table, "bias": bias, "number": number, "none": table}, state={})

@@ -14,7 +14,7 @@ import torch
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, newest_good, save_retry
-from rayrec.checkpoint.extra_files import ExtraFiles
+from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.observe.timing import Stopwatch
 from rayrec.training import worker

@@ -9,8 +9,8 @@ from typing import Any
 from builders.saved_clicks import criteo_preprocessor
 
 from rayrec import recipes, storage
-from rayrec.checkpoint.extra_files import ExtraFiles
 from rayrec.checkpoint.format import sha256_of
+from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.data.encoding.preprocessor import Preprocessor
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint.extra_files import ExtraFiles
+from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.numbered_rows import ArrayRows

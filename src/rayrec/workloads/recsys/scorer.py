@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, full_tensors
-from rayrec.checkpoint.joining import Place
+from rayrec.checkpoint.writer import Place
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
