@@ -14,83 +14,30 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rayrec.checkpoint.dcp import CheckpointReader, CheckpointWriter
-    from rayrec.checkpoint.discovery import (
-        SUMMARY,
-        Checkpoint,
-        committed,
-        folder_of,
-        latest,
-        newest_good,
-        open_checkpoint,
-        step_of,
-    )
-    from rayrec.checkpoint.format import MANIFEST, VERSION, DamagedError
-    from rayrec.checkpoint.lease import Lease, acquire_lease, check_shared, write_token
-    from rayrec.checkpoint.plan import untied
-    from rayrec.checkpoint.reader import full_tensors, restore, verify, weights_sha256
-    from rayrec.checkpoint.saver import Retention, Saver, to_remove
-    from rayrec.checkpoint.writer import save
+# ruff: noqa: F403
+if TYPE_CHECKING:  # what `_NAMES` says of them is public
+    from rayrec.checkpoint.dcp import *
+    from rayrec.checkpoint.discovery import *
+    from rayrec.checkpoint.format import *
+    from rayrec.checkpoint.lease import *
+    from rayrec.checkpoint.plan import *
+    from rayrec.checkpoint.reader import *
+    from rayrec.checkpoint.saver import *
+    from rayrec.checkpoint.writer import *
 
-__all__ = [
-    "MANIFEST",
-    "SUMMARY",
-    "VERSION",
-    "Checkpoint",
-    "CheckpointReader",
-    "CheckpointWriter",
-    "DamagedError",
-    "Lease",
-    "Retention",
-    "Saver",
-    "acquire_lease",
-    "check_shared",
-    "committed",
-    "folder_of",
-    "full_tensors",
-    "latest",
-    "newest_good",
-    "open_checkpoint",
-    "restore",
-    "save",
-    "step_of",
-    "to_remove",
-    "untied",
-    "verify",
-    "weights_sha256",
-    "write_token",
-]
-
-_HOMES = {
-    "MANIFEST": "format",
-    "SUMMARY": "discovery",
-    "VERSION": "format",
-    "Checkpoint": "discovery",
-    "CheckpointReader": "dcp",
-    "CheckpointWriter": "dcp",
-    "Lease": "lease",
-    "DamagedError": "format",
-    "Retention": "saver",
-    "Saver": "saver",
-    "check_shared": "lease",
-    "acquire_lease": "lease",
-    "committed": "discovery",
-    "folder_of": "discovery",
-    "full_tensors": "reader",
-    "latest": "discovery",
-    "newest_good": "discovery",
-    "open_checkpoint": "discovery",
-    "restore": "reader",
-    "save": "writer",
-    "step_of": "discovery",
-    "to_remove": "saver",
-    "untied": "plan",
-    "verify": "reader",
-    "weights_sha256": "reader",
-    "write_token": "lease",
+_NAMES = {
+    "dcp": "CheckpointReader CheckpointWriter",
+    "discovery": "SUMMARY Checkpoint committed folder_of latest newest_good open_checkpoint step_of",
+    "format": "MANIFEST VERSION DamagedError",
+    "lease": "Lease acquire_lease check_shared write_token",
+    "plan": "untied",
+    "reader": "full_tensors restore verify weights_sha256",
+    "saver": "Retention Saver to_remove",
+    "writer": "save",
 }
-"""Module of each name."""
+"""Public names of each module."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
