@@ -12,18 +12,19 @@ class Died(Exception):
     pass
 
 
-class HereEngine:
-    """Runs the tasks in this process, and dies after some."""
+class LoopEngine:
+    """Runs the tasks in this process, in order, counts them, and dies in place of the task after some."""
 
-    def __init__(self, tasks: int = 10**9) -> None:
-        self.left, self.ran = tasks, 0
+    def __init__(self, dies_after: int | None = None) -> None:
+        self.left, self.tasks = dies_after, 0
 
     def run(
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
     ) -> Iterator[pa.Table]:
         for item in items:
-            if not self.left:
-                raise Died
-            self.left -= 1
-            self.ran += 1
+            if self.left is not None:
+                if not self.left:
+                    raise Died
+                self.left -= 1
+            self.tasks += 1
             yield function(item)

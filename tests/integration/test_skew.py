@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders.engines import HereEngine
+from builders.logs import open_index
 from builders.requests import post
 from builders.served_click_model import make_app, row_object
 from builders.whole_click_model import whole_model
@@ -17,7 +17,6 @@ from rayrec import recipes
 from rayrec.data.encoded import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, Part, read_segments, select
 from rayrec.data.logs.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
@@ -44,15 +43,7 @@ def log(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def index(log: Path) -> LogIndex:
-    index = open_log(
-        str(log),
-        SCHEMA,
-        segment_bytes=1 << 18,
-        engine=HereEngine(),
-        cache_folder=str(log.parent / ".cache"),
-        note=lambda text: None,
-        progress=lambda *_: None,
-    )
+    index = open_index(log, segment_bytes=1 << 18)
     assert index.rows == ROWS
     assert len(index.segments) > 3
     return index

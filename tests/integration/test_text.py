@@ -6,15 +6,15 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import ray
+from builders.engines import LoopEngine
 from hosts.processes import POLL_S, Session, environment_for
 
 import rayrec
@@ -33,15 +33,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 QUIET = Console(quiet=True)
 OPTIONS = {"vocabulary_size": 400, "block_size": 32, "part_bytes": 4096, "shard_bytes": 2000}
-
-
-class HereEngine:
-    """Runs the tasks in this process."""
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
-        yield from map(function, items)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -63,8 +54,8 @@ def here() -> Iterator[None]:
     """Within it tasks run in this process."""
 
     @contextmanager
-    def started(*_: Any, **__: Any) -> Iterator[HereEngine]:
-        yield HereEngine()
+    def started(*_: Any, **__: Any) -> Iterator[LoopEngine]:
+        yield LoopEngine()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing, "engine", started)

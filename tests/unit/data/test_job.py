@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from builders.engines import Died, HereEngine
+from builders.engines import Died, LoopEngine
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -35,10 +35,10 @@ def _write(item: Item, *, folder: JobFolder) -> pa.Table:
     return folder.done("write", item.number, {"square": item.number**2})
 
 
-def _make(out: str, *, last_file: str | None = "last", engine: HereEngine | None = None) -> list[int]:
+def _make(out: str, *, last_file: str | None = "last", engine: LoopEngine | None = None) -> list[int]:
     with resumable_job(out, MADE_OF, last_file=last_file) as job:
         task = functools.partial(_write, folder=job.folder)
-        found = [found["square"] for found in job.run("write", task, ITEMS, engine or HereEngine())]
+        found = [found["square"] for found in job.run("write", task, ITEMS, engine or LoopEngine())]
         if last_file is not None:
             storage.write_bytes(storage.join(job.folder.path, last_file), b"whole")
     return found
@@ -62,16 +62,16 @@ def _raise(*_: object) -> None:
 @pytest.mark.parametrize("last_file", ["last", None])
 @pytest.mark.parametrize("tasks", range(5))
 def test_job_resumes_where_it_died(tmp_path: Path, place: str, last_file: str | None, tasks: int) -> None:
-    out, engine, progress = f"{place}{tmp_path}/out", HereEngine(), []
+    out, engine, progress = f"{place}{tmp_path}/out", LoopEngine(), []
     with pytest.raises(Died):
-        _make(out, last_file=last_file, engine=HereEngine(tasks))
+        _make(out, last_file=last_file, engine=LoopEngine(tasks))
     assert storage.exists(out) == (place == "file://" and last_file is not None and tasks > 0)
     with resumable_job(out, MADE_OF, last_file=last_file) as job:
         assert job.resumed == (tasks > 0)
         assert list(job.finished("write", ITEMS)) == list(range(tasks))
         task = functools.partial(_write, folder=job.folder)
         found = list(job.run("write", task, ITEMS, engine, lambda done, items: progress.append((done, items))))
-    assert engine.ran == 5 - tasks
+    assert engine.tasks == 5 - tasks
     assert [each["square"] for each in found] == [0, 1, 4, 9, 16]
     assert progress == [(done, 5) for done in range(1, 6)]
     complete = [COMPLETE] if place and last_file is None else []

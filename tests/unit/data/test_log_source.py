@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.engines import HereEngine
+from builders.logs import open_index
 from hosts.slow_store import SlowStore
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import log_source
-from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Split, slices_of
 from rayrec.data.logs.table_log import column_names
@@ -25,18 +22,6 @@ from rayrec.schema import Schema
 
 CLICKS = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
 FILES = 300
-
-
-def opened(path: str, schema: Schema, cache: str, *, note: Callable[[str], None] = lambda _: None) -> LogIndex:
-    return log_source.open_log(
-        path,
-        schema,
-        segment_bytes=1 << 20,
-        engine=HereEngine(),
-        cache_folder=cache,
-        note=note,
-        progress=lambda *_: None,
-    )
 
 
 def table(rows: int, first: int = 0) -> pa.Table:
@@ -70,14 +55,14 @@ def test_many_files_of_a_store(tmp_path: Path, store: SlowStore, kind: str) -> N
     for number in range(FILES):
         (log / f"part-{number}{'.parquet' if kind == 'parquet' else ''}").write_bytes(content)
     schema = CLICKS if kind == "parquet" else SCHEMA
-    index = opened(f"slow://{log}", schema, f"slow://{tmp_path}/cache")
+    index = open_index(f"slow://{log}", schema, segment_bytes=1 << 20, cache=f"slow://{tmp_path}/cache")
     assert index.rows == 3 * FILES
     # For each file: a footer and its rows, or its first bytes and its lines.
     assert store.calls.total() <= 3 * FILES + 30, store.calls
     assert store.calls["info"] + store.calls["list"] < 30, store.calls
     assert store.most_at_once >= 8
     store.reset()
-    again = opened(f"slow://{log}", schema, f"slow://{tmp_path}/cache")
+    again = open_index(f"slow://{log}", schema, segment_bytes=1 << 20, cache=f"slow://{tmp_path}/cache")
     assert again == index
     assert store.calls.total() < 12, store.calls  # a resumed run: a listing, and the index
     store.reset()
@@ -124,7 +109,7 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
     if glob in ("/dt=*", ""):
         assert len(storage.list_files(f"{tmp_path}/log{glob}")) == 6
     schema = CLICKS.replace(dense=("price", "hour"), sparse=("shop", "dt"))
-    index = opened(f"{tmp_path}/log{glob}", schema, str(tmp_path / "cache"))
+    index = open_index(f"{tmp_path}/log{glob}", schema, segment_bytes=1 << 20, cache=str(tmp_path / "cache"))
     raw: Any = read_raw(index.segments, schema)
     assert raw.dense[0].tolist() == [
         100.0 * day + 10 * part + i for day in (1, 2, 10) for part in (0, 1) for i in range(5)
@@ -148,9 +133,11 @@ def test_partitions_that_cannot_be_columns(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"column dt is the partition dt=2026-01-01, which is no number; name it among"
     ):
-        opened(f"{tmp_path}/log", CLICKS.replace(dense=("dt",)), str(tmp_path / "cache"))
+        open_index(
+            f"{tmp_path}/log", CLICKS.replace(dense=("dt",)), segment_bytes=1 << 20, cache=str(tmp_path / "cache")
+        )
     pq.write_table(table(5), tmp_path / "flat.parquet")
-    flat = opened(f"{tmp_path}/flat.parquet", CLICKS, str(tmp_path / "cache"))
+    flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, segment_bytes=1 << 20, cache=str(tmp_path / "cache"))
     with pytest.raises(InputError, match=r"split last_partition: .*flat\.parquet is in no folder named KEY=VALUE"):
         Split(kind="last_partition").rows(flat)
 
@@ -161,29 +148,31 @@ def test_an_edited_log_is_reported_and_its_old_caches_go(tmp_path: Path) -> None
     notes: list[str] = []
     (log / "a.txt.gz").write_bytes(gzip.compress(line(0) * 50))
     (log / "b.txt").write_bytes(line(0) * 50)
-    first = opened(str(log), SCHEMA, str(cache), note=notes.append)
+    first = open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache), note=notes.append)
     assert [note for note in notes if "changed" in note] == []
     (log / "b.txt").write_bytes(line(0) * 25 + line(1) * 25)
-    second = opened(str(log), SCHEMA, str(cache), note=notes.append)
+    second = open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache), note=notes.append)
     assert second.rows == first.rows == 100
     size = len(line(0)) * 50
     assert [note for note in notes if "changed" in note] == [
         f"{log}/b.txt: bytes 0-{size} changed since the log was indexed before; runs that began with the old rows cannot resume"
     ]
     (log / "a.txt.gz").write_bytes(gzip.compress(line(1) * 51))
-    assert opened(str(log), SCHEMA, str(cache)).rows == 101
+    assert open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache)).rows == 101
     assert len(list((cache / "unpacked").iterdir())) == 1
-    assert opened(str(log), SCHEMA, str(cache)).rows == 101
+    assert open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache)).rows == 101
     for unpacked in (cache / "unpacked").iterdir():
         unpacked.unlink()
-    assert opened(str(log), SCHEMA, str(cache)).rows == 101  # made again
+    assert open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache)).rows == 101  # made again
 
 
 def test_tables_written_from_older_versions_go(tmp_path: Path) -> None:
     for rows in (40, 30):
         pq.write_table(table(rows), tmp_path / "a.csv")  # any bytes
         (tmp_path / "a.csv").write_text("clicked,price,shop\n" + "1,2.5,x\n" * rows)
-        assert opened(f"{tmp_path}/a.csv", CLICKS, str(tmp_path / "cache")).rows == rows
+        assert (
+            open_index(f"{tmp_path}/a.csv", CLICKS, segment_bytes=1 << 20, cache=str(tmp_path / "cache")).rows == rows
+        )
     assert len(list((tmp_path / "cache" / "tables").iterdir())) == 1
     assert len(list((tmp_path / "cache").glob("index-*"))) == 1
 
@@ -199,4 +188,4 @@ def test_folders_of_other_programs_are_refused(tmp_path: Path, name: str, messag
     (tmp_path / name).write_bytes(b"\x93NUMPY")
     (tmp_path / "index.json").write_text("{}")
     with pytest.raises(InputError, match=message):
-        opened(str(tmp_path), SCHEMA, str(tmp_path / "cache"))
+        open_index(str(tmp_path), SCHEMA, segment_bytes=1 << 20, cache=str(tmp_path / "cache"))

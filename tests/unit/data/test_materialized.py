@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,21 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from builders.engines import LoopEngine
+from builders.logs import learn, open_index
 from builders.torchrec_scripts import torchrec_criteo
 
-from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import ALL, make_preprocessor
+from rayrec.data.encoding.presets import ALL, RAYREC
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, select
+from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.logs.reading import encode_block, read_raw
 from rayrec.data.logs.splits import Split
-from rayrec.data.logs.table_log import index_tables
-from rayrec.data.logs.text_parser import Faults
 from rayrec.data.materialized import checks, row_maps
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
@@ -43,25 +41,7 @@ ROWS = 3_000
 MULTI_HOT = MultiHot(sizes=(3, 1, 5, *(1,) * 22, 2))
 
 
-class HereEngine:
-    """Runs the tasks in this process."""
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
-        yield from map(function, items)
-
-
-HERE = HereEngine()
-
-
-def index_of(path: Path, schema: Schema = SCHEMA, segment_bytes: int = 20_000) -> LogIndex:
-    entries, faults = [], Faults()
-    for chunk in cut(storage.list_files(str(path)), 1 << 30):
-        found, more = index_chunk(chunk, schema, segment_bytes)
-        entries += found
-        faults.add(more)
-    return LogIndex(numbered(entries), faults)
+HERE = LoopEngine()
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +53,14 @@ def days(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex:
     for name, start, stop in (("day_2", 0, 900), ("day_9.txt", 900, 1700), ("day_10", 1700, ROWS)):
         (folder / name).write_bytes(b"".join(lines[start:stop]))
     (folder / "day_3").write_bytes(b"nothing\n")
-    index = index_of(folder)
+    index = open_index(folder)
     assert index.rows == ROWS - 1
     return index
 
 
-def counted(index: LogIndex, name: str = "rayrec", **changes: Any) -> Preprocessor:
-    preset = ALL[name].replace(**changes)
-    parts = [Part(segment, 0, segment.rows) for segment in index.segments]
-    with count_log(preset.counting(SCHEMA), parts, engine=HERE) as counts:
-        return make_preprocessor(preset, SCHEMA, counts)
-
-
 @pytest.fixture(scope="module")
 def preprocessor(days: LogIndex) -> Preprocessor:
-    return counted(days)
+    return learn(days)
 
 
 def hashed(schema: Schema, num_embeddings: int, multi_hot: MultiHot | None = None) -> Preprocessor:
@@ -180,13 +153,13 @@ def test_every_order_gives_the_same_rows(
 @pytest.mark.parametrize("name", sorted(ALL))
 @pytest.mark.parametrize("format", WRITTEN)
 def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -> None:
-    profiled = counted(days, name)
+    profiled = learn(days, SCHEMA, ALL[name])
     dataset = write(days, profiled, tmp_path / "out", format)
     assert_same_epochs(days, dataset.index, profiled, (100, 2000))
 
 
 def test_multi_hot(days: LogIndex, tmp_path: Path) -> None:
-    bags = counted(days, multi_hot=MULTI_HOT)
+    bags = learn(days, SCHEMA, RAYREC.replace(multi_hot=MULTI_HOT))
     dataset = write(days, bags, tmp_path / "out", "parquet")
     assert_same_epochs(days, dataset.index, bags, (0, days.rows))
 
@@ -195,7 +168,7 @@ def test_multi_hot(days: LogIndex, tmp_path: Path) -> None:
 def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:500]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
-    index = index_of(tmp_path / "test.txt", SCHEMA.unlabelled())
+    index = open_index(tmp_path / "test.txt", SCHEMA.unlabelled())
     assert index.rows == 500
     dataset = write(index, preprocessor, tmp_path / "out", format, labelled=False)
     assert not dataset.labelled
@@ -259,24 +232,14 @@ def lists_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def table_index(folder: Path, schema: Schema, cache: Path) -> LogIndex:
-    return index_tables(
-        storage.list_files(str(folder)),
-        schema,
-        segment_bytes=2000,
-        engine=HERE,
-        cache_folder=str(cache),
-        note=lambda text: None,
-        progress=lambda *_: None,
-    )
-
-
 @pytest.fixture(scope="module")
 def lists(lists_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
     schema = Schema(
         label="clicked", weight="w", dense=("price",), sparse=("shop", "seen"), lists=("seen",), tokens="any"
     )
-    return table_index(lists_folder, schema, tmp_path_factory.mktemp("cache")), hashed(schema, 2**28)
+    return open_index(lists_folder, schema, segment_bytes=2000, cache=tmp_path_factory.mktemp("cache")), hashed(
+        schema, 2**28
+    )
 
 
 def test_lists_and_weights_go_into_parquet(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
@@ -290,7 +253,10 @@ def test_lists_and_weights_go_into_parquet(tmp_path: Path, lists: tuple[LogIndex
 
 def test_any_log_of_single_categories_goes_into_npy(tmp_path: Path, lists_folder: Path) -> None:
     schema = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
-    index, preprocessor = table_index(lists_folder, schema, tmp_path / "cache"), hashed(schema, 2**40)
+    index, preprocessor = (
+        open_index(lists_folder, schema, segment_bytes=2000, cache=tmp_path / "cache"),
+        hashed(schema, 2**40),
+    )
     for format in ("npy", "parquet"):
         dataset = write(index, preprocessor, tmp_path / format, format)
         assert_same_epochs(index, dataset.index, preprocessor, (0, 500))
@@ -329,7 +295,7 @@ def test_numbers_that_do_not_fit(days: LogIndex, tmp_path: Path, click_log: Path
     columns[5] = b"2147483648"
     lines[123] = b"\t".join(columns)
     (tmp_path / "log.txt").write_bytes(b"".join(lines))
-    index = index_of(tmp_path / "log.txt")
+    index = open_index(tmp_path / "log.txt")
     with pytest.raises(InputError, match=r"log\.txt: row 123 column int_4: format binary holds 32-bit numbers.*npy"):
         write(index, preprocessor, tmp_path / "out", "binary")
     write(index, preprocessor, tmp_path / "good", "npy")
@@ -339,7 +305,7 @@ def test_numbers_that_do_not_fit(days: LogIndex, tmp_path: Path, click_log: Path
 
 def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path) -> None:
     """The published dlrm's layout and rules: int32[40] a row, negatives 0, missing 0."""
-    v1 = counted(days, "mlperf-v1")
+    v1 = learn(days, SCHEMA, ALL["mlperf-v1"])
     write(days, v1, tmp_path / "out", "binary")
     rows = np.fromfile(tmp_path / "out" / "day_2.bin", np.int32).reshape(-1, 40)
     segments = [segment for segment in days.segments if segment.path.endswith("day_2")]
@@ -426,7 +392,7 @@ def test_what_does_not_fit_into_memory_says_so(
 
 def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     made = write(days, preprocessor, tmp_path / "out", "npy")
-    other = counted(days, min_count=5)
+    other = learn(days, SCHEMA, RAYREC.replace(min_count=5))
     with pytest.raises(
         InputError, match=rf"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}; use the"
     ):

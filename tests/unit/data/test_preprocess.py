@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders.engines import Died, HereEngine
+from builders.engines import Died, LoopEngine
+from builders.logs import open_index
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from rayrec.data import materialized
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.logs.index import LogIndex, cut, index_chunk, numbered, unpack
+from rayrec.data.logs.index import LogIndex, unpack
 from rayrec.data.logs.splits import Split
 from rayrec.data.logs.text_parser import Faults
 from rayrec.data.materialized.files import WRITTEN, combine
@@ -47,15 +48,6 @@ def make(multi_hot: MultiHot | None = None) -> Preprocessor:
     )
 
 
-def index_of(files: Sequence[storage.File]) -> LogIndex:
-    entries, faults = [], Faults()
-    for chunk in cut(files, 1 << 30):
-        found, more = index_chunk(chunk, SCHEMA, 20_000)
-        entries += found
-        faults.add(more)
-    return LogIndex(numbered(entries), faults)
-
-
 @pytest.fixture
 def log(click_log: Path, tmp_path: Path) -> Path:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]
@@ -67,11 +59,11 @@ def log(click_log: Path, tmp_path: Path) -> Path:
 
 
 def run(log: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    index = index_of(storage.list_files(str(log)))
+    index = open_index(log)
     arguments: dict[str, Any] = {
         "preprocessor": make(),
         "format": "binary",
-        "engine": HereEngine(),
+        "engine": LoopEngine(),
         "sets": Split(kind="last_file").rows(index),
         "segments_per_task": 2,
         **changes,
@@ -94,19 +86,19 @@ def test_what_was_interrupted_goes_on(log: Path, tmp_path: Path, format: str, sh
     settings = {"format": format, "shuffle": shuffle, "seed": 4}
     if format == "parquet":
         settings["preprocessor"] = make(MultiHot(sizes=(2, 3, *(1,) * 24)))
-    whole_engine = HereEngine()
+    whole_engine = LoopEngine()
     whole = run(log, tmp_path / "whole", engine=whole_engine, **settings)
     expected = files_of(tmp_path / "whole")
-    for tasks in range(0, whole_engine.ran, 3):
+    for tasks in range(0, whole_engine.tasks, 3):
         out = tmp_path / f"after-{tasks}"
         with pytest.raises(Died):
-            run(log, out, engine=HereEngine(tasks), **settings)
+            run(log, out, engine=LoopEngine(tasks), **settings)
         assert not out.exists()
         done: list[int] = []
         notes: list[str] = []
-        engine = HereEngine()
+        engine = LoopEngine()
         again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
-        assert engine.ran == whole_engine.ran - tasks
+        assert engine.tasks == whole_engine.tasks - tasks
         assert files_of(out) == expected
         assert (again["hash"], again["bytes"]) == (whole["hash"], whole["bytes"])
         assert done[-1] == ROWS
@@ -125,14 +117,14 @@ def test_killed_between_the_last_task_and_the_end(log: Path, tmp_path: Path, mon
     with pytest.raises(Died):
         run(log, tmp_path / "out", format="npy")
     monkeypatch.undo()
-    engine = HereEngine()
+    engine = LoopEngine()
     run(log, tmp_path / "out", format="npy", engine=engine)
-    assert engine.ran == 0
+    assert engine.tasks == 0
     materialized.open_preprocessed(str(tmp_path / "out"), verify=True)
 
 
 def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
-    class Twice(HereEngine):
+    class Twice(LoopEngine):
         def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
             for item in [*items[::-1], *items]:
                 function(item)
@@ -147,7 +139,7 @@ def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
 def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(Died):
-        run(log, out, engine=HereEngine(2))
+        run(log, out, engine=LoopEngine(2))
     for changes, named in (
         ({"format": "npy"}, "format"),
         ({"sets": None}, "sets"),
@@ -178,10 +170,10 @@ def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out")
     made = materialized.open_preprocessed(str(tmp_path / "out"))
     with pytest.raises(InputError, match="preprocessed already, in format binary; give the raw log"):
-        preprocess(made.index, preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=HereEngine())
+        preprocess(made.index, preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=LoopEngine())
     with pytest.raises(InputError, match="no rows to write"):
         preprocess(
-            LogIndex((), Faults()), preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=HereEngine()
+            LogIndex((), Faults()), preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=LoopEngine()
         )
     with pytest.raises(InputError, match=r"sets: b has rows 4-9, which others have too or a log of 2000 rows has not"):
         run(log, tmp_path / "b", sets={"a": (0, 5), "b": (4, 9)})
@@ -202,7 +194,7 @@ def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(InputError, match="a full shuffle needs a file system to shuffle in"):
         run_to(log, out, format="parquet", shuffle="full")
     with pytest.raises(Died):
-        run_to(log, out, format="parquet", engine=HereEngine(3))
+        run_to(log, out, format="parquet", engine=LoopEngine(3))
     assert not materialized.is_preprocessed(out)
     run_to(log, out, format="parquet")
     run(log, tmp_path / "local", format="parquet")
@@ -215,8 +207,8 @@ def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def run_to(log: Path, out: str, **changes: Any) -> dict[str, Any]:
-    index = index_of(storage.list_files(str(log)))
-    arguments = {"engine": HereEngine(), "segments_per_task": 2, **changes}
+    index = open_index(log)
+    arguments = {"engine": LoopEngine(), "segments_per_task": 2, **changes}
     sets = Split(kind="last_file").rows(index)
     return preprocess(index, preprocessor=make(), out=out, sets=sets, **arguments)
 
@@ -252,7 +244,7 @@ def test_writes_may_come_in_pieces(log: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_that_tasks_do_not_see(log: Path, tmp_path: Path) -> None:
-    class Elsewhere(HereEngine):
+    class Elsewhere(LoopEngine):
         def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
             (tmp_path / "out.partial").rename(tmp_path / "away")
             return super().run(name, function, items)
@@ -267,15 +259,17 @@ def test_names_of_files(log: Path, tmp_path: Path) -> None:
     packed.mkdir()
     (packed / "train.txt.gz").write_bytes(gzip.compress((log / "day_0").read_bytes()))
     plain = unpack(storage.list_files(str(packed))[0], str(tmp_path / "cache"))
-    preprocess(index_of([plain]), preprocessor=make(), out=str(tmp_path / "kaggle"), format="npy", engine=HereEngine())
+    preprocess(
+        open_index(plain.path), preprocessor=make(), out=str(tmp_path / "kaggle"), format="npy", engine=LoopEngine()
+    )
     assert {path.name for path in (tmp_path / "kaggle").glob("*.npy")} == {
         "train_dense.npy",
         "train_labels.npy",
         "train_sparse.npy",
     }
     shutil.copytree(log, tmp_path / "log2")
-    both = index_of([*storage.list_files(str(log)), *storage.list_files(str(tmp_path / "log2"))])
-    preprocess(both, preprocessor=make(), out=str(tmp_path / "both"), format="binary", engine=HereEngine())
+    both = open_index(f"{tmp_path}/log*/*")
+    preprocess(both, preprocessor=make(), out=str(tmp_path / "both"), format="binary", engine=LoopEngine())
     assert {path.name for path in (tmp_path / "both").glob("*.bin")} == {
         "day_0.bin",
         "day_0-2.bin",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.engines import LoopEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,16 +29,6 @@ from rayrec.data.materialized.shuffle import Permutation, gather_runs, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import blocks_of_epoch
-
-
-class HereEngine:
-    """Runs the tasks in this process."""
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
-        yield from map(function, items)
-
 
 PREPROCESSOR = Preprocessor(
     preset="hashed",
@@ -75,7 +66,7 @@ def keys(rows: EncodedRows) -> list[bytes]:
 def shuffled(index: LogIndex, out: Path, **changes: Any) -> materialized.PreprocessedDataset:
     arguments: dict[str, Any] = {
         "format": "binary",
-        "engine": HereEngine(),
+        "engine": LoopEngine(),
         "sets": Split(kind="last_file").rows(index),
         "shuffle": "full",
         "seed": 1,

@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.logs import learn, open_index
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from rayrec import storage
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
-from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, ThreadEngine
-from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, numbered, read_segments, select
+from rayrec.data.logs.index import Block, LogIndex, Part, read_segments, select
 from rayrec.data.logs.reading import encode_block
 from rayrec.data.logs.text_parser import Faults, parse
 from rayrec.datasets.criteo import SCHEMA
@@ -57,18 +55,9 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     lines[100:100] = [b"a bad line\n"]
     path = tmp_path_factory.mktemp("loader") / "log.txt"
     path.write_bytes(b"".join(lines))
-    index = index_of(path, 9_000)
+    index = open_index(path, segment_bytes=9_000)
     assert (index.rows, index.faults.total) == (ROWS, 1)
-    counting = RAYREC.counting(SCHEMA)
-    counts = counting.empty()
-    counts.add(count_parts([Part(s, 0, s.rows) for s in index.segments], counting=counting))
-    return index, make_preprocessor(RAYREC, SCHEMA, counts)
-
-
-def index_of(path: Path, segment_bytes: int) -> LogIndex:
-    (chunk,) = cut(storage.list_files(str(path)), 1 << 20)
-    entries, faults = index_chunk(chunk, SCHEMA, segment_bytes)
-    return LogIndex(numbered(entries), faults)
+    return index, learn(index)
 
 
 def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window") -> BlockOrder:
@@ -448,7 +437,7 @@ def test_a_run_goes_on_in_the_very_order_it_began_with(prepared: tuple[LogIndex,
         next(begun)
     position = Position.from_dict(json.loads(json.dumps(begun.state())))
     begun.close()
-    again = index_of(Path(index.segments[0].path), 4_500)
+    again = open_index(Path(index.segments[0].path), segment_bytes=4_500)
     for other in (
         changed(order, seed=4),
         changed(order, segments_per_block=4),
@@ -461,12 +450,12 @@ def test_a_run_goes_on_in_the_very_order_it_began_with(prepared: tuple[LogIndex,
     moved = tmp_path / "elsewhere" / "log.txt"
     moved.parent.mkdir()
     moved.write_bytes(Path(index.segments[0].path).read_bytes())
-    at_another_place = order_of(index_of(moved, 9_000))
+    at_another_place = order_of(open_index(moved, segment_bytes=9_000))
     rest = [Counter(rows_of(batch)) for batch in loader(prepared, at_another_place, position=position)]
     assert rest == [Counter(rows_of(batch)) for batch in loader(prepared, order, position=position)]
     with moved.open("ab") as file:
         file.write(b"".join(moved.read_bytes().splitlines(keepends=True)[:3]))
-    grown = index_of(moved, 9_000)
+    grown = open_index(moved, segment_bytes=9_000)
     with pytest.raises(InputError, match="other rows"):
         loader(prepared, order_of(grown, 0, grown.rows), position=position)
 

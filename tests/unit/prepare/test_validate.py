@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.engines import LoopEngine
+from builders.logs import learn, open_index
 
 from rayrec.config import InputError
-from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.splits import MAX_SLICES, parts_of, slices_of
 from rayrec.data.logs.text_parser import Faults
@@ -36,20 +36,11 @@ Line = tuple[int, int | None, int | None, int | None, int | None]
 """Label, a, b, s, t."""
 
 
-class HereEngine:
-    """Runs the tasks in this process, in order."""
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
-        yield from map(function, items)
-
-
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     @contextmanager
-    def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str]) -> Iterator[HereEngine]:
-        yield HereEngine()
+    def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str]) -> Iterator[LoopEngine]:
+        yield LoopEngine()
 
     monkeypatch.setattr(module, "engine", engine)
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
@@ -260,25 +251,9 @@ def test_ready_made_data_and_other_schemas_are_refused(tmp_path: Path, monkeypat
 # -- against a Preprocessor
 
 
-def index_of(path: Path, config: PreparationConfig) -> LogIndex:
-    return module.open_log(
-        str(path),
-        config.schema,
-        segment_bytes=config.segment_bytes,
-        engine=HereEngine(),
-        cache_folder=str(path.parent / "cache"),
-        note=lambda text: None,
-        progress=lambda *_: None,
-    )
-
-
 def preprocessor_of(path: Path, folder: Path, config: PreparationConfig = CONFIG) -> Preprocessor:
-    index = index_of(path, config)
-    rules = config.rules
-    with count_log(
-        rules.counting(config.schema), list(parts_of(index.segments, 0, index.rows)), engine=HereEngine()
-    ) as counts:
-        made = make_preprocessor(rules, config.schema, counts)
+    index = open_index(path, config.schema, segment_bytes=config.segment_bytes, cache=folder.parent / "cache")
+    made = learn(index, config.schema, config.rules)
     made.save(str(folder))
     return made
 

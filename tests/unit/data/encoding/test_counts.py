@@ -9,7 +9,7 @@ import random
 import resource
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +17,8 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.engines import LoopEngine
+from builders.logs import open_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,16 +48,7 @@ from rayrec.schema import Schema
 SCHEMA = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s", "t"))
 
 
-class HereEngine:
-    """Runs the tasks in this process."""
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
-        yield from map(function, items)
-
-
-HERE = HereEngine()
+HERE = LoopEngine()
 
 Found = dict[int, tuple[int, int | None]]
 """Token -> its count and its first row."""
@@ -411,7 +404,7 @@ def open_spill_files(folder: Path) -> int:
 
 
 def test_spill_files_leave_nothing_behind(click_log: Path, tmp_path: Path) -> None:
-    index = index_of(click_log / "train.txt", 1 << 20)
+    index = open_index(click_log / "train.txt", segment_bytes=1 << 20)
     parts = [Part(segment, 0, segment.rows) for segment in index.segments]
     folder = tmp_path / "spill"
 
@@ -434,7 +427,7 @@ def test_spill_files_leave_nothing_behind(click_log: Path, tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_told(click_log: Path, tmp_path: Path) -> None:
-    index = index_of(click_log / "train.txt", 1 << 20)
+    index = open_index(click_log / "train.txt", segment_bytes=1 << 20)
     parts = [Part(segment, 0, segment.rows) for segment in index.segments]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
@@ -453,15 +446,6 @@ def test_a_spill_folder_is_local_and_can_be_made(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path / "file" / "folder"), 1)
     with pytest.raises(InputError, match="Not a directory"):
         spill.write([])
-
-
-def index_of(path: Path, segment_bytes: int) -> LogIndex:
-    entries, faults = [], Faults()
-    for chunk in cut(storage.list_files(str(path)), 32 << 20):
-        found_entries, found_faults = index_chunk(chunk, CRITEO, segment_bytes)
-        entries += found_entries
-        faults.add(found_faults)
-    return LogIndex(numbered(entries), faults)
 
 
 Rows = tuple[int, int]

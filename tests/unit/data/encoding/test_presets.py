@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.logs import learn, open_index
 from builders.torchrec_scripts import torchrec_criteo
 
-from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.known_categories import bucket_names, buckets_of
 from rayrec.data.encoding.multi_hot import MLPERF_SIZES, MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
@@ -31,8 +30,8 @@ from rayrec.data.encoding.presets import (
     by_name,
     make_preprocessor,
 )
-from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments
-from rayrec.data.logs.text_parser import Faults, RawRows
+from rayrec.data.logs.index import LogIndex, read_segments
+from rayrec.data.logs.text_parser import RawRows
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
@@ -50,24 +49,12 @@ TOY = b"""1\t5\t0\ta0000001\t05db9164
 def index_of(folder: Path, *texts: bytes, schema: Schema = SCHEMA, segment_bytes: int = 40) -> LogIndex:
     for day, text in enumerate(texts):
         (folder / f"day_{day}").write_bytes(text)
-    entries, faults = [], Faults()
-    for chunk in cut(storage.list_files(str(folder)), 1 << 30):
-        found, _ = index_chunk(chunk, schema, segment_bytes)
-        entries += found
-    return LogIndex(numbered(entries), faults)
-
-
-def made(preset: Preset, index: LogIndex, schema: Schema = SCHEMA) -> Preprocessor:
-    counting = preset.counting(schema)
-    counts = counting.empty()
-    for segment in index.segments:
-        counts.add(count_parts([Part(segment, 0, segment.rows)], counting=counting))
-    return make_preprocessor(preset, schema, counts)
+    return open_index(folder, schema, segment_bytes=segment_bytes)
 
 
 def encoded(preset: Preset, folder: Path, *texts: bytes) -> tuple[Preprocessor, np.ndarray, list[list[int]]]:
     index = index_of(folder, *(texts or (TOY,)))
-    preprocessor = made(preset, index)
+    preprocessor = learn(index, SCHEMA, preset)
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     return preprocessor, rows.dense.T, [column.tolist() for column in rows.ids]
 
@@ -225,7 +212,7 @@ def test_every_profile_comes_back_from_its_files_and_says_what_it_did(tmp_path: 
     hashes = set()
     for name, preset in ALL.items():
         changed = preset.replace(num_embeddings=(7, 8)) if preset.ids == "murmur3" else preset
-        preprocessor = made(changed, index)
+        preprocessor = learn(index, SCHEMA, changed)
         assert preprocessor.preset == name
         folder = str(tmp_path / "preprocessors" / name)
         preprocessor.save(folder)
@@ -245,7 +232,7 @@ def test_ids_do_not_depend_on_how_the_log_is_divided(click_log: Path, tmp_path: 
     for preset in ALL.values():
         hashes = (
             {
-                made(preset, index_of(tmp_path, text, schema=CRITEO, segment_bytes=size), CRITEO).hash()
+                learn(index_of(tmp_path, text, schema=CRITEO, segment_bytes=size), CRITEO, preset).hash()
                 for size in (7_000, 100_000, 1 << 24)
             }
             if preset.dense != "buckets"
@@ -285,7 +272,7 @@ def test_against_torchrec_itself(
     raw.mkdir()
     npy.mkdir()
     index = index_of(raw, b"".join(lines[:900]), b"".join(lines[900:1500]), schema=CRITEO, segment_bytes=20_000)
-    preprocessor = made(TORCHREC.replace(min_count=min_count), index, CRITEO)
+    preprocessor = learn(index, CRITEO, TORCHREC.replace(min_count=min_count))
     ours = preprocessor.encode(read_segments(index.segments, CRITEO))
     for day in (0, 1):
         names = [str(npy / f"day_{day}_{part}.npy") for part in ("dense", "sparse", "labels")]
@@ -342,7 +329,7 @@ def test_bags_have_the_published_distributions() -> None:
 def test_a_multi_hot_profile(tmp_path: Path) -> None:
     preset = TORCHREC_2024.replace(min_count=1, multi_hot=MultiHot(sizes=(2, 3)))
     index = index_of(tmp_path, TOY)
-    preprocessor = made(preset, index)
+    preprocessor = learn(index, SCHEMA, preset)
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     assert [column.shape for column in rows.ids] == [(6, 2), (6, 3)]
     assert rows.ids[0][:, 0].tolist() == [2, 2, 3, 4, 5, 2]
@@ -359,7 +346,7 @@ def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, miss
     fields = ["" if value == 7 else f"{value:08x}" for value in drawn.tolist()]
     text = "".join(f"0\t1\t1\t{field}\t{field}\n" for field in fields).encode()
     index = index_of(tmp_path, text, segment_bytes=10_000)
-    preprocessor = made(RAYREC.replace(missing=missing, min_count=2, counted="all"), index)
+    preprocessor = learn(index, SCHEMA, RAYREC.replace(missing=missing, min_count=2, counted="all"))
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     names = bucket_names(preprocessor, "D")
     assert names == [*["1", "2-9", "10-99", "100-999"][: len(names) - 1], "(not in the vocabulary)"]
@@ -377,10 +364,10 @@ def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, miss
 
 def test_where_it_is_not_known_how_often(tmp_path: Path) -> None:
     index = index_of(tmp_path, TOY)
-    first_seen = made(MLPERF_V1, index)
+    first_seen = learn(index, SCHEMA, MLPERF_V1)
     with pytest.raises(InputError, match="does not know how often"):
         bucket_names(first_seen, "D")
-    shared = made(RAYREC.replace(min_count=1, max_num_embeddings=4, beyond_limit="modulo"), index)
+    shared = learn(index, SCHEMA, RAYREC.replace(min_count=1, max_num_embeddings=4, beyond_limit="modulo"))
     with pytest.raises(InputError, match="does not know how often"):
         bucket_names(shared, "C")  # several tokens have one id
     with pytest.raises(InputError, match="takes A as a number; choose a sparse column"):

@@ -7,9 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.engines import HereEngine
+from builders.logs import open_index
 
-from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import Block, LogIndex, Part
 from rayrec.data.logs.raw_values import distinct_names, stretch_of, values_of
 from rayrec.data.logs.reading import read_raw
@@ -18,18 +17,6 @@ from rayrec.schema import Schema
 
 HEXADECIMAL = Schema(tokens="hexadecimal", dense=("i", "j"), sparse=("c", "d"))
 ANY = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
-
-
-def _open(path: Path, schema: Schema) -> LogIndex:
-    return open_log(
-        str(path),
-        schema,
-        segment_bytes=1 << 16,
-        engine=HereEngine(),
-        cache_folder=str(path.parent / "cache"),
-        note=lambda text: None,
-        progress=lambda *_: None,
-    )
 
 
 def _values(
@@ -45,7 +32,7 @@ def _values(
 def test_text(tmp_path: Path) -> None:
     lines = ["1\t3\t\t0000000a\t", "0\t-7\t5\t\tffffffff", "nonsense", "0\t\t123456789012\t0000000b\t00000000"]
     (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
-    index = _open(tmp_path / "log.tsv", HEXADECIMAL)
+    index = open_index(tmp_path / "log.tsv", HEXADECIMAL, segment_bytes=1 << 16, cache=tmp_path / "cache")
     assert _values(index, HEXADECIMAL, "i", "j", "c", "d") == [
         [3, -7, None],
         [None, 5, 123456789012],
@@ -59,7 +46,7 @@ def test_text(tmp_path: Path) -> None:
 def test_csv(tmp_path: Path, faulty: bool) -> None:
     rows = ["1,30,ann,a|b", "0,,bob,", '0,2.5,"x,y",a', *(["7,1,eve,a"] if faulty else []), "1,-1,,b", "0,4,ann,"]
     (tmp_path / "log.csv").write_text("\n".join(["click,age,user,tags", *rows]) + "\n")
-    index = _open(tmp_path / "log.csv", ANY)
+    index = open_index(tmp_path / "log.csv", ANY, segment_bytes=1 << 16, cache=tmp_path / "cache")
     assert index.faults.total == faulty
     assert _values(index, ANY, "age", "user") == [
         [30.0, None, 2.5, -1.0, 4.0],
@@ -82,14 +69,16 @@ def test_csv(tmp_path: Path, faulty: bool) -> None:
 def test_parquet(tmp_path: Path, users: pa.Array, expected: list[str | None]) -> None:
     table = pa.table({"click": [1, 0, 1], "age": [1, 2, 3], "user": users, "tags": [["a"], [], None]})
     pq.write_table(table, tmp_path / "log.parquet")
-    assert _values(_open(tmp_path / "log.parquet", ANY), ANY, "user") == [expected]
+    assert _values(
+        open_index(tmp_path / "log.parquet", ANY, segment_bytes=1 << 16, cache=tmp_path / "cache"), ANY, "user"
+    ) == [expected]
 
 
 def test_stretches(tmp_path: Path) -> None:
     line = "1\t3\t\t0000000a\t\n"
     for day, rows in enumerate([2, 3]):
         (tmp_path / f"day_{day}").write_text(line * rows)
-    index = _open(tmp_path, HEXADECIMAL)
+    index = open_index(tmp_path, HEXADECIMAL, segment_bytes=1 << 16, cache=tmp_path / "cache")
     stretches = slices_of(index)[1]
     block = Block(tuple(Part(segment, 0, segment.rows) for segment in index.segments), None)
     assert stretch_of(block, stretches).to_pylist() == ["day_0"] * 2 + ["day_1"] * 3

@@ -11,7 +11,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from builders.engines import LoopEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,22 +55,8 @@ MOVIES = Schema(
 GENRES = ["Action", "Comedy", "Film-Noir", "Sci-Fi", "Children's", "Ænima", "12"]
 
 
-class Serial:
-    """The engine that is a loop."""
-
-    def __init__(self) -> None:
-        self.tasks = 0
-
-    def run(
-        self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 0
-    ) -> Iterator[pa.Table]:
-        for item in items:
-            self.tasks += 1
-            yield function(item)
-
-
 def index_of(
-    paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20, engine: Serial | None = None
+    paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20, engine: LoopEngine | None = None
 ) -> LogIndex:
     files = [storage.list_files(str(path))[0] for path in paths]
     assert is_table(files, schema)
@@ -77,7 +64,7 @@ def index_of(
         files,
         schema,
         segment_bytes=segment_bytes,
-        engine=engine or Serial(),
+        engine=engine or LoopEngine(),
         cache_folder=str(cache),
         note=lambda text: None,
         progress=lambda what, done, total: None,
@@ -223,7 +210,7 @@ def test_a_log_is_counted_and_encoded(tmp_path: Path) -> None:
     counts = count_log(
         CountingJob(MOVIES, dtype="uint64", first_rows=True),
         [Part(segment, low, high) for segment, low, high in select(index, 10, 290)],
-        engine=Serial(),
+        engine=LoopEngine(),
     )
     used = rows[10:290]
     assert counts.rows == 280
@@ -378,7 +365,7 @@ def test_rows_keep_their_numbers_where_files_are_written_anew(tmp_path: Path, na
 def test_nothing_is_done_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = movies(50)
     (tmp_path / "a.csv").write_bytes(as_csv(rows))
-    engine, cache = Serial(), tmp_path / "cache"
+    engine, cache = LoopEngine(), tmp_path / "cache"
     index = index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine)
     done = engine.tasks
     assert index_of([tmp_path / "a.csv"], MOVIES, cache, engine=engine) == index

@@ -1,0 +1,48 @@
+"""Logs of tests, opened."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from builders.engines import LoopEngine
+
+from rayrec.data.encoding.counts import count_log
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
+from rayrec.data.log_source import open_log
+from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.splits import parts_of
+from rayrec.datasets.criteo import SCHEMA
+from rayrec.schema import Schema
+
+
+def open_index(
+    path: str | Path,
+    schema: Schema = SCHEMA,
+    *,
+    segment_bytes: int = 20_000,
+    engine: Any = None,
+    cache: str | Path | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> LogIndex:
+    """Open a log. A packed file and a table need a `cache` that stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        return open_log(
+            str(path),
+            schema,
+            segment_bytes=segment_bytes,
+            engine=engine or LoopEngine(),
+            cache_folder=str(cache or folder),
+            note=note,
+            progress=lambda *_: None,
+        )
+
+
+def learn(index: LogIndex, schema: Schema = SCHEMA, preset: Preset = RAYREC) -> Preprocessor:
+    """Build the Preprocessor of all rows of a log."""
+    parts = list(parts_of(index.segments, 0, index.rows))
+    with count_log(preset.counting(schema), parts, engine=LoopEngine()) as counts:
+        return make_preprocessor(preset, schema, counts)
