@@ -27,8 +27,10 @@ from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import Block, BlockOrder, Part, Position
-from rayrec.ingest.loader import ClickLoader, Slicer
+from rayrec.ingest.batches import ClickBatches, Slicer
+from rayrec.ingest.block_order import Block, BlockOrder, Part
+from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import Share
 from rayrec.ingest.ray_engine import (
     ITEMS_A_TASK,
     Bounds,
@@ -39,7 +41,7 @@ from rayrec.ingest.ray_engine import (
     tables_apart,
     tasks_dataset,
 )
-from rayrec.ingest.stream import encode_task
+from rayrec.ingest.stream import TaskSource, encode_task
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 
@@ -120,18 +122,9 @@ def through(
     """Rows/s of one worker's loader that has all cores for its data tasks."""
 
     def read() -> int:
-        loader = ClickLoader(
-            order,
-            preprocessor,
-            schema=preset.inputs(schema),
-            epochs=EPOCHS,
-            batch_size=BATCH_SIZE,
-            rank=0,
-            world_size=1,
-            position=Position(),
-            engine=engine,
-            prefetch_blocks=2,
-        )
+        inputs = preset.inputs(schema)
+        source = TaskSource(preprocessor, engine, inputs, order.max_block_rows)
+        loader = Loader(order, ClickBatches(source, inputs), Share(0, 1, BATCH_SIZE), epochs=EPOCHS)
         rows = 0
         for number, batch in enumerate(loader):
             rows += len(batch)
@@ -150,9 +143,7 @@ def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> f
     inputs = RAYREC.inputs(SCHEMA)
 
     def read() -> int:
-        task = functools.partial(
-            joined_tables, functools.partial(encode_task, preprocessor=preprocessor, labelled=True)
-        )
+        task = functools.partial(joined_tables, functools.partial(encode_task, preprocessor=preprocessor))
         size = ITEMS_A_TASK
         block_bytes = size * 4 * len(inputs.columns) * max(rows for _, _, rows in items)
         placement = TaskPlacement()
@@ -161,7 +152,7 @@ def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> f
         dataset = tasks_dataset("ingest", task, tasks, placement=placement, block_bytes=block_bytes, bounds=bounds)
         dataset.context.execution_options.preserve_order = False
         encoded = (rows for several in tables(dataset) for table in tables_apart(several) for rows in from_arrow(table))
-        slicer = Slicer(encoded, num_dense=len(inputs.dense), keys=inputs.sparse, labels=("label",))
+        slicer = Slicer(encoded, inputs)
         left = EPOCHS * order.rows
         while left:
             left -= len(slicer.take(min(BATCH_SIZE, left), loss_weight=1.0))

@@ -29,7 +29,7 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
 
     from rayrec.batch import Batch
     from rayrec.datasets.criteo import SCHEMA
-    from rayrec.ingest.loader import sparse_features
+    from rayrec.ingest.batches import sparse_features
 
     draw = torch.Generator().manual_seed(0)
     found = []

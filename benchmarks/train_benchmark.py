@@ -80,7 +80,7 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
     from rayrec.datasets.criteo import SCHEMA
-    from rayrec.ingest.loader import sparse_features
+    from rayrec.ingest.batches import sparse_features
 
     preprocessor = Preprocessor.load(preprocessor_of(path))
     with open(path, "rb") as file:

@@ -33,10 +33,12 @@ from rayrec.data.materialized.files import MAPPED
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA as CRITEO
-from rayrec.ingest.block_order import BlockOrder, Position
-from rayrec.ingest.loader import ClickLoader
-from rayrec.ingest.row_loader import RowLoader
+from rayrec.ingest.batches import ArrayBatches, ClickBatches
+from rayrec.ingest.block_order import BlockOrder
+from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import Share
 from rayrec.ingest.row_order import RowOrder
+from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.observe.console import Console
 from rayrec.schema import Feature, Label, Schema
 
@@ -278,31 +280,28 @@ def click_loader(
     *,
     state: dict[str, Any] | None = None,
     **changes: Any,
-) -> ClickLoader:
+) -> Loader:
     """Return a worker's loader; `state`: that of a loader of any number of workers."""
     settings: dict[str, Any] = {"epochs": 1, "batch_size": BATCH_SIZE, **changes}
-    return ClickLoader(
-        order,
-        InProcess(log.preprocessor),
-        schema=log.preprocessor.inputs,
-        rank=rank,
-        world_size=world_size,
-        position=Position.from_dict(state) if state else Position(),
-        engine=engine(),
-        prefetch_blocks=1,
-        mapped=log.preprocessor if log.index.format in MAPPED else None,
-        **settings,
-    )
+    in_memory = settings.pop("in_memory", False)
+    of_reader = {name: settings.pop(name) for name in ("targets", "unpooled") if name in settings}
+    inputs, source = log.preprocessor.inputs, MappedSource(log.preprocessor, in_memory, prefetch_blocks=1)
+    if log.index.format not in MAPPED:
+        source = TaskSource(InProcess(log.preprocessor), engine(), inputs, order.max_block_rows, prefetch_blocks=1)
+    share = Share(rank, world_size, settings.pop("batch_size"))
+    return Loader(order, ClickBatches(source, inputs, **of_reader), share, state=state, **settings)
 
 
 def row_loader(
     shuffle: str, rank: int = 0, world_size: int = 1, *, state: dict[str, Any] | None = None, **changes: Any
-) -> RowLoader:
+) -> Loader:
     """Return a worker's loader of 101 numbered rows in five chunks."""
-    order = RowOrder((20, 31, 7, 25, 18), shuffle, seed=3, chunks_per_window=2)
+    settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, **changes}
+    small_steps = settings.pop("small_steps", False)
+    order = RowOrder((20, 31, 7, 25, 18), shuffle, 3, 2, small_steps, data_hash="0a1b2c")
     source = ArrayRows({"number": np.arange(101), "image": np.arange(404, dtype=np.float32).reshape(101, 2, 2)})
-    settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, "data_hash": "0a1b2c", **changes}
-    return RowLoader(source, order, rank=rank, world_size=world_size, state=state, **settings)
+    share = Share(rank, world_size, settings.pop("batch_size"))
+    return Loader(order, ArrayBatches(source), share, state=state, **settings)
 
 
 def fields(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:

@@ -15,7 +15,7 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.multi_hot import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.ingest.loader import sparse_features
+from rayrec.ingest.batches import sparse_features
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.sharded_model import ClickModel, build_click_model

@@ -27,10 +27,12 @@ from rayrec.data.log_source import index_log, open_log
 from rayrec.data.logs.index import LogIndex, Part, read_segments, select
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.block_order import BlockOrder, Piece, Position
-from rayrec.ingest.loader import ClickLoader
+from rayrec.ingest.batches import ClickBatches
+from rayrec.ingest.block_order import BlockOrder, Piece
+from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import Share
 from rayrec.ingest.ray_engine import RayEngine
-from rayrec.ingest.stream import stream
+from rayrec.ingest.stream import RowStream, TaskSource
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -72,20 +74,11 @@ def shared(preprocessor: Preprocessor) -> ray.ObjectRef:
 
 
 @pytest.fixture(scope="module")
-def make_loader(index: LogIndex, shared: Shared[Preprocessor]) -> Callable[..., ClickLoader]:
-    def make(**changes: Any) -> ClickLoader:
-        arguments: dict[str, Any] = {
-            "schema": SCHEMA,
-            "epochs": 1,
-            "batch_size": 777,
-            "rank": 0,
-            "world_size": 1,
-            "position": Position(),
-            "engine": RayEngine(PLACEMENT),
-            "prefetch_blocks": 2,
-            **changes,
-        }
-        return ClickLoader(BlockOrder(parts_of(index), "window", 5, 4), shared, **arguments)
+def make_loader(index: LogIndex, shared: Shared[Preprocessor]) -> Callable[..., Loader[Any, Any]]:
+    def make(rank: int = 0, world_size: int = 1, batch_size: int = 777, **changes: Any) -> Loader[Any, Any]:
+        order = BlockOrder(parts_of(index), "window", 5, 4)
+        reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows), SCHEMA)
+        return Loader(order, reader, Share(rank, world_size, batch_size), **{"epochs": 1, **changes})
 
     return make
 
@@ -113,7 +106,7 @@ def expected(click_log: Path, preprocessor: Preprocessor) -> Counter[Row]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_row_once_over_the_workers(
-    make_loader: Callable[..., ClickLoader], expected: Counter[Row], world_size: int
+    make_loader: Callable[..., Loader[Any, Any]], expected: Counter[Row], world_size: int
 ) -> None:
     batches = [list(make_loader(rank=rank, world_size=world_size)) for rank in range(world_size)]
     assert len({len(mine) for mine in batches}) == 1
@@ -122,7 +115,7 @@ def test_every_row_once_over_the_workers(
     assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == expected
 
 
-def test_a_run_goes_on_with_the_very_same_batches(make_loader: Callable[..., ClickLoader]) -> None:
+def test_a_run_goes_on_with_the_very_same_batches(make_loader: Callable[..., Loader[Any, Any]]) -> None:
     settings = {"epochs": 2, "batch_size": 1500, "rank": 1, "world_size": 2, "max_steps": 10}
     first = make_loader(**settings)
     whole, states = [], [first.state()]
@@ -131,12 +124,12 @@ def test_a_run_goes_on_with_the_very_same_batches(make_loader: Callable[..., Cli
         states.append(first.state())
     assert len(whole) == 10
     for step in (3, 7, 8):  # in the first epoch, at its end, in the second
-        again = make_loader(**{**settings, "max_steps": 10 - step}, position=Position.from_dict(states[step]))
+        again = make_loader(**{**settings, "max_steps": 10 - step}, state=states[step])
         assert [rows_of(batch) for batch in again] == whole[step:]
     assert states[7]["epoch"] == 1
 
 
-def test_closing_early_stops_and_lets_others_go_on(make_loader: Callable[..., ClickLoader]) -> None:
+def test_closing_early_stops_and_lets_others_go_on(make_loader: Callable[..., Loader[Any, Any]]) -> None:
     loader = make_loader()
     first = rows_of(next(loader))
     loader.close()
@@ -257,11 +250,12 @@ def test_streamed_pieces_come_in_order(
     (block, *_) = BlockOrder(parts_of(index), "none", 0, 3).blocks(0)
     pieces = [(block, Piece(0, start, start + 100)) for start in (500, 0, 300, 1)]
     encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
-    got = list(stream(pieces, shared, most_rows=100, schema=SCHEMA, engine=RayEngine(PLACEMENT)))
+    source = TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, max_rows=100)
+    got = list(RowStream(source, pieces))
     for (_, piece), rows in zip(pieces, got, strict=True):
         assert (rows.dense == encoded.dense[piece.start : piece.stop]).all()
         assert (np.stack(rows.ids) == encoded.ids[:, piece.start : piece.stop]).all()
-    assert list(stream([], shared, most_rows=100, schema=SCHEMA, engine=RayEngine(PLACEMENT))) == []
+    assert list(RowStream(source, [])) == []
 
 
 def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, preprocessor: Preprocessor) -> None:
@@ -270,18 +264,10 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     path.write_bytes(text)
     index = open_here(path, tmp_path)
     path.write_bytes(text[:-5000])
-    loader = ClickLoader(
-        BlockOrder(parts_of(index), "none", 0, 4),
-        share_preprocessor(preprocessor, RayEngine(PLACEMENT)),
-        schema=SCHEMA,
-        epochs=1,
-        batch_size=100,
-        rank=0,
-        world_size=1,
-        position=Position(),
-        engine=RayEngine(PLACEMENT),
-        prefetch_blocks=1,
-    )
+    shared = share_preprocessor(preprocessor, RayEngine(PLACEMENT))
+    order = BlockOrder(parts_of(index), "none", 0, 4)
+    reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows, 1), SCHEMA)
+    loader = Loader(order, reader, Share(0, 1, 100), epochs=1)
     with pytest.raises(
         InputError, match=r"log\.txt: bytes .* changed since the log was indexed; [^\n]* --name$"
     ) as caught:

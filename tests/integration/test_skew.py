@@ -23,8 +23,8 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import export
 from rayrec.inference.model import open_served
+from rayrec.ingest.batches import sparse_features
 from rayrec.ingest.block_order import blocks_of_epoch
-from rayrec.ingest.loader import sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scoring import ScoredBlock, _BlockScorer, _Process

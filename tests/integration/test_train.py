@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.cluster import fork_server, forked_worker
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.ingest.loader import ClickLoader
+from rayrec.ingest.loader import Loader
 from rayrec.layers import cpu_watch
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
@@ -209,13 +209,15 @@ class RepeatingWorkload(ClickWorkload):
 
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
-    ) -> ClickLoader:
+    ) -> Loader[Any, Any]:
         loader = super().make_loader(context, prepared, state=state, step=step)
+        loader.start()
+        assert loader._batches is not None
         loader._batches = repeated_once(loader._batches)
         return loader
 
 
-def repeated_once(batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+def repeated_once(batches: Iterator[Batch]) -> Iterator[Batch]:
     before = None
     for number, batch in enumerate(batches):
         yield batch if number != 2 or before is None else before

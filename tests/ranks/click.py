@@ -16,7 +16,7 @@ from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint
 from rayrec.data.encoded import Bags, Ids
-from rayrec.ingest.loader import sparse_features
+from rayrec.ingest.batches import sparse_features
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig

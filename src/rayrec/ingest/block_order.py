@@ -9,15 +9,21 @@ epoch after some steps is again a list of pieces, which can be dealt out to anot
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.logs.index import Block, Part, source_of
+from rayrec.data.logs.index import Block, Part, row_numbers, source_of
+from rayrec.ingest.order import Share
+from rayrec.row_tally import RowNumbers, RowTally, merged
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,9 +83,14 @@ class BlockOrder:
             self.parts, shuffle=self.shuffle, seed=self.seed, epoch=epoch, segments_per_block=self.segments_per_block
         )
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return sum(part.stop - part.start for part in self.parts)
+
+    @cached_property
+    def max_block_rows(self) -> int:
+        """Rows that no block of any epoch exceeds."""
+        return sum(heapq.nlargest(self.segments_per_block, (part.stop - part.start for part in self.parts)))
 
     @cached_property
     def identity(self) -> str:
@@ -119,16 +130,61 @@ class BlockOrder:
             digest.update(np.fromiter(sums, "<i8", count=len(self.parts)).tobytes())
         return digest.hexdigest()[:16]
 
-    def check(self, position: Position) -> None:
-        """Raises InputError for a position in another order, whose pieces would be other rows of this one. A position that
-        does not say its order passes; one of a checkpoint written before segments had checksums is compared without them."""
-        if position.order is None or position.order == self.identity:
-            return
-        if position.order != self._identity(checksums=False):
+    def place(self, state: dict[str, Any] | None) -> Position:
+        """Return the position of a stored state. Raises InputError for one in another order, whose pieces would be other rows of
+        this one. A position that does not say its order passes; one of a checkpoint written before segments had checksums is
+        compared without them."""
+        if not state:
+            return Position()
+        position = Position.from_dict(state)
+        if position.order is None:
+            _logger.warning(
+                "the checkpoint does not say of which rows its position is; nothing checks that they are the same"
+            )
+        elif position.order != self.identity and position.order != self._identity(checksums=False):
             raise InputError(
                 "train_data: the run began with other rows, or with another order of them (path, files, shuffle, block_bytes, "
                 "segments_per_block; seed), or the log was edited; give it those, or choose another --name"
             )
+        return position
+
+    def start(self, epoch: int) -> Position:
+        return Position(epoch)
+
+    def plan(self, place: Position, share: Share) -> BlockPlan:
+        blocks = self.blocks(place.epoch) if place.world_size else ()
+        start = place.for_workers(blocks, world_size=share.world_size, batch_size=share.batch_size)
+        return BlockPlan(self, start, share.rank)
+
+    def state(self, place: Position) -> dict[str, Any]:
+        return replace(place, order=self.identity).to_dict()
+
+    def trained(self, place: Position) -> RowTally:
+        tally = RowTally()
+        all_rows = merged(_numbers_of(part) for part in self.parts)
+        for epoch in range(place.epoch):
+            tally.add_ranges(all_rows, epoch=epoch)
+        if place.world_size:
+            tally.add_ranges(all_rows, epoch=place.epoch)
+            blocks, used = self.blocks(place.epoch), place.step_in_deal * place.batch_size
+            left = [piece for hand in place.hands(blocks) for piece in after(hand, used)]
+            untouched = [blocks[piece.block] for piece in left if piece.rows == blocks[piece.block].rows]
+            ranges = merged(_numbers_of(part) for block in untouched for part in block.parts)
+            tally.add_ranges(ranges, epoch=place.epoch, times=-1)
+            for piece in left:
+                if piece.rows < blocks[piece.block].rows:
+                    tally.remove(RowNumbers(place.epoch, _numbers_in(blocks[piece.block], piece)))
+        return tally
+
+
+def _numbers_of(part: Part) -> tuple[int, int]:
+    """[first, one after last) number in the log of a part's rows."""
+    first = part.segment.first_row
+    return first + part.start, first + part.stop
+
+
+def _numbers_in(block: Block, piece: Piece) -> np.ndarray:
+    return row_numbers([part.segment for part in block.parts])[block.order()[piece.start : piece.stop]]
 
 
 def whole(blocks: Sequence[Block]) -> list[Piece]:
@@ -223,3 +279,60 @@ class Position:
     def hands(self, blocks: Sequence[Block]) -> list[list[Piece]]:
         """Each worker's pieces as dealt, including those already used."""
         return deal(whole(blocks) if self.pieces is None else self.pieces, self.world_size)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One worker's steps from a position to the end of its epoch. Hands differ by a row at most, the larger ones first, so that
+    all counts follow from the rows that were dealt."""
+
+    order: BlockOrder
+    start: Position
+    """Dealt to the workers that train now."""
+    rank: int
+
+    @property
+    def epoch(self) -> int:
+        return self.start.epoch
+
+    @cached_property
+    def steps(self) -> int:
+        largest = -(-self._rows // self.start.world_size)
+        return steps_in(largest, self.start.batch_size) - self.start.step_in_deal
+
+    def own_rows(self, step: int) -> int:
+        """Return the rows of this worker in a step."""
+        return self._own_rows_until(step + 1) - self._own_rows_until(step)
+
+    def rows_until(self, step: int) -> int:
+        return self._dealt_rows(step) - self._dealt_rows(0)
+
+    def after(self, step: int) -> Position:
+        return replace(self.start, step_in_deal=self.start.step_in_deal + step)
+
+    def pieces(self, steps: int) -> Iterator[tuple[Block, Piece]]:
+        """Return the pieces to read for the first steps."""
+        blocks = self.order.blocks(self.epoch)
+        left = self._own_rows_until(steps) - self._own_rows_until(0)
+        for piece in after(self.start.hands(blocks)[self.rank], self._own_rows_until(0)):
+            if left <= 0:
+                break
+            yield blocks[piece.block], piece
+            left -= piece.rows
+
+    @cached_property
+    def _rows(self) -> int:
+        """That were dealt to all workers, with those of steps before the start."""
+        pieces = self.start.pieces
+        return self.order.rows if pieces is None else sum(piece.rows for piece in pieces)
+
+    def _own_rows_until(self, step: int) -> int:
+        """Of this worker, since the deal."""
+        least, larger = divmod(self._rows, self.start.world_size)
+        return min((self.start.step_in_deal + step) * self.start.batch_size, least + (self.rank < larger))
+
+    def _dealt_rows(self, step: int) -> int:
+        """Of all workers, since the deal."""
+        workers, until = self.start.world_size, (self.start.step_in_deal + step) * self.start.batch_size
+        least, larger = divmod(self._rows, workers)
+        return larger * min(until, least + 1) + (workers - larger) * min(until, least)

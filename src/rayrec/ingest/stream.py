@@ -1,17 +1,15 @@
-"""On-the-fly ingest: streams a log's encoded rows, in a given order, made by an engine's tasks."""
+"""Encoded rows of a click log, in a given order: made by an engine's tasks, or read from mapped files; and reading ahead."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import ClassVar, Final, Generic, TypeAlias, TypeVar, final
 
 import pyarrow as pa
 
@@ -27,156 +25,186 @@ from rayrec.ingest.block_order import Piece
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 
+T = TypeVar("T")
+Pieces: TypeAlias = Iterable[tuple[Block, Piece]]
+Made: TypeAlias = tuple[Sequence[EncodedRows], BlockTimes | None]
+"""The rows of a piece, and what they took."""
 _STALL_S: Final = 5.0
-"""Seconds without the next block after which, in a run that is asked to stop, the worker makes its blocks itself."""
-_POLL_S: Final = 0.2
-_CLOSE_S: Final = 5.0
+"""Seconds without the next value after which, in a run that is asked to stop, a reader no longer waits for it."""
+_POLL_S: Final = 0.1
+"""Seconds between two looks of a thread, or of its reader, at whether the other has gone."""
+_CLOSE_S: Final = 10.0
+"""Seconds for which `close` waits for a read under way, which may hang if storage is unavailable."""
 
 
-def encode_task(item: tuple[Block, int, int], *, preprocessor: Shared[Preprocessor], labelled: bool) -> pa.Table:
+@final
+class Ahead(Generic[T]):
+    """Iterates over the values of a generator, of which a thread makes at most `most` ahead.
+
+    An error of the generator reaches the reader in the place of its value. The thread does not keep the process alive; it closes
+    the generator, which it owns.
+    """
+
+    def __init__(self, values: Generator[T, None, None], *, most: int, may_stall: bool = False) -> None:
+        """`may_stall`: whether the generator waits for what may never come (data tasks whose nodes are gone), and cannot be
+        interrupted. Once the run is asked to stop, the values then end if the next one does not come."""
+        self._values, self._may_stall = values, may_stall
+        self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
+        self._closed = threading.Event()
+        self._over = False
+        self.stalled = False
+        """Whether the values ended early."""
+        self._thread = threading.Thread(target=self._make, name="ahead", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        since_s = time.monotonic()
+        while not self._over:
+            try:
+                value, error = self._made.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self._may_stall and STOP_ASKED.is_set() and time.monotonic() - since_s >= _STALL_S:
+                    self._over = self.stalled = True
+                continue
+            if error is None:
+                return value  # type: ignore[return-value]  # None only with an error
+            self._over = True
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the thread; waits for the value that is being made, unless that may stall a run that is asked to stop."""
+        self._over = True
+        self._closed.set()
+        if not (self._may_stall and STOP_ASKED.is_set()):
+            self._thread.join(_CLOSE_S)
+
+    def _make(self) -> None:
+        try:
+            while not self._closed.is_set():
+                self._put(next(self._values), None)
+        except BaseException as error:  # StopIteration too: the reader gets it in its place
+            self._put(None, error)
+        finally:
+            self._values.close()
+
+    def _put(self, value: T | None, error: BaseException | None) -> None:
+        while not self._closed.is_set():
+            try:
+                self._made.put((value, error), timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return
+
+
+def encode_task(item: tuple[Block, int, int], *, preprocessor: Shared[Preprocessor]) -> pa.Table:
     """What one data task does: rows [start, stop) of a block, encoded."""
     keep_freed_memory()
     shared = preprocessor.get()
-    table, times = measured(
-        lambda: encoded_block(item, shared, labelled=labelled), rows_of=lambda table: table.num_rows
-    )
+    table, times = measured(lambda: encoded_block(item, shared), rows_of=lambda table: table.num_rows)
     return with_times(table, times)
 
 
-def encoded_block(item: tuple[Block, int, int], preprocessor: Preprocessor, *, labelled: bool = True) -> pa.Table:
+def encoded_block(item: tuple[Block, int, int], preprocessor: Preprocessor) -> pa.Table:
     """Rows [start, stop) of a block as `to_arrow` makes them, in this process; its stages may be `measured`."""
-    rows = encode_block(*item, preprocessor, labelled=labelled)
+    rows = encode_block(*item, preprocessor)
     with stage("encode"):
         return to_arrow(rows)
 
 
-def stream(
-    pieces: Iterable[tuple[Block, Piece]],
-    preprocessor: Shared[Preprocessor],
-    *,
-    most_rows: int,
-    schema: Schema,
-    engine: StreamEngine,
-    labelled: bool = True,
-    prefetch_blocks: int = 2,
-    account: StageAccount | None = None,
-) -> Iterator[EncodedRows]:
-    """Encoded rows of the pieces, in order, made by tasks of `engine` ahead of the reader; `account` receives what they took. No
-    piece has more than `most_rows` rows. The pieces may be iterated again from the first.
+@dataclass(frozen=True)
+class TaskSource:
+    """Makes the rows of pieces by tasks of an engine, which runs ahead of the reader."""
 
-    If the run is asked to stop and no block comes (the nodes that run data tasks may be gone), this process makes the blocks that
-    are missing: other workers may have trained theirs of the same step, and a checkpoint needs a step that is whole.
-    """
+    preprocessor: Shared[Preprocessor]
+    engine: StreamEngine
+    inputs: Schema
+    """Columns of the model's inputs."""
+    max_rows: int
+    """Rows that no piece exceeds."""
+    prefetch_blocks: int = 2
+    num_ahead: ClassVar[int] = 1
+    may_stall: ClassVar[bool] = True
 
-    def items() -> Iterator[tuple[Block, int, int]]:
-        return ((block, piece.start, piece.stop) for block, piece in pieces)
+    @property
+    def cpus(self) -> float:
+        return self.engine.cpus
 
-    made = engine.stream(
-        "ingest",
-        functools.partial(encode_task, preprocessor=preprocessor, labelled=labelled),
-        items(),
-        block_bytes=most_rows * 4 * len(schema.columns),
-        prefetch_blocks=prefetch_blocks,
-    )
-    num_made = 0
-    for table in _until_stalled(made):
-        num_made += 1
-        times = times_of(table)
-        if account is not None and times is not None:
-            account.add(times)
-        yield from from_arrow(table)
-    for item in islice(items(), num_made, None):
-        yield from from_arrow(encoded_block(item, preprocessor.get(), labelled=labelled))
+    def make(self, pieces: Pieces) -> Generator[Made, None, None]:
+        tables = self.engine.stream(
+            "ingest",
+            functools.partial(encode_task, preprocessor=self.preprocessor),
+            ((block, piece.start, piece.stop) for block, piece in pieces),
+            block_bytes=self.max_rows * 4 * len(self.inputs.columns),
+            prefetch_blocks=self.prefetch_blocks,
+        )
+        for table in tables:
+            yield from_arrow(table), times_of(table)
+
+    def make_here(self, block: Block, piece: Piece) -> Sequence[EncodedRows]:
+        """Make the rows of a piece in this process."""
+        return from_arrow(encoded_block((block, piece.start, piece.stop), self.preprocessor.get()))
 
 
-def _until_stalled(source: Generator[pa.Table, None, None]) -> Iterator[pa.Table]:
-    """The tables of `source`; ends early if the run is asked to stop and the next one does not come."""
-    ready: queue.Queue[pa.Table | BaseException | None] = queue.Queue(maxsize=1)
-    ended = threading.Event()
+@dataclass(frozen=True)
+class MappedSource:
+    """Reads the rows of pieces from preprocessed files of this machine, in formats of MAPPED, by one thread; the kernels release
+    the GIL. With `in_memory`, the files are read wholly first, and stay in memory as long as the process."""
 
-    def put(item: pa.Table | BaseException | None) -> None:
-        while not ended.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=_POLL_S)
-                break
+    preprocessor: Preprocessor
+    in_memory: bool = False
+    prefetch_blocks: int = 2
+    cpus: ClassVar[float] = 1.0
+    may_stall: ClassVar[bool] = False
 
-    def pull() -> None:
-        try:
-            for table in source:
-                put(table)
-                if ended.is_set():
-                    break
-            put(None)
-        except BaseException as error:  # raised where the table is asked for
-            put(error)
-        finally:
-            source.close()
+    @property
+    def num_ahead(self) -> int:
+        return max(1, self.prefetch_blocks - 1)  # the thread has another one
 
-    # A wait within an engine (Ray's) cannot be broken off, so a thread waits that does not keep the process alive.
-    thread = threading.Thread(target=pull, name="ingest", daemon=True)
-    thread.start()
-    try:
-        since_s = time.monotonic()
-        while True:
-            try:
-                item = ready.get(timeout=_POLL_S)
-            except queue.Empty:
-                if STOP_ASKED.is_set() and time.monotonic() - since_s >= _STALL_S:
-                    return
-                continue
-            if item is None:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-            since_s = time.monotonic()
-    finally:
-        ended.set()
-        if not STOP_ASKED.is_set():
-            thread.join(_CLOSE_S)
+    def make(self, pieces: Pieces) -> Generator[Made, None, None]:
+        if self.in_memory:
+            files = {part.segment.path: dataset_of(part.segment) for block, _ in pieces for part in block.parts}
+            for dataset, _ in islice(files.values(), 1):  # that of all
+                dataset.maps.hold(sorted({file for _, file in files.values()}))
+        for block, piece in pieces:
+            rows, times = measured(functools.partial(self.make_here, block, piece), rows_of=lambda rows: len(rows[0]))
+            yield rows, times
 
-
-def stream_preprocessed(
-    pieces: Iterable[tuple[Block, Piece]],
-    preprocessor: Preprocessor,
-    *,
-    in_memory: bool = False,
-    prefetch_blocks: int = 2,
-    account: StageAccount | None = None,
-) -> Iterator[EncodedRows]:
-    """Rows of the pieces, in order, read in this process by one thread that stays `prefetch_blocks` pieces ahead (the
-    kernels release the GIL). With `in_memory`, the files the pieces are of are read wholly first, and stay in memory as
-    long as the process; the pieces are then iterated twice. `account` receives the time of each. For formats in MAPPED;
-    `stream` reads the others."""
-    if in_memory:
-        files = {part.segment.path: dataset_of(part.segment) for block, _ in pieces for part in block.parts}
-        for dataset, _ in islice(files.values(), 1):  # that of all
-            dataset.maps.hold(sorted({file for _, file in files.values()}))
-    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ready")
-    ahead: deque[Future[tuple[EncodedRows, BlockTimes]]] = deque()
-
-    def taken() -> EncodedRows:
-        rows, times = ahead.popleft().result()
-        if account is not None:
-            account.add(times)
-        return rows
-
-    waiting = iter(pieces)
-    try:
-        for block, piece in waiting:
-            ahead.append(thread.submit(_read_piece, block, piece, preprocessor))
-            if len(ahead) > prefetch_blocks:
-                yield taken()
-        while ahead:
-            yield taken()
-    finally:
-        thread.shutdown(wait=True, cancel_futures=True)
-
-
-def _read_piece(block: Block, piece: Piece, preprocessor: Preprocessor) -> tuple[EncodedRows, BlockTimes]:
-    def make() -> EncodedRows:
+    def make_here(self, block: Block, piece: Piece) -> Sequence[EncodedRows]:
         with stage("read"):
             order = block.order()[piece.start : piece.stop]
-            return materialized.read([part.segment for part in block.parts], order, preprocessor)
+            return [materialized.read([part.segment for part in block.parts], order, self.preprocessor)]
 
-    return measured(make, rows_of=len)
+
+@final
+class RowStream(Iterator[EncodedRows]):
+    """The encoded rows of pieces, in order. Its source begins at once, and is ahead of the reader.
+
+    If the run is asked to stop and no rows come (the nodes that run data tasks may be gone), this process makes those that are
+    missing: other workers may have trained theirs of the same step, and a checkpoint needs a step that is whole.
+    """
+
+    def __init__(self, source: TaskSource | MappedSource, pieces: Pieces, account: StageAccount | None = None) -> None:
+        """`pieces` may be iterated several times. `account` receives what each took."""
+        self._source, self._pieces, self._account = source, pieces, account
+        self._made = Ahead(source.make(pieces), most=source.num_ahead, may_stall=source.may_stall)
+        self._rows = self._take()
+
+    def __next__(self) -> EncodedRows:
+        return next(self._rows)
+
+    def close(self) -> None:
+        self._made.close()
+
+    def _take(self) -> Iterator[EncodedRows]:
+        num_made = 0
+        for rows, times in self._made:
+            num_made += 1
+            if self._account is not None and times is not None:
+                self._account.add(times)
+            yield from rows
+        for block, piece in islice(self._pieces, num_made, None) if self._made.stalled else ():
+            yield from self._source.make_here(block, piece)

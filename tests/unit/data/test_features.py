@@ -23,7 +23,7 @@ from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns
 from rayrec.data.raw_block import RawColumns
-from rayrec.ingest.loader import Slicer
+from rayrec.ingest.batches import Slicer
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Feature, Label, Schema, load_schema
 
@@ -358,7 +358,7 @@ def test_arrow_and_preprocessed_parquet_keep_everything(
 
 
 def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:
-    slicer = Slicer.of(iter(from_arrow(to_arrow(rows))), SCHEMA)
+    slicer = Slicer(iter(from_arrow(to_arrow(rows))), SCHEMA)
     return [slicer.take(size, loss_weight=1.0) for size in sizes]
 
 
@@ -381,9 +381,9 @@ def test_a_batch_has_labels_by_name_weights_of_ids_and_times(encoded: tuple[Prep
 
 def test_sequences_are_in_a_field_of_their_own(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     _, rows = encoded
-    whole = Slicer.of(iter([rows]), SCHEMA).take(4, loss_weight=1.0).sparse_features
+    whole = Slicer(iter([rows]), SCHEMA).take(4, loss_weight=1.0).sparse_features
     schema = SCHEMA.replace(features=SCHEMA.features[:1])
-    batch = Slicer.of(iter([rows]), schema, unpooled=("item", "history")).take(4, loss_weight=1.0)
+    batch = Slicer(iter([rows]), schema, unpooled=("item", "history")).take(4, loss_weight=1.0)
     assert batch.sparse_features is not None
     assert batch.sequence_features is not None
     assert whole is not None
@@ -401,7 +401,7 @@ def test_a_schema_without_any_of_this_is_unchanged() -> None:
     assert isinstance(raw, RawColumns)
     rows = preprocessor_of(raw, schema).encode(raw)
     assert (rows.more_labels, rows.timestamps) == ((), None)
-    (batch,) = [Slicer.of(iter([rows]), schema).take(4, loss_weight=1.0)]
+    (batch,) = [Slicer(iter([rows]), schema).take(4, loss_weight=1.0)]
     assert (list(batch.labels), batch.timestamps) == (["click"], None)
     assert batch.sparse_features is not None
     assert batch.sparse_features.weights_or_none() is None

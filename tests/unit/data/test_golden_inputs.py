@@ -283,7 +283,7 @@ def test_row_positions_match_golden(shuffle: str) -> None:
     def make(rank: int, workers: int, **changes: Any) -> Any:
         return row_loader(shuffle, rank, workers, **changes)
 
-    evaluated = digests([row_loader(shuffle, rank, 3, epochs=1, small_batches=True) for rank in range(3)])
+    evaluated = digests([row_loader(shuffle, rank, 3, epochs=1, small_steps=True) for rank in range(3)])
     check_golden("positions", {"evaluated": evaluated, **resumed(make)}, case=f"rows {shuffle}")
 
 

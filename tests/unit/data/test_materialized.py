@@ -34,7 +34,7 @@ from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import BlockOrder, whole
-from rayrec.ingest.stream import stream_preprocessed
+from rayrec.ingest.stream import MappedSource, RowStream
 from rayrec.schema import Schema
 
 ROWS = 3_000
@@ -367,17 +367,17 @@ def test_streaming_ahead(days: LogIndex, preprocessor: Preprocessor, tmp_path: P
     expected = [encode_block(block, 0, piece.rows, preprocessor) for block, piece in pieces]
     for in_memory in (False, True):
         for prefetch_blocks in (0, 1, 9):
-            got = list(stream_preprocessed(pieces, preprocessor, in_memory=in_memory, prefetch_blocks=prefetch_blocks))
+            got = list(RowStream(MappedSource(preprocessor, in_memory, prefetch_blocks), pieces))
             assert len(got) == len(expected)
             for one, other in zip(got, expected, strict=True):
                 assert_same(one, other)
-    early = stream_preprocessed(pieces, preprocessor)
+    early = RowStream(MappedSource(preprocessor), pieces)
     next(early)
     early.close()
-    assert list(stream_preprocessed([], preprocessor)) == []
+    assert list(RowStream(MappedSource(preprocessor), [])) == []
     for file in (tmp_path / "out").glob("*.bin"):
         file.unlink()  # what is in memory needs no files
-    assert_same(next(stream_preprocessed(pieces, preprocessor, in_memory=True)), expected[0])
+    assert_same(next(RowStream(MappedSource(preprocessor, in_memory=True), pieces)), expected[0])
 
 
 def test_what_does_not_fit_into_memory_says_so(
@@ -387,7 +387,7 @@ def test_what_does_not_fit_into_memory_says_so(
     monkeypatch.setattr(row_maps, "free_memory", lambda: 1000)
     (block,) = BlockOrder((Part(made.index.segments[0], 0, 5),), "none", 0, 1).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
-        next(stream_preprocessed([(block, whole([block])[0])], preprocessor, in_memory=True))
+        next(RowStream(MappedSource(preprocessor, in_memory=True), [(block, whole([block])[0])]))
 
 
 def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import math
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +23,22 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.engine import InProcess, Shared, ThreadEngine
-from rayrec.data.logs.index import Block, LogIndex, Part, read_segments, select
-from rayrec.data.logs.reading import encode_block
+from rayrec.data.engine import InProcess, ThreadEngine
+from rayrec.data.logs.index import LogIndex, Part, read_segments, select
 from rayrec.data.logs.text_parser import Faults, parse
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest import loader as loader_module
-from rayrec.ingest.block_order import BlockOrder, Piece, Position
-from rayrec.ingest.loader import ClickLoader, sparse_features
+from rayrec.ingest.batches import ClickBatches, Slicer, sparse_features
+from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
+from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import Share
+from rayrec.ingest.stream import Made, Pieces, TaskSource
 from rayrec.row_tally import RowTally
+from rayrec.schema import Schema
 
 ROWS = 700
 
 
-def local_stream(
-    pieces: Sequence[tuple[Block, Piece]], preprocessor: Shared[Preprocessor], **_: Any
-) -> Iterator[EncodedRows]:
-    """What ingest.stream does with data tasks, in this process."""
-    for block, piece in pieces:
-        yield from from_arrow(to_arrow(encode_block(block, piece.start, piece.stop, preprocessor.get())))
-
-
-@pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "stream", local_stream)
+ClickLoader = Loader[Position, BlockPlan]
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +56,28 @@ def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "
     return BlockOrder(tuple(Part(*part) for part in select(index, start, stop)), shuffle, 3, 3)
 
 
-def loader(prepared: tuple[LogIndex, Preprocessor], order: BlockOrder | None = None, **changes: Any) -> ClickLoader:
-    arguments: dict[str, Any] = {
-        "schema": SCHEMA,
-        "epochs": 1,
-        "batch_size": 64,
-        "rank": 0,
-        "world_size": 1,
-        "position": Position(),
-        "engine": ThreadEngine(1),
-        "prefetch_blocks": 1,
-        **changes,
-    }
-    return ClickLoader(order or order_of(prepared[0]), InProcess(prepared[1]), **arguments)
+def source_of(prepared: tuple[LogIndex, Preprocessor]) -> TaskSource:
+    return TaskSource(InProcess(prepared[1]), ThreadEngine(1), SCHEMA, ROWS, prefetch_blocks=1)
+
+
+def loader(
+    prepared: tuple[LogIndex, Preprocessor],
+    order: BlockOrder | None = None,
+    *,
+    source: TaskSource | None = None,
+    pinned: int = 0,
+    **changes: Any,
+) -> ClickLoader:
+    settings: dict[str, Any] = {"epochs": 1, "batch_size": 64, "rank": 0, "world_size": 1, **changes}
+    share = Share(*(settings.pop(name) for name in ("rank", "world_size", "batch_size")))
+    position = settings.pop("position", None)
+    state = None if position is None else position.to_dict()
+    reader = ClickBatches(source or source_of(prepared), SCHEMA, pinned=pinned)
+    return Loader(order or order_of(prepared[0]), reader, share, state=state, **settings)
+
+
+def position_of(loader: ClickLoader) -> Position:
+    return dataclasses.replace(Position.from_dict(loader.state()), order=None)
 
 
 def rows_of(batch: Batch) -> list[tuple[bytes, ...]]:
@@ -131,10 +132,11 @@ def test_plan_matches_the_rows_of_each_worker(
     steps = np.arange(used, -(-totals[0] // size))
     shares = np.clip(np.array(totals) - steps[:, None] * size, 0, size)
     for rank in range(world_size):
-        plan = loader(prepared, rank=rank, **options)._plan(0)
-        assert plan.own_rows.dtype == plan.rows_until.dtype == np.int64
-        np.testing.assert_array_equal(plan.own_rows, shares[:, rank])
-        np.testing.assert_array_equal(plan.rows_until, [0, *shares.sum(1).cumsum()])
+        plan = order_of(prepared[0]).plan(options["position"], Share(rank, world_size, size))
+        assert plan.steps == len(steps)
+        assert [plan.own_rows(step) for step in range(plan.steps)] == shares[:, rank].tolist()
+        assert [plan.rows_until(step) for step in range(plan.steps + 1)] == [0, *shares.sum(1).cumsum().tolist()]
+        assert sum(piece.rows for _, piece in plan.pieces(plan.steps)) == shares[:, rank].sum()
 
 
 def test_plan_memory_does_not_grow_with_workers(prepared: tuple[LogIndex, Preprocessor]) -> None:
@@ -143,12 +145,12 @@ def test_plan_memory_does_not_grow_with_workers(prepared: tuple[LogIndex, Prepro
     tracemalloc.start()
     try:
         planned = loader(prepared, order, batch_size=128, world_size=1024)
+        assert planned.steps == 128
+        assert planned.rows(128) == 1 << 24
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert planned.steps == 128
-    assert planned.rows(128) == 1 << 24
-    assert peak_bytes < 500_000  # 1024 workers' pieces; a number for each worker and step takes 1 MB
+    assert peak_bytes < 50_000  # a number for each step takes 1 kB, one for each worker 8 kB and one for both 1 MB
 
 
 def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(
@@ -162,7 +164,7 @@ def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(KeyedJaggedTensor, "pin_memory", pin_memory)
-    plain, ahead = loader(prepared, epochs=2), loader(prepared, epochs=2, ahead=2)
+    plain, ahead = loader(prepared, epochs=2), loader(prepared, epochs=2, pinned=2)
     ahead.start()
     for place, batch in enumerate(plain):
         pinned = next(ahead)
@@ -170,12 +172,12 @@ def test_batches_for_a_gpu_are_cut_and_pinned_by_a_thread(
         assert pinned.row_numbers is not None
         assert batch.row_numbers is not None
         assert np.array_equal(pinned.row_numbers.numbers, batch.row_numbers.numbers)
-        assert ahead.position() == plain.position(), place
+        assert ahead.state() == plain.state(), place
     assert next(ahead, None) is None
     assert len(threads) == 1
     assert threading.get_ident() not in threads
     ahead.close()
-    left = loader(prepared, ahead=2)
+    left = loader(prepared, pinned=2)
     next(left)
     left.close()
 
@@ -192,7 +194,7 @@ def test_what_is_the_same_in_every_batch_is_pinned_once(
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    ahead = loader(prepared, epochs=3, ahead=2)
+    ahead = loader(prepared, epochs=3, pinned=2)
     batches = list(ahead)
     ahead.close()
     sizes = {len(batch) for batch in batches}
@@ -339,7 +341,6 @@ def taken(rows: EncodedRows, which: Any) -> EncodedRows:
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_what_the_data_path_loses_or_repeats_is_counted(
     prepared: tuple[LogIndex, Preprocessor],
-    monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[list[EncodedRows]], list[EncodedRows]],
     expected: tuple[int, int] | None,
     epochs: int,
@@ -347,14 +348,14 @@ def test_what_the_data_path_loses_or_repeats_is_counted(
     """A data task that makes other rows than it was asked for: the position says nothing of it, and the count does."""
     tasks = []
 
-    def faulty(
-        pieces: Sequence[tuple[Block, Piece]], preprocessor: Shared[Preprocessor], **_: Any
-    ) -> Iterator[EncodedRows]:
-        tasks.append([piece.rows for _, piece in pieces])
-        yield from fault(list(local_stream(pieces, preprocessor)))
+    class Faulty(TaskSource):
+        def make(self, pieces: Pieces) -> Generator[Made, None, None]:
+            tasks.append([piece.rows for _, piece in pieces])
+            made = [rows for of_piece, _ in super().make(pieces) for rows in of_piece]
+            yield from (([rows], None) for rows in fault(made))
 
-    monkeypatch.setattr(loader_module, "stream", faulty)
-    loading, trained = loader(prepared, epochs=epochs), RowTally()
+    source = Faulty(**vars(source_of(prepared)))
+    loading, trained = loader(prepared, source=source, epochs=epochs), RowTally()
     with contextlib.suppress(RuntimeError):  # a stream that ends too soon
         for batch in loading:
             assert batch.row_numbers is not None
@@ -395,19 +396,16 @@ def test_max_steps_cuts_the_batches_short(prepared: tuple[LogIndex, Preprocessor
         assert short.rows(short.steps) == sum(len(batch) for batch in batches)
 
 
-def test_only_the_rows_that_are_wanted_are_asked_for(
-    prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_rows_that_are_wanted_are_asked_for(prepared: tuple[LogIndex, Preprocessor]) -> None:
     asked: list[int] = []
 
-    def counting(
-        pieces: Sequence[tuple[Block, Piece]], preprocessor: Shared[Preprocessor], **_: Any
-    ) -> Iterator[EncodedRows]:
-        asked.extend(piece.rows for _, piece in pieces)
-        return local_stream(pieces, preprocessor)
+    class Counting(TaskSource):
+        def make(self, pieces: Pieces) -> Generator[Made, None, None]:
+            asked.extend(piece.rows for _, piece in pieces)
+            return super().make(pieces)
 
-    monkeypatch.setattr(loader_module, "stream", counting)
-    assert len(list(loader(prepared, max_steps=1))) == 1
+    source = Counting(**vars(source_of(prepared)))
+    assert len(list(loader(prepared, source=source, max_steps=1))) == 1
     assert len(asked) == 1
 
 
@@ -420,7 +418,7 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next(prepared: tuple[LogIndex, 
     """Also where the position says so with a step number, as no loader does."""
     end = loader(prepared, epochs=2, position=Position(0, 11, 1, 64, None))
     assert end.steps == 11
-    assert end.position() == Position(1, 0, 1, 64, None)
+    assert position_of(end) == Position(1, 0, 1, 64, None)
     assert all(same(one, other) for one, other in zip(end, list(loader(prepared, epochs=2))[11:], strict=True))
 
 
@@ -518,7 +516,8 @@ def test_batches_hold_any_number_of_ids_a_row() -> None:
             weights[start:stop],
         )
         parts += from_arrow(to_arrow(rows))
-    slicer = loader_module.Slicer(iter(parts), num_dense=1, keys=("one", "list", "two"), labels=("label",))
+    inputs = Schema(label="label", dense=("x",), sparse=("one", "list", "two"))
+    slicer = Slicer(iter(parts), inputs)
     done = 0
     for count in (3, 0, 20, 27):
         batch = slicer.take(count, loss_weight=1.0)
@@ -537,7 +536,7 @@ def test_columns_of_several_ids_share_one_array() -> None:
         [np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)],
         np.zeros(4, np.float32),
     )
-    slicer = loader_module.Slicer(iter(from_arrow(to_arrow(rows))), num_dense=0, keys=("a", "b"), labels=("label",))
+    slicer = Slicer(iter(from_arrow(to_arrow(rows))), Schema(label="label", sparse=("a", "b")))
     for expected in ([0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]):
         features = slicer.take(2, loss_weight=1.0).sparse_features
         assert features.values().tolist() == expected

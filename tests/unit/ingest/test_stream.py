@@ -1,8 +1,9 @@
-"""A worker that waits for data tasks: it does not, once its run is asked to stop."""
+"""What a thread makes ahead: in order, few at a time, errors in their place; and no wait for data tasks in a run that stops."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from rayrec.data.logs.index import Block, Part, cut, index_chunk, numbered
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece
-from rayrec.ingest.stream import STOP_ASKED, encoded_block, stream
+from rayrec.ingest.stream import STOP_ASKED, Ahead, RowStream, TaskSource, encoded_block
 from rayrec.training import stop_monitor
 
 BLOCKS = 4
@@ -69,8 +70,12 @@ class Given(ThreadEngine):
         return made
 
 
+def stream(pieces: list[tuple[Block, Piece]], preprocessor: Preprocessor, engine: Given) -> RowStream:
+    return RowStream(TaskSource(InProcess(preprocessor), engine, SCHEMA, 1000), pieces)
+
+
 def numbers(pieces: list[tuple[Block, Piece]], preprocessor: Preprocessor, engine: Given) -> list[int]:
-    found = stream(pieces, InProcess(preprocessor), most_rows=1000, schema=SCHEMA, engine=engine)
+    found = stream(pieces, preprocessor, engine)
     return [number for rows in found if rows.row_numbers is not None for number in rows.row_numbers.tolist()]
 
 
@@ -122,7 +127,7 @@ def test_errors_of_data_tasks_and_an_early_end_go_through(
         numbers(pieces, preprocessor, Given(tables))
     assert closed.wait(5)
     closed.clear()
-    rows: Any = stream(pieces, InProcess(preprocessor), most_rows=1000, schema=SCHEMA, engine=Given(tables))
+    rows = stream(pieces, preprocessor, Given(tables))
     next(rows)
     rows.close()
     assert closed.wait(5)
@@ -137,3 +142,52 @@ def test_every_worker_hears_of_a_stop(monkeypatch: pytest.MonkeyPatch, never: th
     assert STOP_ASKED.wait(10)
     watch.close()
     assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard
+
+
+# -- values of any generator
+
+
+class Source:
+    def __init__(self, size: int, *, fails_at: int | None = None) -> None:
+        self.made, self.closed, self.threads = 0, False, set[int]()
+        self._size, self._fails_at = size, fails_at
+
+    def values(self) -> Generator[int, None, None]:
+        try:
+            for number in range(self._size):
+                self.threads.add(threading.get_ident())
+                if number == self._fails_at:
+                    raise ValueError("broken")
+                self.made += 1
+                yield number
+        finally:
+            self.closed = True
+
+
+def test_values_come_in_order_from_another_thread() -> None:
+    source = Source(50)
+    assert list(Ahead(source.values(), most=2)) == list(range(50))
+    assert threading.get_ident() not in source.threads
+
+
+def test_few_are_made_ahead_and_closing_ends_the_source() -> None:
+    source = Source(50)
+    ahead = Ahead(source.values(), most=2)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    deadline_s = time.monotonic() + 5
+    while source.made < 5 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert source.made == 5  # two read, two that wait, and one that finds no room
+    ahead.close()
+    assert source.closed
+    assert next(ahead, None) is None
+
+
+def test_an_error_comes_behind_the_values_before_it() -> None:
+    ahead = Ahead(Source(5, fails_at=2).values(), most=4)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    with pytest.raises(ValueError, match="broken"):
+        next(ahead)
+    assert next(ahead, None) is None
+    ahead.close()

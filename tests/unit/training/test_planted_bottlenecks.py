@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,20 +16,19 @@ import torch
 from ranks.data_parallel import Small, config
 
 from rayrec import recipes, storage
-from rayrec.data.encoded import EncodedRows, from_arrow
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs import index as log_module
-from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, numbered
+from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered
 from rayrec.data.numbered_rows import ArrayRows
-from rayrec.data.stage_times import StageAccount, times_of
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest import loader as loader_module
-from rayrec.ingest.block_order import BlockOrder, Piece, Position
-from rayrec.ingest.loader import ClickLoader
-from rayrec.ingest.stream import encode_task
+from rayrec.ingest.batches import ClickBatches
+from rayrec.ingest.block_order import BlockOrder
+from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import Share
+from rayrec.ingest.stream import TaskSource
 from rayrec.observe.bottleneck import Verdict, verdict
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training import loop, step_log
@@ -149,19 +148,6 @@ def test_slow_storage_for_checkpoints() -> None:
 # -- click logs
 
 
-def task_stream(
-    pieces: Sequence[tuple[Block, Piece]], preprocessor: Any, *, account: StageAccount, **_: Any
-) -> Iterator[EncodedRows]:
-    """What ingest.stream does, its data tasks run here one after the other."""
-    for block, piece in pieces:
-        table = encode_task((block, piece.start, piece.stop), preprocessor=preprocessor, labelled=True)
-        times = times_of(table)
-        assert times is not None
-        assert times.rows == piece.rows
-        account.add(times)
-        yield from from_arrow(table)
-
-
 @pytest.fixture(scope="module")
 def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
     path = tmp_path_factory.mktemp("planted") / "log.txt"
@@ -190,8 +176,7 @@ class Steps:
         pass
 
 
-def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> Verdict:
-    monkeypatch.setattr(loader_module, "stream", task_stream)
+def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Verdict:
     index, preprocessor = prepared
     clock = HostClock()
     setup: Any = SimpleNamespace(
@@ -205,18 +190,9 @@ def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.Monke
         make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": 0.5}),
         eval_batches={"validation": lambda: iter(())},
     )
-    loader = ClickLoader(
-        BlockOrder(tuple(Part(s, 0, s.rows) for s in index.segments), "window", 0, 3),
-        InProcess(preprocessor),
-        schema=SCHEMA,
-        epochs=1,
-        batch_size=32,
-        rank=0,
-        world_size=1,
-        position=Position(),
-        engine=ThreadEngine(1),
-        prefetch_blocks=1,
-    )
+    order = BlockOrder(tuple(Part(s, 0, s.rows) for s in index.segments), "window", 0, 3)
+    source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
+    loader = Loader(order, ClickBatches(source, SCHEMA), Share(0, 1, 32), epochs=1)
     configuration = recipes.criteo_demo("none").replace(
         log_every=4, evaluate_every=10**6, early_stopping={"patience": 0}
     )
@@ -227,14 +203,14 @@ def click_run(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.Monke
 def test_a_log_far_away(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = storage.read_into
     monkeypatch.setattr(storage, "read_into", lambda *a: (time.sleep(DELAY_S), plain(*a))[1])
-    found = click_run(prepared, monkeypatch)
+    found = click_run(prepared)
     assert (found.bottleneck, found.cause) == ("data", "storage")
 
 
 def test_a_log_dear_to_parse(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = log_module.parse_into
     monkeypatch.setattr(log_module, "parse_into", lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
-    found = click_run(prepared, monkeypatch)
+    found = click_run(prepared)
     assert (found.bottleneck, found.cause) == ("data", "parse")
     assert "more CPU" in found.text
 
@@ -242,7 +218,7 @@ def test_a_log_dear_to_parse(prepared: tuple[LogIndex, Preprocessor], monkeypatc
 def test_categories_dear_to_encode(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Preprocessor.encode
     monkeypatch.setattr(Preprocessor, "encode", lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
-    found = click_run(prepared, monkeypatch)
+    found = click_run(prepared)
     assert (found.bottleneck, found.cause) == ("data", "encode")
 
 

@@ -19,7 +19,7 @@ from rayrec import checkpoint
 from rayrec.checkpoint.safetensors import read_weights, write_weights
 from rayrec.config import InputError
 from rayrec.data.engine import ThreadEngine
-from rayrec.ingest.row_loader import RowLoader
+from rayrec.ingest.loader import Loader
 from rayrec.recipes.mnist import mnist_resnet18, mnist_resnet18_augmented
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.vision import AugmentationConfig, Prepared, ResNetConfig, VisionWorkload
@@ -189,7 +189,7 @@ def test_sets_are_the_files_rows(without_ray: None, folder: Path, tmp_path: Path
 
 
 def test_a_run_goes_on_with_the_images_it_began_with(without_ray: None, folder: Path, tmp_path: Path) -> None:
-    def loader_of(path: Path, state: dict[str, Any] | None = None) -> RowLoader:
+    def loader_of(path: Path, state: dict[str, Any] | None = None) -> Loader[Any, Any]:
         config = mnist_resnet18(str(path)).replace(batch_size=8)
         return config.workload.make_loader(on_worker(config), prepare(config), state=state, step=0)
 

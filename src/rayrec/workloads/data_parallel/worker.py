@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rayrec.batch import Batch, RowOutput
 from rayrec.data.numbered_rows import RowSource
-from rayrec.ingest.row_loader import RowLoader
-from rayrec.ingest.row_order import RowOrder
+from rayrec.ingest.batches import ArrayBatches
+from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import Share
+from rayrec.ingest.row_order import RowOrder, RowPlace, RowPlan
 from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer, learning_rates, set_learning_rates
-from rayrec.workloads.base import DataConfig, WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.seeding import seed_generators, step_seed
@@ -30,26 +32,25 @@ from rayrec.workloads.step_timer import NoClock, StepClock, notice_exchange, ste
 
 def train_loader(
     workload: DataParallelWorkload, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
-) -> RowLoader:
+) -> Loader[RowPlace, RowPlan]:
     """The training batches from a stored position on."""
-    config = context.config
+    config, data = context.config, context.config.train_data
     source = workload.open_set(context, prepared, "train")
-    return RowLoader(
-        source,
-        _order(source, config.train_data, config.seed),
-        epochs=None if config.steps is not None else config.epochs,
-        batch_size=_batch_size(workload, context, prepared),
-        rank=context.rank,
-        world_size=context.world_size,
-        state=state,
-        max_steps=None if config.steps is None else max(0, config.steps - step),
-        prefetch_batches=config.train_data.prefetch_blocks,
+    order = RowOrder(
+        tuple(source.chunk_rows),
+        data.shuffle,
+        config.seed,
+        data.segments_per_block,
         data_hash=workload.data_hash(prepared),
     )
-
-
-def _order(source: RowSource, data: DataConfig, seed: int) -> RowOrder:
-    return RowOrder(tuple(source.chunk_rows), data.shuffle, seed, data.segments_per_block)
+    return Loader(
+        order,
+        ArrayBatches(source, ahead=data.prefetch_blocks),
+        Share(context.rank, context.world_size, _batch_size(workload, context, prepared)),
+        state=state,
+        epochs=None if config.steps is not None else config.epochs,
+        max_steps=None if config.steps is None else max(0, config.steps - step),
+    )
 
 
 def _batch_size(workload: DataParallelWorkload, context: WorkerContext, prepared: Any) -> int:
@@ -123,19 +124,14 @@ def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[Batch]:
     """Every row once, over all workers; the same number of batches on each."""
-    loader = RowLoader(
-        source,
-        RowOrder(tuple(source.chunk_rows), "none", 0, context.config.eval_data.segments_per_block),
-        epochs=1,
-        batch_size=context.config.eval_batch_size,
-        rank=context.rank,
-        world_size=context.world_size,
-        small_batches=True,
-    )
+    config = context.config
+    order = RowOrder(tuple(source.chunk_rows), "none", 0, config.eval_data.segments_per_block, small_steps=True)
+    reader = ArrayBatches(source)
+    share = Share(context.rank, context.world_size, config.eval_batch_size)
     try:
-        yield from loader
+        yield from Loader(order, reader, share, epochs=1)
     finally:
-        loader.stop()  # the source is used again by the next evaluation
+        reader.stop()  # the source is used again by the next evaluation
 
 
 @final

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from rayrec.checkpoint import Checkpoint
     from rayrec.data.numbered_rows import RowSource
-    from rayrec.ingest.row_loader import RowLoader
+    from rayrec.ingest.loader import Loader
+    from rayrec.ingest.row_order import RowPlace, RowPlan
     from rayrec.workloads.scoring import Scoring, ScoringContext
 
 
@@ -138,7 +139,7 @@ class DataParallelWorkload(Workload, abc.ABC):
 
     def make_loader(
         self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
-    ) -> RowLoader:
+    ) -> Loader[RowPlace, RowPlan]:
         from rayrec.workloads.data_parallel.worker import train_loader
 
         return train_loader(self, context, prepared, state=state, step=step)

@@ -306,7 +306,7 @@ def _batches(
     """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few. Ids
     are folded into tables of `num_embeddings` rows, where these are given."""
     from rayrec.data.logs.reading import read_raw
-    from rayrec.ingest.loader import Slicer
+    from rayrec.ingest.batches import Slicer
 
     raw = read_raw(index.segments, preprocessor.schema)
     mine = np.random.default_rng(0).permutation(raw.rows)[rank::workers]
@@ -315,8 +315,7 @@ def _batches(
     if num_embeddings is not None and num_embeddings != preprocessor.num_embeddings:
         encoded = folded(encoded, num_embeddings)
     inputs = preprocessor.inputs
-    assert inputs.label is not None
-    slicer = Slicer.of(iter([encoded]), inputs, unpooled=unpooled)
+    slicer = Slicer(iter([encoded]), inputs, unpooled=unpooled)
     return [slicer.take(size, loss_weight=1 / size) for _ in range(count)]
 
 

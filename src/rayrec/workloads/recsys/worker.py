@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 import time
@@ -28,8 +27,11 @@ from rayrec.checkpoint.communicator import Ranks
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.ingest.block_order import BlockOrder, Position
-from rayrec.ingest.loader import ClickLoader
+from rayrec.ingest.batches import ClickBatches
+from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
+from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import Share
+from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.models.base import ModelInputs
 from rayrec.models.cost import network_multiply_adds
 from rayrec.models.embeddings import initialize_shards
@@ -51,7 +53,6 @@ from rayrec.workloads.step_timer import NoClock, StepClock, TimedOptimizer, noti
 if TYPE_CHECKING:
     from rayrec.workloads.recsys.workload import Prepared
 
-_logger = logging.getLogger(__name__)
 _MEMORY_WAIT_S: Final = 60.0
 """For which a start waits for memory that other processes hold: those of a failed attempt take some seconds to end."""
 _BATCHES_AHEAD: Final = 2
@@ -188,9 +189,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
     )
 
     def eval_batches(name: str) -> Iterator[Any]:
-        loader = _loader(
-            context, prepared, name, epochs=1, batch_size=config.eval_batch_size, position=Position(), max_steps=None
-        )
+        loader = _loader(context, prepared, name, batch_size=config.eval_batch_size, epochs=1)
         try:
             yield from counts.counted(name, loader)
         finally:
@@ -238,22 +237,19 @@ def make_optimizer(
     return JointlyClippedOptimizer(tables, own, network, max_norm=max_gradient_norm)
 
 
-def train_loader(context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int) -> ClickLoader:
+def train_loader(
+    context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
+) -> Loader[Position, BlockPlan]:
     """The training batches from a stored position on."""
     config, rows = context.config, prepared.sets["train"].rows
-    position = Position() if state is None else Position.from_dict(state)
-    if state is not None and position.order is None:
-        _logger.warning(
-            "the checkpoint does not say of which rows its position is; nothing checks that they are the same"
-        )
-    batch_size = effective_batch_size(config, rows=rows, world_size=context.world_size)
-    epochs, max_steps = config.epochs, None
-    if config.steps is not None:
-        max_steps = max(0, config.steps - step)
-        steps_per_epoch = max(1, -(-rows // (context.world_size * batch_size)))
-        epochs = position.epoch + 1 + -(-max_steps // steps_per_epoch)  # nothing may be left of the present one
     return _loader(
-        context, prepared, "train", epochs=epochs, batch_size=batch_size, position=position, max_steps=max_steps
+        context,
+        prepared,
+        "train",
+        batch_size=effective_batch_size(config, rows=rows, world_size=context.world_size),
+        state=state,
+        epochs=None if config.steps is not None else config.epochs,
+        max_steps=None if config.steps is None else max(0, config.steps - step),
     )
 
 
@@ -262,33 +258,31 @@ def _loader(
     prepared: Prepared,
     name: str,
     *,
-    epochs: int,
     batch_size: int,
-    position: Position,
-    max_steps: int | None,
-) -> ClickLoader:
+    epochs: int | None,
+    state: dict[str, Any] | None = None,
+    max_steps: int | None = None,
+) -> Loader[Position, BlockPlan]:
     workload, learns = context.config.workload, name == "train"
     assert isinstance(workload, ClickWorkload)
     data = context.config.train_data if learns else context.config.eval_data
-    order = prepared.sets[name]
-    return ClickLoader(
-        order,
-        prepared.preprocessor,
-        schema=prepared.inputs,
-        epochs=epochs,
-        batch_size=batch_size,
-        rank=context.rank,
-        world_size=context.world_size,
-        position=position,
-        engine=context.engine,
-        prefetch_blocks=context.config.train_data.prefetch_blocks,
-        max_steps=max_steps,
-        mapped=prepared.open_preprocessor() if is_mapped(order) else None,
-        in_memory=data.in_memory,
-        ahead=_BATCHES_AHEAD if context.device.type == "cuda" else 0,
+    order, prefetch_blocks = prepared.sets[name], context.config.train_data.prefetch_blocks
+    source: TaskSource | MappedSource
+    if is_mapped(order):
+        source = MappedSource(prepared.open_preprocessor(), data.in_memory, prefetch_blocks)
+    else:
+        source = TaskSource(
+            prepared.preprocessor, context.engine, prepared.inputs, order.max_block_rows, prefetch_blocks
+        )
+    reader = ClickBatches(
+        source,
+        prepared.inputs,
         targets=load_targets(prepared.teacher, prepared.open_preprocessor()) if prepared.teacher and learns else None,
         unpooled=workload.unpooled(prepared.inputs),
+        pinned=_BATCHES_AHEAD if context.device.type == "cuda" else 0,
     )
+    share = Share(context.rank, context.world_size, batch_size)
+    return Loader(order, reader, share, state=state, epochs=epochs, max_steps=max_steps)
 
 
 def is_mapped(order: BlockOrder) -> bool:

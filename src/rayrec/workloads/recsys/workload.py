@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
     from rayrec.data.encoding.one_pass import CountingIndexer
     from rayrec.data.log_source import TextIndexer
-    from rayrec.ingest.loader import ClickLoader
+    from rayrec.ingest.block_order import BlockPlan, Position
+    from rayrec.ingest.loader import Loader
     from rayrec.workloads.base import MeasuredSpeed, Target
     from rayrec.workloads.recsys.scorer import ClickScorer
     from rayrec.workloads.scoring import Scoring, ScoringContext
@@ -396,7 +397,7 @@ class ClickWorkload(Workload):
 
     def make_loader(
         self, context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
-    ) -> ClickLoader:
+    ) -> Loader[Position, BlockPlan]:
         from rayrec.workloads.recsys.worker import train_loader
 
         return train_loader(context, prepared, state=state, step=step)

@@ -12,7 +12,7 @@ from torch import nn
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
-from rayrec.ingest.loader import sparse_features
+from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.tower import Dice
 from rayrec.models.base import ModelInputs, unpooled_features

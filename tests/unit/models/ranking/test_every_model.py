@@ -10,7 +10,7 @@ from builders.whole_click_model import whole_model
 
 from rayrec.batch import Batch
 from rayrec.data.encoded import Bags, EncodedRows
-from rayrec.ingest.loader import sparse_features
+from rayrec.ingest.batches import sparse_features
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.cost import network_cost

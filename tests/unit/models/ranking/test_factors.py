@@ -13,7 +13,7 @@ from torch import nn
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.ingest.loader import sparse_features
+from rayrec.ingest.batches import sparse_features
 from rayrec.layers.field_embeddings import width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -9,7 +9,7 @@ from torch import nn
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.ingest.loader import sparse_features
+from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.finalmlp import FinalMLPConfig

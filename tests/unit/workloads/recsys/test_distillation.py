@@ -21,7 +21,7 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.loader import Slicer, sparse_features
+from rayrec.ingest.batches import Slicer, sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.training.trainer import train
@@ -99,7 +99,7 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preproc
 
     def labels(start: int, piece: int) -> list[np.ndarray]:
         pieces = (_slice(rows, begin, min(begin + piece, 500)) for begin in range(start, 500, piece))
-        slicer = Slicer(pieces, num_dense=13, keys=SCHEMA.sparse, labels=("label",), targets=targets)
+        slicer = Slicer(pieces, SCHEMA, targets=targets)
         return [slicer.take(100, loss_weight=0.01).labels["label"].numpy() for _ in range(start, 500, 100)]
 
     whole = labels(0, 500)
@@ -107,14 +107,7 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preproc
     for start, piece in ((0, 70), (200, 300), (300, 33)):
         for expected, got in zip(whole[start // 100 :], labels(start, piece), strict=True):
             np.testing.assert_array_equal(got, expected)
-    assert (
-        len(
-            Slicer(iter(()), num_dense=13, keys=SCHEMA.sparse, labels=("label",), targets=targets).take(
-                0, loss_weight=1
-            )
-        )
-        == 0
-    )
+    assert len(Slicer(iter(()), SCHEMA, targets=targets).take(0, loss_weight=1)) == 0
 
 
 def test_a_run_keeps_its_teacher(run: Path, tmp_path: Path) -> None:

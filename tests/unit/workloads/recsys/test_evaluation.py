@@ -8,7 +8,7 @@ import torch
 
 from rayrec.batch import Batch, StepOutput
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.ingest.loader import sparse_features
+from rayrec.ingest.batches import sparse_features
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
 
 KEYS = ("colour", "size", "hashed")

@@ -22,7 +22,7 @@ from rayrec.data.logs.text_parser import parse
 from rayrec.inference.model import open_served
 from rayrec.inference.pool import weight_bytes
 from rayrec.inference.scoring import ScoringRequest
-from rayrec.ingest.loader import sparse_features
+from rayrec.ingest.batches import sparse_features
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +15,10 @@ from torch.utils.data import DistributedSampler
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows
-from rayrec.ingest.row_loader import RowLoader
-from rayrec.ingest.row_order import RowOrder
+from rayrec.ingest.batches import ArrayBatches
+from rayrec.ingest.loader import Loader
+from rayrec.ingest.order import Share
+from rayrec.ingest.row_order import RowOrder, RowPlace, RowPlan
 
 
 class Shards(ArrayRows):  # type: ignore[misc]  # final for others
@@ -36,16 +41,18 @@ class Shards(ArrayRows):  # type: ignore[misc]  # final for others
         self.closed = True
 
 
-def _order(source: ArrayRows, shuffle: str = "full", *, seed: int = 0, chunks_per_window: int = 2) -> RowOrder:
-    return RowOrder(tuple(source.chunk_rows), shuffle, seed, chunks_per_window)  # type: ignore[arg-type]
+def _order(
+    source: ArrayRows, shuffle: str = "full", *, seed: int = 0, chunks_per_window: int = 2, **options: Any
+) -> RowOrder:
+    return RowOrder(tuple(source.chunk_rows), shuffle, seed, chunks_per_window, **options)  # type: ignore[arg-type]
 
 
 def _loader(
-    source: ArrayRows, *, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: object
-) -> RowLoader:
+    source: ArrayRows, *, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: Any
+) -> Loader[RowPlace, RowPlan]:
     arguments = {"epochs": 1, **options}
     order = arguments.pop("order", None) or _order(source)
-    return RowLoader(source, order, batch_size=batch_size, rank=rank, world_size=world_size, **arguments)  # type: ignore[arg-type]
+    return Loader(order, ArrayBatches(source), Share(rank, world_size, batch_size), **arguments)
 
 
 def _numbers(batches: list[Batch]) -> list[list[int]]:
@@ -118,12 +125,17 @@ def test_a_short_rest_joins_the_batch_before() -> None:
     source = Shards(17)
     sizes = [len(step) for step in _all_workers(source, 2, batch_size=4)]
     assert sizes == [8, 9]
-    assert [len(step) for step in _all_workers(source, 2, batch_size=4, small_batches=True)] == [8, 8, 1]
+    assert [len(step) for step in _all_workers(source, 2, batch_size=4, order=_order(source, small_steps=True))] == [
+        8,
+        8,
+        1,
+    ]
 
 
 def test_a_worker_without_a_row_gets_a_filler_that_counts_nowhere() -> None:
     source = Shards(5)
-    batches = [list(_loader(source, rank=rank, world_size=2, batch_size=2, small_batches=True)) for rank in range(2)]
+    order = _order(source, small_steps=True)
+    batches = [list(_loader(source, rank=rank, world_size=2, batch_size=2, order=order)) for rank in range(2)]
     assert [len(batch) for batch in batches[0]] == [2, 1]
     assert [batch.loss_weight for batch in batches[0]] == [0.5, 2.0]
     assert batches[1][1].loss_weight == 0.0
@@ -175,17 +187,18 @@ def test_a_position_is_one_of_these_chunks_in_these_windows() -> None:
 
 def test_a_position_is_one_in_this_very_data() -> None:
     source = Shards(10)
-    state = _loader(source, data_hash="0a").state()
-    assert _loader(source, state=state, data_hash="0a").state() == state
+    order, other = (_order(source, data_hash=data_hash) for data_hash in ("0a", "0b"))
+    state = _loader(source, order=order).state()
+    assert _loader(source, order=order, state=state).state() == state
     with pytest.raises(InputError, match="data_hash 0a, and this has 0b"):
-        _loader(source, state=state, data_hash="0b")
+        _loader(source, order=other, state=state)
 
 
 def test_a_position_of_before_windows_and_hashes_were_noted_still_is_one() -> None:
     source = Shards(4, 4, 4, 4)
-    order = _order(source, "window")
+    order = _order(source, "window", data_hash="0a")
     stored = {"epoch": 0, "offset": 8, "rows": 16, "chunks": 4, "shuffle": "window", "seed": 0}
-    loader = _loader(source, state=stored, order=order, data_hash="0a")
+    loader = _loader(source, state=stored, order=order)
     assert _numbers(list(loader)) == _numbers(list(_loader(source, order=order)))[2:]
     assert loader.state()["data_hash"] == "0a"
 
@@ -206,12 +219,14 @@ def test_an_error_of_the_rows_is_raised_where_the_batch_is_asked_for() -> None:
 
 def test_closing_ends_the_thread_and_the_rows() -> None:
     source = Shards(1000)
+    threads = threading.active_count()
     loader = _loader(source, batch_size=1)
     next(loader)
+    assert threading.active_count() == threads + 1
     loader.close()
     assert source.closed
-    assert loader._thread is not None
-    assert not loader._thread.is_alive()
+    assert threading.active_count() == threads
+    assert next(loader, None) is None
 
 
 def test_no_rows_are_refused() -> None:

@@ -1,0 +1,405 @@
+"""Batches of one worker: of click logs, sliced from a stream of encoded rows, and of numbered rows of any kind."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, final
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from rayrec.batch import DENSE, Batch
+from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.logs.index import Block
+from rayrec.data.numbered_rows import RowSource
+from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage
+from rayrec.ingest.block_order import BlockPlan, Piece
+from rayrec.ingest.order import EpochPlan, Plans, Share
+from rayrec.ingest.row_order import RowPlan
+from rayrec.ingest.stream import Ahead, MappedSource, RowStream, TaskSource
+from rayrec.row_tally import RowNumbers
+from rayrec.schema import Schema
+
+Plan_contra = TypeVar("Plan_contra", bound=EpochPlan, contravariant=True)
+Targets = Callable[[EncodedRows], np.ndarray]
+"""What labelled rows are to be scored as: float32 (rows), from 0 to 1."""
+
+
+class BatchReader(Protocol[Plan_contra]):
+    """Reads the rows of a worker's steps."""
+
+    stages: StageAccount
+    """What the stages of reading take."""
+
+    def batches(self, plans: Plans[Plan_contra], share: Share) -> Iterator[Batch]:
+        """Begin to read, and return a batch for each step. A worker's share of a step may be smaller than its neighbour's, even
+        empty, at the end of an epoch; `loss_weight` makes up for it."""
+        ...
+
+    def stop(self) -> None:
+        """Ends reading."""
+        ...
+
+    def close(self) -> None:
+        """Ends reading and lets go of the rows."""
+        ...
+
+
+# Numbered rows -------------------------------------------------------------------------------------------------------
+
+
+@final
+class ArrayBatches:
+    """Batches of numbered rows, which a thread reads ahead."""
+
+    def __init__(self, source: RowSource, *, ahead: int = 2) -> None:
+        self._source, self._num_ahead = source, max(1, ahead)
+        self._made: Ahead[tuple[Batch, BlockTimes]] | None = None
+        self.stages = StageAccount(cpus=1.0)
+
+    def batches(self, plans: Plans[RowPlan], share: Share) -> Iterator[Batch]:
+        self._made = made = Ahead(self._make(plans, share), most=self._num_ahead)
+        return self._take(made)
+
+    def stop(self) -> None:
+        if self._made is not None:
+            self._made.close()
+
+    def close(self) -> None:
+        self.stop()
+        self._source.close()
+
+    def _take(self, made: Iterator[tuple[Batch, BlockTimes]]) -> Iterator[Batch]:
+        for batch, times in made:
+            self.stages.add(times)
+            yield batch
+
+    def _make(self, plans: Plans[RowPlan], share: Share) -> Generator[tuple[Batch, BlockTimes], None, None]:
+        for plan, steps in plans():
+            numbers = _Numbers(self._announced(plan.numbers()))
+            for step in range(steps):
+                taken = numbers.take(plan.rows_until(step + 1) - plan.rows_until(step))
+                yield measured(functools.partial(self._read, taken, plan.epoch, share), rows_of=len)
+
+    def _announced(self, windows: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """Each window, announced to the source while the one before is in use."""
+        present = next(windows, None)
+        if present is not None:
+            self._source.will_read(present)
+        while present is not None:
+            following = next(windows, None)
+            if following is not None:
+                self._source.will_read(following)
+            yield present
+            present = following
+
+    def _read(self, numbers: np.ndarray, epoch: int, share: Share) -> Batch:
+        mine, weight = numbers[share.rank :: share.world_size], share.world_size / len(numbers)
+        counted = RowNumbers(epoch, mine)
+        if not len(mine):
+            mine, weight = numbers[:1], 0.0
+        with stage("read"):
+            arrays = self._source.read(mine)
+        return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, row_numbers=counted)
+
+
+class _Numbers:
+    """Takes batches off windows of row numbers, across their borders."""
+
+    def __init__(self, windows: Iterator[np.ndarray]) -> None:
+        self._windows = windows
+        self._left = np.empty(0, np.int64)
+
+    def take(self, count: int) -> np.ndarray:
+        pieces = []
+        while count:
+            if not len(self._left):
+                self._left = next(self._windows)
+            piece, self._left = self._left[:count], self._left[count:]
+            pieces.append(piece)
+            count -= len(piece)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+# Click logs ----------------------------------------------------------------------------------------------------------
+
+
+@final
+class ClickBatches:
+    """Batches of a click log, sliced from its encoded rows."""
+
+    def __init__(
+        self,
+        source: TaskSource | MappedSource,
+        inputs: Schema,
+        *,
+        targets: Targets | None = None,
+        unpooled: Sequence[str] = (),
+        pinned: int = 0,
+    ) -> None:
+        """`inputs`: columns of the model's inputs; `unpooled`: sparse ones of them that go into `Batch.sequence_features`.
+        `targets`: what rows are to be scored as; None: their labels. `pinned`: so many batches are cut by a thread and copied to
+        pinned memory, from which they travel to a GPU while it computes; 0: `next` cuts them, in pageable memory."""
+        self._source, self._inputs, self._targets, self._unpooled = source, inputs, targets, unpooled
+        self._num_pinned = pinned
+        self._rows: RowStream | None = None
+        self._pinned: Ahead[Batch] | None = None
+        self.stages = StageAccount(cpus=source.cpus)
+
+    def batches(self, plans: Plans[BlockPlan], share: Share) -> Iterator[Batch]:
+        self._rows = rows = RowStream(self._source, _Pieces(plans), self.stages)
+        batches = self._slice(rows, plans, share)
+        if not self._num_pinned:
+            return batches
+        self._pinned = Ahead((batch.pin_memory() for batch in batches), most=self._num_pinned)
+        return self._pinned
+
+    def stop(self) -> None:
+        """Ends the data tasks."""
+        for thread in (self._pinned, self._rows):
+            if thread is not None:
+                thread.close()
+
+    close = stop
+
+    def _slice(self, rows: Iterator[EncodedRows], plans: Plans[BlockPlan], share: Share) -> Iterator[Batch]:
+        slicer = Slicer(
+            rows,
+            self._inputs,
+            targets=self._targets,
+            unpooled=self._unpooled,
+            pin_constants=bool(self._num_pinned),
+        )
+        for plan, steps in plans():
+            for step in range(steps):
+                of_all_workers = plan.rows_until(step + 1) - plan.rows_until(step)
+                weight = share.world_size / of_all_workers
+                yield slicer.take(plan.own_rows(step), loss_weight=weight, epoch=plan.epoch)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of all epochs, as often as they are iterated; none for rows that no step wants."""
+
+    plans: Plans[BlockPlan]
+
+    def __iter__(self) -> Iterator[tuple[Block, Piece]]:
+        for plan, steps in self.plans():
+            yield from plan.pieces(steps)
+
+
+class Slicer:
+    """Cuts a stream of encoded rows into batches; one copy a row."""
+
+    def __init__(
+        self,
+        rows: Iterator[EncodedRows],
+        inputs: Schema,
+        *,
+        targets: Targets | None = None,
+        unpooled: Sequence[str] = (),
+        pin_constants: bool = False,
+    ) -> None:
+        """`inputs`: the model's columns; `targets` changes the rows' first label. `unpooled`: sparse columns that go into
+        `Batch.sequence_features`. `pin_constants`: lengths and offsets that are the same in every batch are pinned once, and not
+        in each batch, of which they are more than half."""
+        assert inputs.label is not None, "an unlabelled log is refused before"
+        self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
+        self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
+        self._weighted = bool(inputs.list_weights)
+        self._unpooled = [number for number, key in enumerate(self._keys) if key in unpooled]
+        self._pooled = [number for number, key in enumerate(self._keys) if key not in unpooled]
+        self._current: EncodedRows | None = None
+        self._offsets: list[np.ndarray | None] = []
+        self._used = 0
+        self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
+        """The next `count` rows, which belong to an epoch."""
+        slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]] = []
+        done = 0
+        while done < count:
+            if self._current is None or self._used == len(self._current):
+                self._current, self._used = next(self._rows), 0
+                self._offsets = [ids.offsets() if isinstance(ids, Bags) else None for ids in self._current.ids]
+            size = min(count - done, len(self._current) - self._used)
+            slices.append((self._current, self._offsets, self._used, self._used + size))
+            done += size
+            self._used += size
+        dense = np.empty((count, self._num_dense), np.float32)
+        done = 0
+        for rows, _, start, stop in slices:
+            dense[done : done + stop - start] = rows.dense[start:stop]
+            done += stop - start
+        ids = self._ids(slices, count)
+
+        def joined(values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type) -> np.ndarray | None:
+            """Numbers of the rows of all slices; None if the rows have none."""
+            parts = [(values_of(rows), start, stop) for rows, _, start, stop in slices]
+            there = [values[start:stop] for values, start, stop in parts if values is not None]
+            if len(there) < max(len(parts), 1):
+                return None
+            return np.concatenate(there, dtype=dtype)
+
+        labels = joined(lambda rows: rows.labels, np.float32)
+        labels = np.empty(0, np.float32) if labels is None else labels
+        assert len(labels) == count, "an unlabelled log is refused before"
+        if self._targets is not None and count:
+            # Batch by batch: a model's last digits depend on the rows it takes together, and these are the same in every run.
+            labels = self._targets(EncodedRows(dense, ids, labels))
+        more_labels = [
+            joined(functools.partial(_more_label, number=number), np.float32) for number in range(len(self._labels) - 1)
+        ]
+        return Batch(
+            {DENSE: torch.from_numpy(dense)},
+            loss_weight,
+            self._features(ids, self._pooled, count),
+            {
+                name: torch.from_numpy(np.empty(0, np.float32) if values is None else values)
+                for name, values in zip(self._labels, [labels, *more_labels], strict=True)
+            },
+            weights=_tensor(joined(lambda rows: rows.weights, np.float32)),
+            groups=_tensor(joined(lambda rows: rows.groups, np.int64)),
+            timestamps=_tensor(joined(lambda rows: rows.timestamps, np.int64)),
+            sequence_features=self._features(ids, self._unpooled, count),
+            row_numbers=_row_numbers(
+                [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices],
+                epoch,
+            ),
+        )
+
+    def _features(self, ids: Sequence[Ids], numbers: Sequence[int], count: int) -> KeyedJaggedTensor | None:
+        """The ids of some features, by their numbers."""
+        if not numbers:
+            return None
+        if len(numbers) == len(ids):
+            features = sparse_features(self._keys, ids, count, self._constant, weighted=self._weighted)
+            if self._pin_constants and count in self._constant:
+                lengths, offsets = self._constant[count]
+                self._constant[count] = lengths.pin_memory(), offsets.pin_memory()  # what is pinned is not copied again
+            return features
+        keys = [self._keys[number] for number in numbers]
+        return sparse_features(keys, [ids[number] for number in numbers], count, weighted=self._weighted)
+
+    def _ids(
+        self, slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]], count: int
+    ) -> Sequence[np.ndarray | Bags]:
+        """The ids of the slices' rows; columns of so many ids a row lie in one array, one after the other."""
+        first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
+        if any(isinstance(column, Bags) for column in first):
+            return [
+                _joined([_part(rows.ids[c], offsets[c], start, stop) for rows, offsets, start, stop in slices])
+                for c in range(len(self._keys))
+            ]
+        shapes = [(count, *column.shape[1:]) for column in first if isinstance(column, np.ndarray)]
+        sizes = [math.prod(shape) for shape in shapes]
+        values = np.empty(sum(sizes), first[0].dtype if len(first) else np.int32)  # type: ignore[union-attr]
+        columns, begin = [], 0
+        for c, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+            out, done = values[begin : begin + size].reshape(shape), 0
+            for rows, _, start, stop in slices:
+                out[done : done + stop - start] = rows.ids[c][start:stop]  # type: ignore[index]
+                done += stop - start
+            columns.append(out)
+            begin += size
+        return OneArray(values, columns)
+
+
+def _more_label(rows: EncodedRows, number: int) -> np.ndarray:
+    return rows.more_labels[number]
+
+
+def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values)
+
+
+def _row_numbers(slices: Sequence[np.ndarray | None], epoch: int) -> RowNumbers | None:
+    known = [numbers for numbers in slices if numbers is not None]
+    if len(known) < len(slices):
+        return None
+    return RowNumbers(epoch, np.concatenate([np.empty(0, np.int64), *known]))
+
+
+class OneArray(list[np.ndarray]):
+    """Columns that are views of one array, in which they follow each other."""
+
+    def __init__(self, values: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        super().__init__(columns)
+        self.values = values
+
+
+def _part(ids: Ids, offsets: np.ndarray | None, start: int, stop: int) -> Ids:
+    if isinstance(ids, Bags):
+        assert offsets is not None
+        return ids.take(start, stop, offsets)
+    return ids[start:stop]
+
+
+def _joined(parts: Sequence[Ids]) -> Ids:
+    if isinstance(parts[0], Bags):
+        bags = [part for part in parts if isinstance(part, Bags)]
+        weights = [bag.weights for bag in bags if bag.weights is not None]
+        return Bags(
+            np.concatenate([bag.values for bag in bags]),
+            np.concatenate([bag.lengths for bag in bags]),
+            np.concatenate(weights) if weights else None,
+        )
+    return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+
+
+def sparse_features(
+    keys: Sequence[str],
+    columns: Sequence[Ids],
+    rows: int,
+    constant: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    *,
+    weighted: bool = False,
+) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor of `rows` rows; `weighted`: with weights, 1 for ids without one. `constant` keeps, by the
+    number of rows, lengths and offsets of columns that have the same number of ids in every row."""
+    sizes = [len(column.values) if isinstance(column, Bags) else column.size for column in columns]
+    if isinstance(columns, OneArray):
+        values = columns.values
+    elif isinstance(columns, np.ndarray):
+        values = columns.reshape(-1)
+    else:
+        flat = [column.values if isinstance(column, Bags) else column.reshape(-1) for column in columns]
+        values = np.concatenate(flat) if flat else np.empty(0, np.int32)
+    varying = any(isinstance(column, Bags) for column in columns)
+    constant = {} if constant is None or varying else constant
+    if rows not in constant:
+        lengths = torch.from_numpy(
+            np.concatenate([_lengths(column, rows) for column in columns] or [np.empty(0, np.int32)])
+        )
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32 if len(values) < 2**31 else torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        constant[rows] = lengths, offsets
+    lengths, offsets = constant[rows]
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.from_numpy(values),
+        weights=torch.from_numpy(_weights(columns, sizes)) if weighted else None,
+        lengths=lengths,
+        offsets=offsets,
+        stride=rows,
+        length_per_key=sizes,
+        offset_per_key=[0, *np.cumsum(sizes, dtype=np.int64).tolist()],
+    )
+
+
+def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
+    """float32 (ids of all columns)."""
+    given = [column.weights if isinstance(column, Bags) else None for column in columns]
+    return np.concatenate(
+        [np.ones(size, np.float32) if weights is None else weights for weights, size in zip(given, sizes, strict=True)]
+    )
+
+
+def _lengths(ids: Ids, rows: int) -> np.ndarray:
+    if isinstance(ids, Bags):
+        return ids.lengths
+    return np.full(rows, ids.shape[1] if ids.ndim == 2 else 1, np.int32)
