@@ -27,6 +27,7 @@ from measured import interleaved_rates, warm_speed
 from rows import emit, part, say
 
 from rayrec.config import InputError
+from rayrec.models.ensemble import build_network
 
 PARTS: Final = ("train", "dcnv2", "checkpoint", "memory", "uvm", "trace", "scores")
 PRECISIONS: Final[dict[str, dict[str, Any]]] = {
@@ -268,7 +269,7 @@ def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, f
 
     workload = config_of(Sizes(**sizes), on=on, precision="fp32", multi_hot=multi_hot).workload
     inputs = ModelInputs.of(SCHEMA)
-    cost = network_cost(workload.model.network(inputs), inputs, workload.model)
+    cost = network_cost(build_network(workload.model, inputs), inputs, workload.model)
     ids = sum(MLPERF_SIZES) if multi_hot else len(SCHEMA.sparse)
     state_values = workload.sparse_optimizer.state_bytes(1, workload.model.table_width) // 4
     return bytes_of_row(

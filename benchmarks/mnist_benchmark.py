@@ -92,10 +92,17 @@ def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **c
 
 def flop_per_image() -> float:
     """Of a training step: backward costs twice the forward pass, less the gradient of the image."""
-    from rayrec.workloads.vision import STAGE_WIDTHS, ResNetConfig, multiply_adds
+    import torch
 
+    from rayrec.layers.operation_count import counted
+    from rayrec.workloads.vision import ResNetConfig
+    from rayrec.workloads.vision_model import STAGE_WIDTHS
+
+    model = ResNetConfig().build()
+    cost = counted(model, lambda: model(torch.zeros(1, 1, 28, 28)))
+    assert cost is not None
     first_layer = STAGE_WIDTHS[0] * 7 * 7 * 14 * 14
-    return 6 * multiply_adds(ResNetConfig(), image_size=28) - 2 * first_layer
+    return 6 * cost - 2 * first_layer
 
 
 def main(*, quick: bool) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Final
 from rows import emit, part, say
 from tables_benchmark import SIZES, batches_of, setup_of, times
 
+from rayrec.models.ensemble import build_network
+
 MODELS: Final = (
     "dlrm", "linear", "widedeep", "deepfm", "xdeepfm", "autoint", "dcnv2", "gdcn", "dcnv3", "masknet", "finalmlp", "finalnet",
     "wukong",
@@ -52,7 +54,7 @@ def main(*, quick: bool) -> None:
                     for seconds, found in zip(measured, spent.values(), strict=True):
                         found.append(seconds)
             ours, theirs = (steps * BATCH / statistics.median(found) for found in spent.values())
-            macs = network_cost(config.network(inputs), inputs, config).multiply_adds or 0
+            macs = network_cost(build_network(config, inputs), inputs, config).multiply_adds or 0
             say(f"  {name}: {ours:,.0f} rows/s, plain PyTorch {theirs:,.0f}: {ours / theirs:.2f}")
             emit(
                 "models",
@@ -73,7 +75,7 @@ def _plain(config: Any, inputs: Any) -> Any:
     from peers.plain_clicks import PlainClicks
 
     torch.manual_seed(0)
-    return PlainClicks(config.network(inputs), inputs.features, SIZES, dim=config.table_width)
+    return PlainClicks(build_network(config, inputs), inputs.features, SIZES, dim=config.table_width)
 
 
 def _seconds(plain: Any, batches: list[Any]) -> float:

@@ -18,9 +18,8 @@ from rayrec.checkpoint.format import MANIFEST, DataFile, check_manifest, load_ma
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model
 from rayrec.models.scoring_tables import QUANTIZATIONS, Quantization, RowFormat
-from rayrec.models.stored import stored_model
 from rayrec.workloads.recsys.scorer import ClickScorer, empty_model, make_scorer
 
 if TYPE_CHECKING:

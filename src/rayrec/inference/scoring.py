@@ -19,7 +19,8 @@ from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.inference.pool import Pool, plan_pool, scored_tables, weight_bytes
 from rayrec.observe.console import Console
-from rayrec.workloads.scoring import Device, Scoring, ScoringContext
+from rayrec.workloads.base import ScoringContext
+from rayrec.workloads.scoring import Device, Scoring
 
 if TYPE_CHECKING:
     import ray.data

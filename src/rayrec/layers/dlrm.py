@@ -1,4 +1,5 @@
-"""How dense and sparse features meet: pairwise dot products, low-rank crosses, or a product of two projections.
+"""The DLRM network (Naumov et al., 2019), and how its dense and sparse features meet: pairwise dot products, low-rank crosses, or
+a product of two projections.
 
 A sharded collection delivers its features table by table, worker by worker. Each interaction brings them into the
 features' own order (the dot product by the choice of pairs, at no cost), so that the result never depends on the plan.
@@ -110,3 +111,18 @@ class ProjectionInteraction(Interaction):
         second = self.second_branch(features).view(rows, self.dim, self.second_branch.out_features // self.dim)
         products = torch.bmm(first, second)
         return torch.cat([dense, products.flatten(1)], dim=1)
+
+
+class DLRM(nn.Module):
+    """Bottom MLP, interaction and top MLP, which gives one logit for each label."""
+
+    def __init__(self, labels: Sequence[str], bottom_mlp: MLP, interaction: Interaction, top_mlp: MLP) -> None:
+        super().__init__()
+        self.bottom_mlp, self.interaction, self.top_mlp = bottom_mlp, interaction, top_mlp
+        self._labels = labels
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """See `ClickModelConfig.build`."""
+        bottom = self.bottom_mlp(dense)  # while embeddings are exchanged
+        logits = self.top_mlp(self.interaction(bottom, embedded))
+        return dict(zip(self._labels, logits.unbind(1), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -10,7 +11,7 @@ from rayrec.config import CLASS, Config, InputError, same_class
 from rayrec.models import ranking
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -143,15 +144,6 @@ class ClickModelConfig(Config):
         """Values of a table's row."""
         return self.members * self.width
 
-    def network(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-        """What is trained and scores: the network that `build` gives, or an ensemble of several."""
-        if self.members == 1:
-            return self.build(inputs, precision=precision)
-        from rayrec.models.ensemble import Ensemble
-
-        networks = [self.build(inputs, precision=precision) for _ in range(self.members)]
-        return Ensemble(networks, inputs, widths=[self.width] * self.members)
-
     @abstractmethod
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         """The network without its tables: forward(dense, embedded) takes dense features (rows, num_dense) float32 and
@@ -220,3 +212,34 @@ class TableStart(Config):
         super().__post_init__()
         if not 0 < self.std < float("inf"):
             raise InputError(f"TableStart.std: {self.std} must be above 0 and finite")
+
+
+def stored_model(
+    values: Mapping[str, Any], *, where: str, own: type[ClickModelConfig] | None = None
+) -> ClickModelConfig:
+    """The settings that `ClickModelConfig.to_dict` gave: a file chooses among rayrec's own models, and no other code. `own`: the
+    class of a model that is not rayrec's, where one was given; `where`: the file, for messages. Raises InputError
+    for a class that is neither, and for settings that do not fit it."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{where}: its network must be a mapping of settings, got {str(values)[:40]!r}")
+    name = str(values.get(CLASS) or f"{ranking.__name__}.dlrm.DLRMConfig")  # early files name no class
+    if own is not None and own.__qualname__.rpartition(".")[2] == name.rpartition(".")[2]:
+        cls: type[ClickModelConfig] = own
+    else:
+        cls = _shipped(name, where)
+    try:
+        return cls().updated(values)
+    except TypeError as error:
+        raise InputError(
+            f"{where}: {cls.__qualname__} cannot be made of its defaults ({error}); give every field one"
+        ) from None
+
+
+def _shipped(name: str, where: str) -> type[ClickModelConfig]:
+    cls: type[ClickModelConfig] | None = ranking.config_class(name) if "." in name else None
+    if cls is None:
+        raise InputError(
+            f"{where}: its network is {name}, which is not one of rayrec's; give the recipe that it was trained by: "
+            "--recipe FILE.py:FUNCTION"
+        )
+    return cls

@@ -12,8 +12,17 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
-from rayrec.models.base import ModelInputs
+from rayrec.layers.mlp import Precision
+from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.schema import Label
+
+
+def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+    """What is trained and scores: the network that `build` gives, or an ensemble of several."""
+    if config.members == 1:
+        return config.build(inputs, precision=precision)
+    networks = [config.build(inputs, precision=precision) for _ in range(config.members)]
+    return Ensemble(networks, inputs, widths=[config.width] * config.members)
 
 
 @final

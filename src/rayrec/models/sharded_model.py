@@ -16,6 +16,7 @@ from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
 from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, unpooled_features
 from rayrec.models.embeddings import build_embeddings, build_sequences
+from rayrec.models.ensemble import build_network
 from rayrec.schema import Label
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ def build_click_model(
             sizes = [rows_of[feature] for feature in of_sequences]
             sequences = build_sequences(sizes, table_of=of_sequences, **shared)
         torch.manual_seed(seed)
-        network = config.network(inputs, precision=precision)
+        network = build_network(config, inputs, precision=precision)
     return ClickModel(
         embeddings,
         sequences,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 from rayrec import storage
 from rayrec.config import Config, InputError
 from rayrec.data.engine import Shared, StreamEngine
+from rayrec.observe.console import Console
 from rayrec.observe.timing import Stopwatch
 from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.optim.config import PlateauConfig
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rayrec.checkpoint.row_map import RowMap
     from rayrec.row_tally import RowTally
     from rayrec.schema import Schema
-    from rayrec.workloads.scoring import Scoring, ScoringContext
+    from rayrec.workloads.scoring import Scoring
     from rayrec.workloads.step_timer import StepClock
 
 
@@ -397,6 +398,29 @@ class WarmStart:
     """Of embedding tables, by name of their weights: which row each of the new run's rows starts with."""
     report: dict[str, Any]
     """Plain JSON values for the event `warm_start`."""
+
+
+@dataclass(frozen=True)
+class ScoringContext:
+    """What a workload is told when rows are to be scored with a checkpoint."""
+
+    config: TrainConfig
+    """The checkpoint's config.yaml, with the caller's changes."""
+    checkpoint: str
+    """The checkpoint's folder, its weights verified, reachable from every node."""
+    path: str
+    """Of the rows; as the user gave it."""
+    evaluating: bool
+    """Whether the rows are to be compared with their labels, else they are predicted."""
+    batch_rows: int | None
+    """Rows the model takes at once; None: the workload's choice."""
+    engine: Callable[[], StreamEngine]
+    """What runs data tasks, Ray being reached first if it is Ray."""
+    console: Console
+    slice_by: tuple[str, ...] = ()
+    """What metrics are to be told by, beside all rows: day, COLUMN, frequency:COLUMN; only a click model's are."""
+    ranking_k: tuple[int, ...] = ()
+    """Ranks k of the metrics at k of a click model with groups; none: 10."""
 
 
 class TrainLoader(Protocol):

@@ -190,7 +190,7 @@ class LanguageWorkload(DataParallelWorkload):
         if self.weights is not None:
             from rayrec.workloads.language_model import check_weights
 
-            check_weights(self.weights, self.model, vocabulary_size=train.vocabulary_size)
+            check_weights(self.weights, self.model.to_huggingface(train.vocabulary_size))
         return prepared
 
     def _check_sizes(self, prepared: Prepared) -> None:

@@ -22,7 +22,6 @@ from rayrec.layers.mlp import linear_stack
 
 if TYPE_CHECKING:
     from rayrec.data.text.text_blocks import TextTokenizer
-    from rayrec.workloads.language import GPT2Config
 
 PROMPTS, LENGTHS = "prompts", "lengths"
 """Tensors of a batch to predict: int64 (rows, longest), each prompt at the right end of its row; int64 (rows,)."""
@@ -191,11 +190,10 @@ def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRo
 # Weights of others ------------------------------------------------------------------------------------------------------
 
 
-def check_weights(folder: str, model: GPT2Config, *, vocabulary_size: int) -> None:
-    """Raises InputError where a folder's config.json is missing or of another model."""
+def check_weights(folder: str, wanted: Mapping[str, Any]) -> None:
+    """Raises InputError where a folder's config.json is missing or of another model than the one `wanted`."""
     path = storage.join(folder, "config.json")
     found = storage.read_json(path)
-    wanted = model.to_huggingface(vocabulary_size)
     for name in ("model_type", "vocab_size", "n_layer", "n_head", "n_embd", "n_positions"):
         if not isinstance(found, dict) or found.get(name) != wanted[name]:
             stored = found.get(name) if isinstance(found, dict) else None

@@ -10,36 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pyarrow as pa
 
-from rayrec.data.engine import StreamEngine
-from rayrec.observe.console import Console
-
 if TYPE_CHECKING:
-    from rayrec.workloads.base import TrainConfig
+    pass
 
 Device = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True)
-class ScoringContext:
-    """What a workload is told when rows are to be scored with a checkpoint."""
-
-    config: TrainConfig
-    """The checkpoint's config.yaml, with the caller's changes."""
-    checkpoint: str
-    """The checkpoint's folder, its weights verified, reachable from every node."""
-    path: str
-    """Of the rows; as the user gave it."""
-    evaluating: bool
-    """Whether the rows are to be compared with their labels, else they are predicted."""
-    batch_rows: int | None
-    """Rows the model takes at once; None: the workload's choice."""
-    engine: Callable[[], StreamEngine]
-    """What runs data tasks, Ray being reached first if it is Ray."""
-    console: Console
-    slice_by: tuple[str, ...] = ()
-    """What metrics are to be told by, beside all rows: day, COLUMN, frequency:COLUMN; only a click model's are."""
-    ranking_k: tuple[int, ...] = ()
-    """Ranks k of the metrics at k of a click model with groups; none: 10."""
 
 
 KEY = "key:"

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from rayrec.workloads.vision_model import ResNet
 
-STAGE_WIDTHS = (64, 128, 256, 512)
-"""Channels of the four stages; each but the first halves the image."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(Config):
@@ -50,27 +47,7 @@ class ResNetConfig(Config):
         `torch.manual_seed`, `torchvision.models.resnet18` has the same ones, where channels and classes are the same."""
         from rayrec.workloads.vision_model import ResNet
 
-        return ResNet(self)
-
-
-def multiply_adds(config: ResNetConfig, *, image_size: int) -> int:
-    """Multiply-adds of the convolutions and of the last layer for one square image's forward pass (backward costs about twice
-    as many)."""
-    size = _halved(image_size)
-    total = config.num_channels * STAGE_WIDTHS[0] * 7 * 7 * size**2
-    size, width_in = _halved(size), STAGE_WIDTHS[0]
-    for stage, (width, blocks) in enumerate(zip(STAGE_WIDTHS, config.blocks, strict=True)):
-        if stage:
-            size = _halved(size)
-            total += width_in * width * size**2  # the shortcut's 1 x 1
-        total += 9 * size**2 * (width_in * width + (2 * blocks - 1) * width**2)
-        width_in = width
-    return total + width_in * config.num_classes
-
-
-def _halved(size: int) -> int:
-    """After a layer of stride 2 that pads half of its kernel."""
-    return (size + 1) // 2
+        return ResNet(self.blocks, num_channels=self.num_channels, num_classes=self.num_classes)
 
 
 IMAGES, LABELS = "images", "labels"
@@ -242,7 +219,7 @@ class VisionWorkload(DataParallelWorkload):
 
         if not self.augmentation.moves:
             return tensors
-        return {**tensors, IMAGES: augmented(tensors[IMAGES], self.augmentation)}
+        return {**tensors, IMAGES: augmented(tensors[IMAGES], **self.augmentation.to_dict())}
 
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`loss`, the cross entropy, in training against smoothed targets; and `accuracy`, 1 where the class is right."""

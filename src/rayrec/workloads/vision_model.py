@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from rayrec.config import InputError
-from rayrec.workloads.vision import STAGE_WIDTHS, ResNetConfig
 
-if TYPE_CHECKING:
-    from rayrec.workloads.vision import AugmentationConfig
+STAGE_WIDTHS = (64, 128, 256, 512)
+"""Channels of the four stages; each but the first halves the image."""
 
 
 def normalised(images: torch.Tensor, *, mean: float, std: float) -> torch.Tensor:
@@ -27,16 +25,16 @@ def normalised(images: torch.Tensor, *, mean: float, std: float) -> torch.Tensor
     return ((images.float() / pixel_range - mean) / deviation).unsqueeze(1)
 
 
-def augmented(images: torch.Tensor, augmentation: AugmentationConfig) -> torch.Tensor:
+def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: float, max_scale: float) -> torch.Tensor:
     """float32 (rows, height, width) from 0 to 255: each image turned, scaled and shifted by amounts drawn evenly from torch's
     generator of the device; what comes in from outside is 0, the background."""
     rows, height, width = images.shape
     if not rows:  # affine_grid refuses
         return images.float()
     drawn = torch.rand(rows, 4, device=images.device) * 2 - 1
-    angle = drawn[:, 0] * math.radians(augmentation.max_rotation_degrees)
-    scale = 1 + drawn[:, 1] * augmentation.max_scale
-    shift = drawn[:, 2:] * augmentation.max_shift  # pixels
+    angle = drawn[:, 0] * math.radians(max_rotation_degrees)
+    scale = 1 + drawn[:, 1] * max_scale
+    shift = drawn[:, 2:] * max_shift  # pixels
     cosine, sine = angle.cos() / scale, angle.sin() / scale
     # From places of the new image to places of the old one; the grid's unit is half the image, in either direction.
     to_old = torch.stack(
@@ -86,17 +84,17 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """`state_dict` has torchvision's names and shapes."""
 
-    def __init__(self, config: ResNetConfig) -> None:
+    def __init__(self, blocks: Sequence[int], *, num_channels: int, num_classes: int) -> None:
         super().__init__()
         # The order in which modules are made and start values drawn is torchvision's.
         width = STAGE_WIDTHS[0]
-        self.conv1 = nn.Conv2d(config.num_channels, width, 7, stride=2, padding=3, bias=False)
+        self.conv1 = nn.Conv2d(num_channels, width, 7, stride=2, padding=3, bias=False)
         self.bn1 = BatchNorm(width)
-        self.layer1 = _stage(width, STAGE_WIDTHS[0], blocks=config.blocks[0], stride=1)
-        self.layer2 = _stage(STAGE_WIDTHS[0], STAGE_WIDTHS[1], blocks=config.blocks[1], stride=2)
-        self.layer3 = _stage(STAGE_WIDTHS[1], STAGE_WIDTHS[2], blocks=config.blocks[2], stride=2)
-        self.layer4 = _stage(STAGE_WIDTHS[2], STAGE_WIDTHS[3], blocks=config.blocks[3], stride=2)
-        self.fc = nn.Linear(STAGE_WIDTHS[3], config.num_classes)
+        self.layer1 = _stage(width, STAGE_WIDTHS[0], blocks=blocks[0], stride=1)
+        self.layer2 = _stage(STAGE_WIDTHS[0], STAGE_WIDTHS[1], blocks=blocks[1], stride=2)
+        self.layer3 = _stage(STAGE_WIDTHS[1], STAGE_WIDTHS[2], blocks=blocks[2], stride=2)
+        self.layer4 = _stage(STAGE_WIDTHS[2], STAGE_WIDTHS[3], blocks=blocks[3], stride=2)
+        self.fc = nn.Linear(STAGE_WIDTHS[3], num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -13,6 +13,7 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.ensemble import build_network
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
@@ -82,7 +83,7 @@ def test_one_member_is_the_network_itself() -> None:
 def test_members_take_their_part_of_sequences() -> None:
     inputs = ModelInputs(0, ("item", "history"), "click", vocabularies=("item", "item"), lists=(("history", None),))
     config: Any = DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2)
-    network = config.network(inputs).eval()
+    network = build_network(config, inputs).eval()
     item, values = torch.rand(ROWS, 2 * DIM), torch.rand(3 * ROWS, 2 * DIM)
     lengths = torch.full((ROWS,), 3)
     made = network(

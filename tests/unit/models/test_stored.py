@@ -7,10 +7,9 @@ import pytest
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.models import ranking
-from rayrec.models.base import ClickModelConfig
+from rayrec.models.base import ClickModelConfig, stored_model
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
-from rayrec.models.stored import stored_model
 
 
 class OwnConfig(ClickModelConfig):
@@ -55,7 +54,7 @@ def test_a_stored_class_takes_the_place_of_the_recipes() -> None:
     assert recipes.load_config(changed.to_yaml()) == changed
     back = changed.replace(workload={"model": {"class": "dlrm"}}).workload.model
     assert back == DLRMConfig(embedding_dim=16, bottom_mlp=(512, 256, 16), members=2)
-    for unknown in ("deepest", "dlrm_network", "os.system", "rayrec.models.base.ClickModelConfig"):
+    for unknown in ("deepest", "os.system", "rayrec.models.base.ClickModelConfig"):
         with pytest.raises(InputError, match=rf"model\.class: .*; rayrec's models are {', '.join(ranking.names())}"):
             recipe.replace(workload={"model": {"class": unknown}})
 

@@ -67,7 +67,7 @@ def test_normalisation_is_torchvisions_to_the_last_bit(mean: float, std: float) 
 
 def moved(images: torch.Tensor, *, seed: int = 0, **fields: float) -> torch.Tensor:
     torch.manual_seed(seed)
-    return augmented(images, AugmentationConfig(**fields))
+    return augmented(images, **AugmentationConfig(**fields).to_dict())
 
 
 def test_augmentation_comes_of_the_seed_and_keeps_the_range() -> None:

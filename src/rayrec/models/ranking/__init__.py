@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Any, Final
-
-_NETWORK: Final = "_network"
-"""Ends the name of a file that has a model's network, but not its configuration."""
+from typing import Any
 
 
 def names() -> list[str]:
     """Of the models: of their files."""
-    return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.endswith(_NETWORK))
+    return sorted(found.name for found in pkgutil.iter_modules(__path__))
 
 
 def config_class(name: object) -> type[Any] | None:

@@ -1,4 +1,4 @@
-"""The settings of DLRM. The network is in `dlrm_network`, so that a driver that runs a recipe of rayrec's loads no torch."""
+"""DLRM (Naumov et al., 2019), with each of its interactions. The network is in `layers/dlrm`: a driver loads no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rayrec.config import CLASS, InputError, same_class
 from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
 
 if TYPE_CHECKING:
+    from rayrec.layers.dlrm import DLRM, Interaction
     from rayrec.layers.mlp import Precision
-    from rayrec.models.ranking.dlrm_network import DLRM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,30 @@ class DLRMConfig(ClickModelConfig):
         return super().updated(changes, where=where)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> DLRM:
-        from rayrec.models.ranking.dlrm_network import DLRM
+        from rayrec.layers.dlrm import DLRM
+        from rayrec.layers.mlp import MLP
 
-        return DLRM(self, inputs, precision=precision)
+        settings: dict[str, Any] = {"batch_norm": self.batch_norm, "precision": precision}
+        bottom = MLP(inputs.num_dense, self.bottom_mlp, final_activation=True, dropout=self.bottom_dropout, **settings)
+        interaction = self._interaction(inputs, precision)
+        sizes = (*self.top_mlp[:-1], len(inputs.label_names))
+        top = MLP(interaction.out_features, sizes, final_activation=False, dropout=self.top_dropout, **settings)
+        return DLRM(inputs.label_names, bottom, interaction, top)
+
+    def _interaction(self, inputs: ModelInputs, precision: Precision) -> Interaction:
+        from rayrec.layers.dlrm import CrossInteraction, DotInteraction, ProjectionInteraction
+
+        features, dim = inputs.features, self.embedding_dim
+        if self.interaction == "dot":
+            return DotInteraction(features, dim=dim)
+        if self.interaction == "cross":
+            return CrossInteraction(
+                features, dim=dim, num_layers=self.cross_layers, low_rank=self.cross_low_rank, precision=precision
+            )
+        return ProjectionInteraction(
+            features,
+            dim=dim,
+            first_branch=self.projection_first,
+            second_branch=self.projection_second,
+            precision=precision,
+        )

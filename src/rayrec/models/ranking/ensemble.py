@@ -76,7 +76,7 @@ class EnsembleConfig(ClickModelConfig):
         return tuple(feature for feature in inputs.features if feature in taken)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-        from rayrec.models.ensemble import Ensemble
+        from rayrec.models.ensemble import Ensemble, build_network
 
-        networks = [model.network(inputs, precision=precision) for model in self.models]
+        networks = [build_network(model, inputs, precision=precision) for model in self.models]
         return Ensemble(networks, inputs, widths=[model.table_width for model in self.models])

@@ -15,7 +15,8 @@ from rayrec.checkpoint import Checkpoint, full_tensors, untied
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import RowSource
 from rayrec.metrics.means import MeasureTotals
-from rayrec.workloads.scoring import Device, Scoring, ScoringContext
+from rayrec.workloads.base import ScoringContext
+from rayrec.workloads.scoring import Device, Scoring
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

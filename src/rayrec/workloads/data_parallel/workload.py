@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rayrec.data.numbered_rows import RowSource
     from rayrec.ingest.loader import Loader
     from rayrec.ingest.row_order import RowPlace, RowPlan
+    from rayrec.workloads.base import ScoringContext
     from rayrec.workloads.scoring import Scoring, ScoringContext
 
 

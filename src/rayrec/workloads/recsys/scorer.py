@@ -23,7 +23,8 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.models import ranking
-from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
+from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model, unpooled_features
+from rayrec.models.ensemble import build_network
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.models.scoring_tables import (
     DeviceTables,
@@ -35,7 +36,6 @@ from rayrec.models.scoring_tables import (
     table_name,
     table_weight,
 )
-from rayrec.models.stored import stored_model
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
@@ -163,10 +163,10 @@ def empty_model(
     inputs = ModelInputs.of(preprocessor.inputs)
     if type(config).__module__.startswith(f"{ranking.__name__}."):
         with torch.device("meta"), _limited_weights(stored_bytes, where):  # no memory, and no start values drawn
-            network = config.network(inputs, precision=precision)
+            network = build_network(config, inputs, precision=precision)
     else:  # may compute constants, such as indices, that no checkpoint has
         with torch.random.fork_rng(devices=[]):
-            network = config.network(inputs, precision=precision)
+            network = build_network(config, inputs, precision=precision)
     model = PlainModel(
         network,
         inputs,

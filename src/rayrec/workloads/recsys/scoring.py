@@ -31,9 +31,10 @@ from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.means import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.schema import Schema
+from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.workload import check_grouped
-from rayrec.workloads.scoring import GROUP, KEY, Device, Scoring, ScoringContext
+from rayrec.workloads.scoring import GROUP, KEY, Device, Scoring
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from rayrec.data.log_source import TextIndexer
     from rayrec.ingest.block_order import BlockPlan, Position
     from rayrec.ingest.loader import Loader
-    from rayrec.workloads.base import MeasuredSpeed, Target
+    from rayrec.workloads.base import MeasuredSpeed, ScoringContext, Target
     from rayrec.workloads.recsys.scorer import ClickScorer
-    from rayrec.workloads.scoring import Scoring, ScoringContext
+    from rayrec.workloads.scoring import Scoring
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.models import ranking
 from rayrec.models.base import ModelInputs
+from rayrec.models.ensemble import build_network
 from rayrec.schema import Label
 
 ROWS = 32
@@ -28,7 +29,7 @@ def measured(name: str) -> dict[str, Any]:
     lists = (("history", None),) if name == "din" else ()
     inputs = ModelInputs(2, ("item", "history", "tag"), "click", labels, ("item", "item", "tag"), lists=lists)
     torch.manual_seed(0)
-    network = config.network(inputs).train()
+    network = build_network(config, inputs).train()
     weights = {name: tensor for name, tensor in network.state_dict().items() if tensor.numel()}
     names = "\n".join(f"{name} {list(tensor.shape)}" for name, tensor in weights.items())
     chance = torch.Generator().manual_seed(1)

@@ -16,9 +16,9 @@ from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.console import Console
-from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.base import ScoringContext, TrainConfig
 from rayrec.workloads.data_parallel.scoring import load_model
-from rayrec.workloads.scoring import Scoring, ScoringContext
+from rayrec.workloads.scoring import Scoring
 
 
 @pytest.fixture(scope="module")
