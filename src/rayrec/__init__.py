@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from rayrec.prepare.config import PreparationConfig
     from rayrec.prepare.validate import Gates
     from rayrec.schema import Schema
-    from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
+    from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.data_parallel.workload import DataParallelWorkload
+    from rayrec.workloads.run_config import DataConfig, ScalingConfig
 
 __version__ = "0.1.0"
 __all__ = [

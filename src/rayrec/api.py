@@ -582,7 +582,7 @@ def _scoring(
 def _scoring_config(
     checkpoint: str, recipe: Recipe | None, cluster_address: str | None, asked: ScoringConfig
 ) -> TrainConfig:
-    from rayrec.workloads.base import ClusterConfig
+    from rayrec.workloads.run_config import ClusterConfig
 
     config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=cluster_address))
     return config if asked.max_bad_fraction is None else config.replace(max_bad_fraction=asked.max_bad_fraction)

@@ -57,9 +57,10 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
     from rayrec.training.loop import drain
     from rayrec.training.state import all_tensors
-    from rayrec.workloads.base import ScalingConfig, Target, TrainConfig
+    from rayrec.workloads.base import Target, TrainConfig
     from rayrec.workloads.recsys.planning import tables_of
     from rayrec.workloads.recsys.workload import ClickWorkload
+    from rayrec.workloads.run_config import ScalingConfig
 
     keep_freed_memory()
     torch.set_num_threads(2)

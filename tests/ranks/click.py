@@ -23,8 +23,9 @@ from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Feature, Label, Schema
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.training.state import all_tensors, restore_all
-from rayrec.workloads.base import ScalingConfig, TrainConfig, WorkerContext
+from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.run_config import ScalingConfig
 
 MANY = [
     1460,

@@ -22,9 +22,10 @@ from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import loop
 from rayrec.training.loop import Progress
 from rayrec.training.state import all_tensors, restore_all
-from rayrec.workloads.base import DataConfig, RunContext, ScalingConfig, TrainConfig, WorkerContext
+from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 from rayrec.workloads.language import GPT2Config
+from rayrec.workloads.run_config import DataConfig, ScalingConfig
 
 ROWS = {"train": 101, "validation": 37}
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from scipy import sparse
 
     from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.workloads.base import DataConfig, TrainConfig
+    from rayrec.workloads.base import TrainConfig
+    from rayrec.workloads.run_config import DataConfig
 
 Kind = Literal["lightgbm", "logistic"]
 

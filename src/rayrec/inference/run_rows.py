@@ -15,7 +15,7 @@ from rayrec.data.logs.reading import open_block
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.workloads.base import DataConfig
+    from rayrec.workloads.run_config import DataConfig
 
 BATCH_ROWS: Final = 2048
 """Rows that are encoded at once."""

@@ -6,8 +6,9 @@ from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Feature, Schema
-from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
 PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
 """Stands for the user's own schema, which `--schema FILE` brings."""

@@ -9,9 +9,10 @@ from rayrec.datasets.published_files import RemoteFile
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
-from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, ScalingConfig, TrainConfig
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.distillation import TeacherConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig, ScalingConfig
 
 
 def criteo_demo(path: str | None = None) -> TrainConfig:

@@ -9,8 +9,9 @@ from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
 from rayrec.models.base import ClickModelConfig, TableStart
 from rayrec.optim.config import DenseOptimizerConfig, PlateauConfig, SparseOptimizerConfig
-from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
 _MOST_EPOCHS = 100
 """Early stopping ends training before."""

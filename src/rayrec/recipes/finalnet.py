@@ -5,8 +5,9 @@ from __future__ import annotations
 from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
-from rayrec.workloads.base import DataConfig, EarlyStoppingConfig, TrainConfig
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
 
 def criteo_finalnet(path: str | None = None) -> TrainConfig:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
-from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.language import GPT2Config, LanguageWorkload
+from rayrec.workloads.run_config import DataConfig, ScalingConfig
 
 
 def gpt2_tiny(path: str | None = None) -> TrainConfig:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
-from rayrec.workloads.base import DataConfig, ScalingConfig, TrainConfig
+from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.run_config import DataConfig, ScalingConfig
 from rayrec.workloads.vision import AugmentationConfig, ResNetConfig, VisionWorkload
 
 

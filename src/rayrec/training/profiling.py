@@ -17,7 +17,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.observe.events import follow
 from rayrec.training.stop_monitor import ControlChannel
-from rayrec.workloads.base import MOST_PROFILED_STEPS
+from rayrec.workloads.run_config import MOST_PROFILED_STEPS
 
 TRACE: Final = "trace.json.gz"
 """The last file of a rank to appear, at a URL too."""

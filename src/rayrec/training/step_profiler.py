@@ -20,7 +20,8 @@ from rayrec.cluster import connection
 from rayrec.observe.events import EventWriter
 from rayrec.training.profiling import TRACE, Window, profile_folder
 from rayrec.training.stop_monitor import ControlChannel, ProfileRequest
-from rayrec.workloads.base import MOST_PROFILED_STEPS, WorkerContext
+from rayrec.workloads.base import WorkerContext
+from rayrec.workloads.run_config import MOST_PROFILED_STEPS
 
 TABLE: Final = "operations.txt"
 TIMELINE: Final = "ray_timeline.json"

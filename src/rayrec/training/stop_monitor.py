@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Final, Protocol, Self, final
 
 from rayrec.data.engine import STOP_ASKED
-from rayrec.workloads.base import FailureConfig
+from rayrec.workloads.run_config import FailureConfig
 
 
 class Signals:

@@ -39,7 +39,8 @@ from rayrec.training.resume import (
     with_old,
 )
 from rayrec.training.stop_monitor import Signals
-from rayrec.workloads.base import ClusterConfig, ObserveConfig, ProfileConfig, RunContext, TrainConfig
+from rayrec.workloads.base import RunContext, TrainConfig
+from rayrec.workloads.run_config import ClusterConfig, ObserveConfig, ProfileConfig
 
 if TYPE_CHECKING:
     import pandas

@@ -18,7 +18,8 @@ from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.trials import Job, failed, train_part
-from rayrec.workloads.base import ClusterConfig, TrainConfig
+from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.run_config import ClusterConfig
 
 _POLL_S: Final = 0.2
 _NOTE_S: Final = 30.0

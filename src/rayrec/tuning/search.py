@@ -33,8 +33,9 @@ from rayrec.tuning.here import HerePool
 from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, with_values
 from rayrec.tuning.trials import Standing, folder_of, validations_in
-from rayrec.workloads.base import ClusterConfig, RunContext, TrainConfig
+from rayrec.workloads.base import RunContext, TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
+from rayrec.workloads.run_config import ClusterConfig
 
 SEARCH: Final = "search.json"
 """File in a search's folder that holds what it searches."""

@@ -9,7 +9,7 @@ import pytest
 from ray.train import PreemptionInfo
 
 from rayrec.training.stop_monitor import MORE_WORKERS, NODE_GOES, RESUMES, Grace, StopWatch, last_save_s
-from rayrec.workloads.base import FailureConfig
+from rayrec.workloads.run_config import FailureConfig
 
 
 @pytest.mark.parametrize(

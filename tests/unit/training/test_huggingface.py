@@ -20,7 +20,8 @@ from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import huggingface, loop
 from rayrec.training.loop import Progress, Training
 from rayrec.training.state import all_tensors, make_state
-from rayrec.workloads.base import CheckpointConfig, TrainConfig, WorkerContext
+from rayrec.workloads.base import TrainConfig, WorkerContext
+from rayrec.workloads.run_config import CheckpointConfig
 
 
 def config(**changes: Any) -> TrainConfig:

@@ -19,7 +19,8 @@ from rayrec.observe.events import EventWriter, read_events
 from rayrec.training import profiling, step_profiler
 from rayrec.training.profiling import request_profile, watched_requests, worker_variables
 from rayrec.training.stop_monitor import ProfileRequest
-from rayrec.workloads.base import ProfileConfig, WorkerContext
+from rayrec.workloads.base import WorkerContext
+from rayrec.workloads.run_config import ProfileConfig
 
 
 def channel_to(requested: Callable[[ProfileRequest], object]) -> Any:

@@ -23,7 +23,7 @@ from rayrec.training.loop import Progress
 from rayrec.training.state import model_tensors
 from rayrec.training.step_log import multiply_adds_per_s, multiply_adds_per_s_or_zero
 from rayrec.training.worker import finish
-from rayrec.workloads.base import ScalingConfig
+from rayrec.workloads.run_config import ScalingConfig
 
 CPU = torch.device("cpu")
 

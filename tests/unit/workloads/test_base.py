@@ -13,7 +13,8 @@ from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalmlp import FinalMLPConfig
 from rayrec.schema import Schema
-from rayrec.workloads.base import ScalingConfig, effective_batch_size, learning_rate_factor
+from rayrec.workloads.base import effective_batch_size, learning_rate_factor
+from rayrec.workloads.run_config import ScalingConfig
 
 
 @pytest.mark.parametrize(

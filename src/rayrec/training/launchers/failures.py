@@ -10,7 +10,7 @@ from ray.train import ControllerError, PreemptionError
 
 from rayrec.compat.ray_compat import WorkerGroupStartupTimeoutError
 from rayrec.config import InputError, line_of
-from rayrec.workloads.base import FailureConfig
+from rayrec.workloads.run_config import FailureConfig
 
 _QUICK_S = 60.0
 """An attempt that ends sooner was no good one: the next waits a little longer."""

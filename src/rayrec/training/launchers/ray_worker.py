@@ -23,7 +23,8 @@ from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.launchers.ray_metrics import StoreWatch
 from rayrec.training.worker import run_worker
 from rayrec.training.worker_logs import worker_logs
-from rayrec.workloads.base import FailureConfig, WorkerContext
+from rayrec.workloads.base import WorkerContext
+from rayrec.workloads.run_config import FailureConfig
 
 _STANDBY_S: Final = 1800.0
 """Seconds that an idle process is kept, and replaced by the next."""

@@ -21,8 +21,9 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
 from rayrec.sharding.planner import ShardingConfig
-from rayrec.workloads.base import DataConfig, RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup, Workload
+from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup, Workload
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, open_teacher
+from rayrec.workloads.run_config import DataConfig
 
 if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint

@@ -24,7 +24,7 @@ from rayrec.training.launchers.failures import (
     is_preemption,
     is_without_room,
 )
-from rayrec.workloads.base import FailureConfig
+from rayrec.workloads.run_config import FailureConfig
 
 DIED = WorkerGroupError(
     "died",
