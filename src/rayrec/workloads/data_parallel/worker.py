@@ -26,7 +26,6 @@ from rayrec.optim.config import NamedOptimizer, learning_rates, set_learning_rat
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 from rayrec.workloads.device_memory import memory_errors
-from rayrec.workloads.run_config import DataConfig
 from rayrec.workloads.seeding import seed_generators, step_seed
 from rayrec.workloads.step_timer import NoClock, StepClock, notice_exchange, step_clock
 

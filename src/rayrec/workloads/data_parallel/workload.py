@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rayrec.ingest.loader import Loader
     from rayrec.ingest.row_order import RowPlace, RowPlan
     from rayrec.workloads.base import ScoringContext
-    from rayrec.workloads.scoring import Scoring, ScoringContext
+    from rayrec.workloads.scoring import Scoring
 
 
 @dataclass(frozen=True, kw_only=True)
