@@ -54,16 +54,6 @@ def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor) -> Em
     )
 
 
-def test_a_batch_without_rows_has_logits() -> None:
-    nothing = Embedded.in_order(
-        INPUTS.features,
-        DIM,
-        torch.zeros(0, 2 * DIM),
-        {"history": Sequences(torch.zeros(0, DIM), torch.zeros(0, dtype=torch.int64))},
-    )
-    assert network().train()(torch.zeros(0, 2), nothing)["click"].shape == (0,)
-
-
 def test_other_networks_get_the_sum_of_a_sequence() -> None:
     values, item, tags = torch.randn(int(LENGTHS.sum()), DIM), torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
     sums = torch.stack([part.sum(0) for part in values.split(LENGTHS.tolist())])
@@ -101,19 +91,6 @@ def test_aligned_lists_share_an_attention_unit() -> None:
     )
     assert SMALL.units(inputs) == (("items", "shops"),)  # tags have no target: they are summed
     assert SMALL.units(dataclasses.replace(inputs, aligned=())) == (("items",), ("shops",))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"attention": (0,)}, r"DINConfig.attention: \(0,\) needs sizes of at least 1"),
-        ({"mlp": (8, 0)}, r"DINConfig.mlp: \(8, 0\) needs sizes of at least 1"),
-        ({"dropout": 1.0}, "DINConfig.dropout: 1.0 must be at least 0 and below 1"),
-    ],
-)
-def test_settings_that_make_no_network(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=f"^{message}"):
-        SMALL.replace(**settings)
 
 
 def rows(count: int) -> tuple[Batch, EncodedRows]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from builders.whole_click_model import whole_model
 from torch.nn import functional
-from torchrec.models.dlrm import DLRM as TorchRecDLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
@@ -68,43 +67,6 @@ def test_multiply_adds_counts_the_built_layers(interaction: str) -> None:
     assert model.training
 
 
-def test_logits_equal_torchrec() -> None:
-    model, rows = build(), batch(40)
-    twin = TorchRecDLRM(
-        embedding_bag_collection=model.embeddings,
-        dense_in_features=13,
-        dense_arch_layer_sizes=[32, 8],
-        over_arch_layer_sizes=[32, 16, 1],
-    )
-    dense_parts = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
-    twin_parts = [p for n, p in twin.named_parameters() if "embedding_bags" not in n]
-    with torch.no_grad():
-        for mine, theirs in zip(dense_parts, twin_parts, strict=True):
-            theirs.copy_(mine)
-    expected = twin(rows.tensors["dense"], rows.sparse_features).squeeze(1)
-    torch.testing.assert_close(model.score(rows.tensors["dense"], rows.sparse_features), expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
-def test_every_parameter_learns(interaction: str, precision: str) -> None:
-    model = build(SMALL.replace(interaction=interaction), precision=precision)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    rows = batch(64, loss_weight=1 / 64)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss, output = model(rows)
-        loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        optimizer.step()
-        losses.append(loss.item())
-    assert output.logits["label"].dtype == torch.float32
-    assert not output.logits["label"].requires_grad
-    assert output.labels is rows.labels
-    assert losses[-1] < 0.5 * losses[0]
-
-
 def test_uneven_workers_average_to_the_global_mean() -> None:
     model, whole = build(), batch(48)
     logits = model.score(whole.tensors["dense"], whole.sparse_features)
@@ -122,16 +84,6 @@ def test_uneven_workers_average_to_the_global_mean() -> None:
     torch.testing.assert_close((parts[0] + parts[1]) / 2, expected)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_batch_without_rows_has_zero_loss_and_a_graph(precision: str) -> None:
-    model = build(precision=precision)
-    loss, output = model(batch(0))
-    loss.backward()
-    assert loss.item() == 0
-    assert output.logits["label"].shape == (0,)
-    assert torch.count_nonzero(model.head.network.top_mlp.layers[0].weight.grad) == 0
-
-
 def test_seed_alone_decides_the_start() -> None:
     torch.manual_seed(5)
     one = build(seed=1).state_dict()
@@ -140,22 +92,6 @@ def test_seed_alone_decides_the_start() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not torch.equal(one["top_mlp.layers.0.weight"], build(seed=2).state_dict()["top_mlp.layers.0.weight"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"bottom_mlp": (32, 4)}, "must end with embedding_dim 8"),
-        ({"top_mlp": (32, 2)}, "must end with 1, the logit"),
-        ({"top_mlp": ()}, "needs one or more sizes"),
-        ({"interaction": "projection", "projection_first": (24, 12)}, "multiple of embedding_dim 8"),
-        ({"interaction": "concat"}, "does not fit"),
-        ({"cross_layers": 0}, "must be at least 1"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        SMALL.replace(**changes)
 
 
 def test_bottom_mlp_follows_embedding_dim_unless_set() -> None:

@@ -1,88 +1,73 @@
-"""What holds for every click model of rayrec: it trains, and scores what it was trained to."""
+"""What holds for every click model of rayrec: it learns, scores what it was trained to, and refuses what makes no network."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from builders import networks
+from builders.networks import CONFIGS, DIM, INPUTS, inputs_of
 from builders.whole_click_model import whole_model
+from torch import nn
 
 from rayrec.batch import Batch
+from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.ingest.batches import sparse_features
+from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.cost import network_cost
+from rayrec.models.ranking.dcnv3 import DCNv3Config
+from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.ranking.linear import LinearConfig
 from rayrec.models.scoring_tables import RowFormat
+from rayrec.models.sharded_model import ClickModel
 from rayrec.schema import Label
 from rayrec.workloads.recsys.scorer import PlainModel, make_scorer
 
-ROWS, SIZES = 24, (12, 12, 3)
+each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def inputs_of(config: ClickModelConfig) -> ModelInputs:
-    labels = (Label(name="like"),) if config.SEVERAL_LABELS else ()
-    features = ("item", "history", "tags")
-    lists = (("history", 5), ("tags", None))
-    return ModelInputs(2, features, "click", labels, ("item", "item", "tags"), lists=lists)
+def without_dropout(config: ClickModelConfig) -> ClickModelConfig:
+    shares = [field.name for field in dataclasses.fields(config) if field.name.endswith("dropout")]
+    return config.replace(**dict.fromkeys(shares, 0.0))
 
 
-def rows_of(inputs: ModelInputs, unpooled: tuple[str, ...]) -> tuple[Batch, EncodedRows]:
-    chance = torch.Generator().manual_seed(0)
-    lengths = torch.randint(0, 6, (ROWS,), generator=chance).int()
-    history = torch.randint(0, 12, (int(lengths.sum()),), generator=chance).int()
-    item, tags = (torch.randint(0, size, (ROWS,), generator=chance).int().numpy() for size in (12, 3))
-    ids: list[Any] = [item, Bags(history.numpy(), lengths.numpy()), Bags(tags, torch.ones(ROWS).int().numpy())]
-    pooled = [number for number, name in enumerate(inputs.features) if name not in unpooled]
-    listed = [number for number, name in enumerate(inputs.features) if name in unpooled]
-
-    def features(numbers: list[int]) -> Any:
-        keys = [inputs.features[number] for number in numbers]
-        return sparse_features(keys, [ids[number] for number in numbers], ROWS) if numbers else None
-
-    dense = torch.rand(ROWS, 2, generator=chance)
-    labels = {name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in inputs.label_names}
-    batch = Batch({"dense": dense}, 1 / ROWS, features(pooled), labels, sequence_features=features(listed))
-    return batch, EncodedRows(dense.numpy(), ids, None)
+def rows_of(count: int) -> tuple[Batch, EncodedRows]:
+    """Rows whose click depends on whether the categories of a and b are alike, and whose other labels on those of a and c."""
+    chance = torch.Generator().manual_seed(count)
+    ids = [torch.randint(0, 4, (count,), generator=chance).int().numpy() for _ in INPUTS.features]
+    dense = torch.rand(count, 2, generator=chance)
+    like = torch.from_numpy(ids[0] < ids[2]).float()
+    labels = {"click": torch.from_numpy(ids[0] == ids[1]).float(), "like": like, "seconds": 2 * like}
+    features = sparse_features(list(INPUTS.features), ids, count)
+    return Batch({"dense": dense}, 1 / max(count, 1), features, labels), EncodedRows(dense.numpy(), ids, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        *((name, {"members": members}) for name in ranking.names() for members in (1, 2)),
-        ("autoint", {"use_wide": True}),
-        ("dcnv2", {"structure": "stacked_parallel", "low_rank": 3, "experts": 2}),
-        ("dlrm", {"batch_norm": True, "bottom_dropout": 0.1, "top_dropout": 0.1}),
-        ("finalnet", {"activation": "none", "tower_losses": False}),
-        ("mmoe", {"batch_norm": True}),
-        ("ple", {"batch_norm": True, "levels": 2}),
-        ("wukong", {"mlp_batch_norm": True}),
-    ],
-)
-def test_it_learns_and_scores_as_it_trains(name: str, settings: dict[str, Any]) -> None:
-    cls = ranking.config_class(name)
-    assert cls is not None
-    like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), embedding_penalty=1e-6)
-    config: ClickModelConfig = cls.in_place_of(like).replace(**settings)
-    inputs = inputs_of(config)
-    unpooled = unpooled_features(config, inputs)
-    torch.manual_seed(0)
-    model = whole_model(config, SIZES, inputs=inputs)
-    batch, encoded = rows_of(inputs, unpooled)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
-    losses = []
-    for _ in range(6):
+def losses(model: ClickModel, batch: Batch, *, steps: int, learning_rate: float) -> list[float]:
+    """Of steps that reach every parameter."""
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=learning_rate), []
+    for _ in range(steps):
         optimizer.zero_grad()
         loss, output = model(batch)
         loss.backward()
-        without = [which for which, parameter in model.named_parameters() if parameter.grad is None]
-        assert not without
+        assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
         optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert list(output.logits) == list(inputs.label_names)
+        found.append(loss.item())
+    assert all(logits.dtype == torch.float32 and not logits.requires_grad for logits in output.logits.values())
+    assert not [name for name, parameter in model.named_parameters() if not optimizer.state[parameter]["exp_avg"].any()]
+    return found
+
+
+def assert_scored_alike(
+    model: ClickModel, config: ClickModelConfig, inputs: ModelInputs, rows: tuple[Batch, EncodedRows], tolerance: float
+) -> None:
+    """By the model that was trained and by the network and tables of one that scores."""
+    (batch, encoded), unpooled = rows, unpooled_features(config, inputs)
     model.eval()
     with torch.no_grad():
         trained = model.score(batch.tensors["dense"], batch.sparse_features, batch.sequence_features)
@@ -92,7 +77,182 @@ def test_it_learns_and_scores_as_it_trains(name: str, settings: dict[str, Any]) 
     weights = model.state_dict()
     tables = [weights[table] for table in plain.table_weights().values()]
     scorer = make_scorer(plain, tables, row_format=RowFormat("fp32", config.table_width), device="cpu")
-    torch.testing.assert_close(torch.from_numpy(scorer.score(encoded)), trained, atol=1e-5, rtol=1e-4)
-    cost = network_cost(model.head.network, inputs, config)
-    assert cost.multiply_adds is not None
-    assert cost.multiply_adds > 0
+    torch.testing.assert_close(torch.from_numpy(scorer.score(encoded)), trained, atol=tolerance, rtol=10 * tolerance)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@each
+def test_model_learns_and_scores_as_it_trains(config: ClickModelConfig, precision: str) -> None:
+    config = without_dropout(config)
+    model = whole_model(config, [4, 4, 4], inputs=inputs_of(config), precision=precision)
+    with torch.no_grad():
+        for table in model.embeddings.parameters():
+            table.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(0))
+    rows = rows_of(64)
+    found = losses(model, rows[0], steps=30, learning_rate=0.03)
+    assert (
+        found[-1] < (0.95 if isinstance(config, LinearConfig) else 0.6) * found[0]
+    )  # a click is no sum of its categories'
+    assert_scored_alike(model, config, inputs_of(config), rows, 1e-5 if precision == "fp32" else 0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [0, 1])
+@each
+def test_model_takes_the_smallest_batches(config: ClickModelConfig, rows: int, precision: str) -> None:
+    model = whole_model(config, [4, 4, 4], inputs=inputs_of(config), precision=precision)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "running" in name}
+    loss, output = model(rows_of(rows)[0])
+    loss.backward()
+    assert loss.isfinite()
+    assert (loss.item() == 0.0) == (rows == 0)
+    assert output.logits["click"].shape == (rows,)
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.head.parameters())
+    if rows == 0 or not isinstance(config, DCNv3Config):  # whose statistics are of all values of a row's heads
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def network(config: ClickModelConfig, precision: str = "fp32") -> nn.Module:
+    """A network without a vector that starts as 0 or 1."""
+    torch.manual_seed(0)
+    built = config.build(inputs_of(config), precision=precision)
+    for parameter in built.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    return built.eval()
+
+
+@each
+def test_order_of_delivery_does_not_matter(config: ClickModelConfig) -> None:
+    chance = torch.Generator().manual_seed(1)
+    dense, values = torch.randn(17, 2, generator=chance), torch.randn(17, 3, config.width, generator=chance)
+    net, order = network(config), (2, 0, 1)
+    given = Embedded.in_order(INPUTS.features, config.width, values.flatten(1))
+    shuffled = Embedded(INPUTS.features, config.width, lambda: (values[:, list(order)].flatten(1), order))
+    expected = net(dense, given)["click"]
+    torch.testing.assert_close(net(dense, shuffled)["click"], expected)
+    close = network(config, "bf16")(dense, given)["click"]
+    torch.testing.assert_close(close, expected, atol=0.05 * expected.abs().max().item(), rtol=0.05)
+
+
+# With lists ----------------------------------------------------------------------------------------------------------
+
+ROWS = 24
+
+
+def inputs_with_lists(config: ClickModelConfig) -> ModelInputs:
+    labels = (Label(name="like"),) if config.SEVERAL_LABELS else ()
+    features = ("item", "history", "tags")
+    lists = (("history", 5), ("tags", None))
+    return ModelInputs(2, features, "click", labels, ("item", "item", "tags"), lists=lists)
+
+
+def rows_with_lists(inputs: ModelInputs, unpooled: tuple[str, ...]) -> tuple[Batch, EncodedRows]:
+    chance = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 6, (ROWS,), generator=chance).int()
+    history = torch.randint(0, 12, (int(lengths.sum()),), generator=chance).int()
+    item, tags = (torch.randint(0, size, (ROWS,), generator=chance).int().numpy() for size in (12, 3))
+    ids: list[Any] = [item, Bags(history.numpy(), lengths.numpy()), Bags(tags, torch.ones(ROWS).int().numpy())]
+
+    def features(numbers: list[int]) -> Any:
+        keys = [inputs.features[number] for number in numbers]
+        return sparse_features(keys, [ids[number] for number in numbers], ROWS) if numbers else None
+
+    pooled = [number for number, name in enumerate(inputs.features) if name not in unpooled]
+    listed = [number for number, name in enumerate(inputs.features) if name in unpooled]
+    dense = torch.rand(ROWS, 2, generator=chance)
+    labels = {name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in inputs.label_names}
+    batch = Batch({"dense": dense}, 1 / ROWS, features(pooled), labels, sequence_features=features(listed))
+    return batch, EncodedRows(dense.numpy(), ids, None)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("name", ranking.names())
+def test_model_in_place_of_another_learns_lists(name: str, members: int) -> None:
+    cls = ranking.config_class(name)
+    assert cls is not None
+    like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), embedding_penalty=1e-6)
+    config: ClickModelConfig = cls.in_place_of(like).replace(members=members)
+    inputs = inputs_with_lists(config)
+    model = whole_model(config, (12, 12, 3), inputs=inputs)
+    rows = rows_with_lists(inputs, unpooled_features(config, inputs))
+    torch.manual_seed(0)
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.001), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss, output = model(rows[0])
+        loss.backward()
+        assert not [which for which, parameter in model.named_parameters() if parameter.grad is None]
+        optimizer.step()
+        found.append(loss.item())
+    assert found[-1] < found[0]
+    assert list(output.logits) == list(inputs.label_names)
+    assert_scored_alike(model, config, inputs, rows, 1e-5)
+    multiply_adds = network_cost(model.head.network, inputs, config).multiply_adds
+    assert multiply_adds is not None
+    assert multiply_adds > 0
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+DIN = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5))
+REFUSED: list[tuple[ClickModelConfig, dict[str, object], str]] = [
+    (networks.AUTOINT, {"heads": 4}, "attention_dim: 6 must be a multiple of heads, 4"),
+    (networks.AUTOINT, {"layers": 0}, "layers: 0 must be at least 1"),
+    (networks.AUTOINT, {"mlp": (0,)}, r"mlp: \(0,\) needs sizes of at least 1"),
+    (networks.CROSSES, {"cross_layers": 0}, "cross_layers: 0 must be at least 1"),
+    (networks.CROSSES, {"low_rank": 0}, "low_rank: 0 must be at least 1"),
+    (networks.CROSSES, {"mlp": (8, 0)}, r"mlp: \(8, 0\) needs sizes of at least 1"),
+    (networks.CROSSES, {"dropout": 1.0}, "dropout: 1.0 must be at least 0 and below 1"),
+    (networks.CROSSES, {"experts": 2}, "experts: need low_rank, .*, got experts 2. Set both"),
+    (networks.CROSSES, {"low_rank": 2, "experts": 0}, "experts: 0 must be at least 1"),
+    (networks.CROSSES, {"structure": "stacked_parallel", "mlp": ()}, "mlp: must have one or more sizes"),
+    (networks.CROSSES, {"structure": "both"}, "structure"),
+    (networks.DCNV3, {"heads": 3}, r"embedding_dim: 4 must be a multiple of 6, 2 \* heads"),
+    (networks.DCNV3, {"deep_layers": 0}, "deep_layers: 0 must be at least 1"),
+    (networks.DCNV3, {"shallow_dropout": 1.0}, "shallow_dropout: 1.0 must be at least 0 and below 1"),
+    (networks.DEEPFM, {"mlp": (8, 0)}, r"mlp: \(8, 0\) needs sizes of at least 1"),
+    (networks.DEEPFM, {"dropout": 1.0}, "dropout: 1.0 must be at least 0 and below 1"),
+    (DIN, {"attention": (0,)}, r"attention: \(0,\) needs sizes of at least 1"),
+    (DIN, {"mlp": (8, 0)}, r"mlp: \(8, 0\) needs sizes of at least 1"),
+    (DIN, {"dropout": 1.0}, "dropout: 1.0 must be at least 0 and below 1"),
+    (networks.DLRM, {"bottom_mlp": (32, 8)}, ".*must end with embedding_dim 4"),
+    (networks.DLRM, {"top_mlp": (32, 2)}, ".*must end with 1, the logit"),
+    (networks.DLRM, {"top_mlp": ()}, ".*needs one or more sizes"),
+    (networks.DLRM, {"interaction": "projection", "projection_first": (24, 13)}, ".*multiple of embedding_dim 4"),
+    (networks.DLRM, {"interaction": "concat"}, ".*does not fit"),
+    (networks.DLRM, {"cross_layers": 0}, ".*must be at least 1"),
+    (networks.FINALMLP, {"heads": 4}, r"heads: 4 must divide the last widths of both MLPs, \(6, 4\)"),
+    (networks.FINALMLP, {"second_context": ("a",)}, "second_context: is for gates; set feature_gates"),
+    (networks.FINALNET, {"first_tower": ()}, ".*needs even sizes"),
+    (networks.FINALNET, {"second_tower": (7,)}, ".*needs even sizes"),
+    (networks.FINALNET, {"first_dropout": 1.0}, ".*must be at least 0 and below 1"),
+    (networks.FINALNET, {"embedding_dim": 0}, ".*must be at least 1"),
+    (networks.GDCN, {"cross_layers": -1}, "cross_layers: -1 must be at least 1"),
+    (networks.GDCN, {"mlp": (0,)}, r"mlp: \(0,\) needs sizes of at least 1"),
+    (networks.GDCN, {"dropout": -0.1}, "dropout: -0.1 must be at least 0 and below 1"),
+    (LinearConfig(), {"embedding_dim": 8}, "embedding_dim: 8 has no effect; a category has one weight"),
+    (LinearConfig(), {"number_scale": 0.0}, "number_scale: 0.0 must be above 0"),
+    (LinearConfig(), {"category_scale": float("nan")}, "category_scale: nan must be above 0"),
+    (networks.MASKNET, {"mlp": ()}, r"mlp: \(\) needs one or more sizes of at least 1"),
+    (networks.MASKNET, {"reduction_ratio": 0.0}, "reduction_ratio: 0.0 must be above 0"),
+    (networks.MMOE, {"experts": 0}, "experts: 0 must be at least 1"),
+    (networks.MMOE, {"expert": ()}, r"expert: \(\) needs one or more sizes of at least 1"),
+    (networks.MMOE, {"tower": (0,)}, r"tower: \(0,\) needs sizes of at least 1"),
+    (networks.PLE, {"levels": 0}, "levels: 0 must be at least 1"),
+    (networks.PLE, {"gate": (0,)}, r"gate: \(0,\) needs sizes of at least 1"),
+    (networks.PLE, {"dropout": 1.5}, "dropout: 1.5 must be at least 0 and below 1"),
+    (networks.WIDEDEEP, {"mlp": (-1,)}, r"mlp: \(-1,\) needs sizes of at least 1"),
+    (networks.WIDEDEEP, {"dropout": -0.1}, "dropout: -0.1 must be at least 0 and below 1"),
+    (networks.WUKONG, {"rank": 0}, "rank: 0 must be at least 1"),
+    (networks.XDEEPFM, {"interaction": ()}, r"interaction: \(\) needs one or more sizes of at least 1"),
+    (networks.XDEEPFM, {"mlp": (0,)}, r"mlp: \(0,\) needs sizes of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("config", "settings", "message"), REFUSED)
+def test_settings_that_make_no_network_are_refused(
+    config: ClickModelConfig, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=rf"^{type(config).__name__}\.{message}"):
+        config.replace(**settings)

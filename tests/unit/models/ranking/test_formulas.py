@@ -6,10 +6,10 @@ Dropout is replaced by a multiplication with 1 - share, so that its places and s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from builders.networks import CONFIGS, DIM, INPUTS, SEVERAL, inputs_of
 from torch import nn
 
 from rayrec.batch import Batch
@@ -36,11 +36,8 @@ from rayrec.models.ranking.widedeep import WideDeepConfig
 from rayrec.models.ranking.wukong import WukongConfig
 from rayrec.models.ranking.xdeepfm import XDeepFMConfig
 from rayrec.models.sharded_model import _Head
-from rayrec.schema import Label
 
-ROWS, DIM = 17, 4
-INPUTS = ModelInputs(2, ("a", "b", "c"), "click")
-SEVERAL = replace(INPUTS, more_labels=(Label(name="like"), Label(name="seconds", kind="number")))
+ROWS = 17
 Outputs = dict[str, torch.Tensor]
 Reference = Callable[[nn.Module, ClickModelConfig, torch.Tensor, torch.Tensor], Outputs]
 
@@ -374,76 +371,22 @@ def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values
     return {label: logit(net.towers[k], states[k], p) for k, label in enumerate(SEVERAL.label_names)}
 
 
-CROSSES = DCNv2Config(embedding_dim=DIM, cross_layers=2, mlp=(8, 6), dropout=0.3, batch_norm=True)
-GDCN = GDCNConfig(embedding_dim=DIM, cross_layers=2, mlp=(8, 6), dropout=0.3)
-MASKNET = MaskNetConfig(embedding_dim=DIM, mlp=(8, 6), num_blocks=2, block_dim=5, reduction_ratio=0.5, dropout=0.3)
-FINALMLP = FinalMLPConfig(embedding_dim=DIM, first_mlp=(8, 6), second_mlp=(4,), heads=2, gate_mlp=(3,))
-FINALNET = FinalNetConfig(embedding_dim=DIM, first_tower=(12, 8), second_tower=(10,), second_dropout=0.3)
-WUKONG = WukongConfig(
-    embedding_dim=DIM, linear_vectors=3, product_vectors=2, rank=2, block_mlp=(6,), mlp=(8,), dropout=0.3
-)
-DEEPFM = DeepFMConfig(embedding_dim=DIM, mlp=(8, 6), batch_norm=True, dropout=0.3)
-WIDEDEEP = WideDeepConfig(embedding_dim=DIM, mlp=(8,), dropout=0.3)
-XDEEPFM = XDeepFMConfig(embedding_dim=DIM, interaction=(5, 3), mlp=(8,), dropout=0.3)
-DCNV3 = DCNv3Config(embedding_dim=DIM, deep_layers=2, shallow_layers=3)
-AUTOINT = AutoIntConfig(embedding_dim=DIM, layers=2, attention_dim=6, heads=2, mlp=(8,), dropout=0.3)
-MMOE = MMoEConfig(embedding_dim=DIM, experts=3, expert=(8, 6), gate=(5,), tower=(7,), dropout=0.3)
-PLE = PLEConfig(embedding_dim=DIM, levels=2, own_experts=2, expert=(9,), gate=(5,), tower=(8,), dropout=0.3)
-DLRM = DLRMConfig(
-    interaction="dot",
-    embedding_dim=DIM,
-    bottom_mlp=(7, 6, 4),
-    top_mlp=(8, 5, 1),
-    cross_layers=2,
-    cross_low_rank=3,
-    projection_first=(6, 8),
-    projection_second=(5, 12),
-)
-CASES: dict[str, tuple[ClickModelConfig, Reference]] = {
-    "linear": (LinearConfig(number_scale=4.0, category_scale=0.5), of_linear),
-    "widedeep": (WIDEDEEP, of_widedeep),
-    "widedeep batch norm": (WIDEDEEP.replace(batch_norm=True), of_widedeep),
-    "deepfm": (DEEPFM, of_deepfm),
-    "xdeepfm": (XDEEPFM, of_xdeepfm),
-    "xdeepfm without mlp": (XDEEPFM.replace(mlp=()), of_xdeepfm),
-    "autoint": (AUTOINT, of_autoint),
-    "autoint scaled": (AUTOINT.replace(mlp=(), scale=True, attention_dim=DIM), of_autoint),
-    "autoint wide": (AUTOINT.replace(use_wide=True, batch_norm=True), of_autoint),
-    "dcnv2": (CROSSES, of_crosses),
-    "dcnv2 stacked": (CROSSES.replace(structure="stacked"), of_crosses),
-    "dcnv2 stacked parallel": (CROSSES.replace(structure="stacked_parallel", stacked_mlp=(7,)), of_crosses),
-    "dcnv2 low rank": (CROSSES.replace(low_rank=3), of_crosses),
-    "dcnv2 mixture": (CROSSES.replace(low_rank=3, experts=2), of_mixture),
-    "dcnv2 crosses alone": (CROSSES.replace(mlp=()), of_crosses),
-    "gdcn": (GDCN, of_crosses),
-    "gdcn stacked": (GDCN.replace(structure="stacked", batch_norm=True), of_crosses),
-    "dcnv3": (DCNV3, of_dcnv3),
-    "dcnv3 heads": (DCNV3.replace(heads=2, batch_norm=True), of_dcnv3),
-    "dcnv3 without norm": (DCNV3.replace(layer_norm=False), of_dcnv3),
-    "masknet": (MASKNET, of_masknet),
-    "masknet parallel": (MASKNET.replace(structure="parallel"), of_masknet),
-    "masknet without norms": (MASKNET.replace(layer_norm=False, embedding_layer_norm=False), of_masknet),
-    "finalmlp": (FINALMLP.replace(batch_norm=True), of_finalmlp),
-    "finalmlp gates": (FINALMLP.replace(feature_gates=True, first_context=("c", "numbers")), of_finalmlp),
-    "finalnet": (FINALNET, of_finalnet),
-    "finalnet without tower losses": (FINALNET.replace(tower_losses=False), of_finalnet),
-    "finalnet without activation": (FINALNET.replace(activation="none"), of_finalnet),
-    "finalnet one tower": (
-        FINALNET.replace(second_tower=(), feature_gate=False, batch_norm=False),
-        of_finalnet,
-    ),
-    "wukong": (WUKONG, of_wukong),
-    "wukong shortcut": (WUKONG.replace(linear_vectors=2, mlp_batch_norm=True), of_wukong),
-    "mmoe": (MMOE, of_mmoe),
-    "mmoe batch norm": (MMOE.replace(batch_norm=True, gate=()), of_mmoe),
-    "ple": (PLE, of_ple),
-    "ple batch norm": (PLE.replace(batch_norm=True, levels=1), of_ple),
-    "dlrm dot": (DLRM, of_dlrm),
-    "dlrm cross": (DLRM.replace(interaction="cross"), of_dlrm),
-    "dlrm projection": (DLRM.replace(interaction="projection"), of_dlrm),
-    "dlrm batch norm": (DLRM.replace(batch_norm=True), of_dlrm),
-    "dlrm dropout": (DLRM.replace(bottom_dropout=0.2, top_dropout=0.4, batch_norm=True), of_dlrm),
-    "dlrm top dropout": (DLRM.replace(top_dropout=0.4), of_dlrm),
+REFERENCES: dict[type[ClickModelConfig], Reference] = {
+    LinearConfig: of_linear,
+    WideDeepConfig: of_widedeep,
+    DeepFMConfig: of_deepfm,
+    XDeepFMConfig: of_xdeepfm,
+    AutoIntConfig: of_autoint,
+    DCNv2Config: of_crosses,
+    GDCNConfig: of_crosses,
+    DCNv3Config: of_dcnv3,
+    MaskNetConfig: of_masknet,
+    FinalMLPConfig: of_finalmlp,
+    FinalNetConfig: of_finalnet,
+    WukongConfig: of_wukong,
+    MMoEConfig: of_mmoe,
+    PLEConfig: of_ple,
+    DLRMConfig: of_dlrm,
 }
 
 
@@ -517,11 +460,12 @@ def _dropout_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_model_matches_formula(name: str, *, training: bool) -> None:
-    config, reference = CASES[name]
+    config = CONFIGS[name]
+    reference = of_mixture if name == "dcnv2 mixture" else REFERENCES[type(config)]
     torch.manual_seed(0)
-    net = shaken(config.build(SEVERAL if config.SEVERAL_LABELS else INPUTS)).train(training)
+    net = shaken(config.build(inputs_of(config))).train(training)
     dense, values = leaf(ROWS, 2), leaf(ROWS, 3, config.width)
     expected = reference(net, config, dense, values)
     outputs = net(dense, Embedded.in_order(INPUTS.features, config.width, values.flatten(1)))
@@ -594,5 +538,5 @@ def test_din_weighs_fields_of_an_item_together(*, training: bool) -> None:
 
 
 def test_every_model_has_a_formula() -> None:
-    tried = {type(config).__module__.rpartition(".")[2] for config, _ in CASES.values()} | {"din"}
+    tried = {cls.__module__.rpartition(".")[2] for cls in REFERENCES} | {"din"}
     assert tried | {"ensemble"} == set(ranking.names())  # an ensemble's is the mean of its models': test_ensemble.py
