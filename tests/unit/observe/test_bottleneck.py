@@ -52,7 +52,7 @@ CPU_BOUND = {"read": (0.05, 0.9, 0.0), "parse": (0.7, 0.98, 0.0), "encode": (0.2
 
 def spilling(spilled_bytes: list[float], *, filled: int) -> list[dict[str, Any]]:
     """A run held back by data, whose events report so much spilled since its start and of a store filled to so many percent."""
-    store = {"object_store_bytes": filled, "object_store_limit_bytes": 100}
+    store: dict[str, Any] = {"object_store_bytes": filled, "object_store_limit_bytes": 100}
     events = run({"data": 0.3}, stages=CPU_BOUND, intervals=len(spilled_bytes), **store)
     data = [event for event in events if event["kind"] == "data"]
     for event, size in zip(data, spilled_bytes, strict=True):
