@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         validate,
         vocabulary,
     )
-    from rayrec.cluster.supervisor_state import SuperviseConfig
+    from rayrec.cluster.restart_policy import SuperviseConfig
     from rayrec.config import InputError
     from rayrec.data.frames import transform
     from rayrec.data.numbered_rows import ArrayRows
@@ -101,7 +101,7 @@ _HOMES = {
     "DataParallelWorkload": "rayrec.workloads.data_parallel",
     "ScalingConfig": "rayrec.workloads.base",
     "Schema": "rayrec.schema",
-    "SuperviseConfig": "rayrec.cluster.supervisor_state",
+    "SuperviseConfig": "rayrec.cluster.restart_policy",
     "TrainConfig": "rayrec.workloads.base",
     "recipes": "rayrec.recipes",
     "transform": "rayrec.data.frames",

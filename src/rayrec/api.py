@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import pandas
     import ray.data
 
+    from rayrec.cluster.restart_policy import SuperviseConfig
     from rayrec.cluster.supervisor import Outcome
-    from rayrec.cluster.supervisor_state import SuperviseConfig
     from rayrec.environment.doctor import Report
     from rayrec.inference.config import ComparisonGates, ScoringConfig
     from rayrec.observe.console import Console
@@ -222,8 +222,8 @@ def supervise(
     `config` is what `arguments` (a recipe's name or FILE.py:FUNCTION, or --config FILE, then flags) come to; without a name
     in it, one is chosen and added to them. `show` takes what the job prints. Raises InputError for what the user can fix.
     """
+    from rayrec.cluster.restart_policy import SuperviseConfig
     from rayrec.cluster.supervisor import supervise as run
-    from rayrec.cluster.supervisor_state import SuperviseConfig
 
     if not os.path.isabs(config.storage_path) and not storage.is_url(config.storage_path):
         raise InputError(

@@ -10,25 +10,19 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from enum import Enum
+from typing import Final
 
 from rayrec.cluster import forked_worker
 from rayrec.cluster.fork_server import ForkServer
+from rayrec.cluster.layout import Layout, Node, with_room_for_tasks
 from rayrec.config import Config, InputError
 from rayrec.data.engine import TaskPlacement
 
-DataNodes = Literal["auto", "any", "separate"]
-"""Where data tasks run: see `layout`."""
-
 IN_PROCESS: Final = "none"
 """The address that asks for no Ray: all work in the command's own process."""
-_OBJECT_STORE_SHARE = 0.25
-"""Part of the cluster's object store that ingest may fill ahead of training; the rest holds vocabularies and slack."""
 
 
-_ENOUGH_CPUS = 4.0
-"""CPUs for each worker's data tasks that are enough to keep them off the workers' nodes."""
 _LOCAL_ENVIRONMENT: Final = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_worker_maximum_startup_concurrency": "64",
@@ -44,54 +38,6 @@ _started: set[str] = set()
 _fork_server: ForkServer | None = None
 """Of all of them."""
 _PROBE_S = 2.0
-_ROUNDING = 1e-4
-"""Ray counts resources in ten-thousandths."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """One alive node of a cluster."""
-
-    node_id: str
-    resources: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a run shares out a cluster."""
-
-    num_workers: int
-    cpus_per_worker: float
-    worker_resources: dict[str, float]
-    """What each training worker reserves."""
-    per_worker: TaskPlacement
-    """What each worker's data pipeline may use while training."""
-    driver: TaskPlacement
-    """What data tasks may use while no worker runs."""
-    workers_only: frozenset[str] = frozenset()
-    """Ids of the nodes that data tasks stay off; nodes that join later take data tasks."""
-    num_nodes: int = 1
-    """Nodes of the cluster."""
-    idle_cpus: float = 0.0
-    """CPUs of nodes that cannot hold workers, if data tasks nevertheless run on all nodes."""
-
-    def text(self) -> str:
-        """One line: the workers, what each reserves, and where their data tasks run."""
-        reserved = ", ".join(f"{amount:g} {name}" for name, amount in self.worker_resources.items())
-        num_data = self.num_nodes - len(self.workers_only)
-        where = (
-            f"{num_data} of {self.num_nodes} nodes, without workers"
-            if self.workers_only
-            else f"all {self.num_nodes} nodes"
-        )
-        line = (
-            f"{self.num_workers} workers, each with {reserved}; data tasks on {where}, {self.per_worker.max_cpus or 0:.3g} CPUs "
-            "for each worker"
-        )
-        if self.idle_cpus:
-            each = self.idle_cpus / self.num_workers
-            line += f" (nodes without workers have {each:.2g} for each; --cluster.data-nodes separate uses those alone)"
-        return line
 
 
 def is_in_process(address: str | None) -> bool:
@@ -166,7 +112,7 @@ def _named(address: str | None) -> tuple[str, str]:
 def _join(address: str, source: str, *, log_to_driver: bool) -> None:
     import ray
 
-    from rayrec.cluster.head import require_head
+    from rayrec.cluster.connection import require_head
     from rayrec.cluster.node_storage import runtime_env
 
     job_env = {**(runtime_env(os.environ) or {}), **_python_of_workers(os.environ)}
@@ -307,20 +253,6 @@ def data_nodes(shares: Layout, *, probe: bool = False) -> list[Node]:
     return with_room_for_tasks(alive_nodes(probe=probe), list(placement_group_table().values()), shares)
 
 
-def with_room_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], shares: Layout) -> list[Node]:
-    """The nodes of `nodes` that can run data tasks, with the resources that placement groups (as in Ray's table) leave. Pure."""
-    left = {node.node_id: dict(node.resources) for node in nodes if node.node_id not in shares.workers_only}
-    for group in placement_groups:
-        if group["state"] == "REMOVED":
-            continue
-        for bundle, node_id in group["bundles_to_node_id"].items():
-            for name, amount in group["bundles"][bundle].items():
-                if node_id in left:
-                    left[node_id][name] = left[node_id].get(name, 0.0) - amount
-    enough = shares.per_worker.num_cpus - _ROUNDING
-    return [Node(node_id, resources) for node_id, resources in left.items() if resources.get("CPU", 0.0) >= enough]
-
-
 def _answers(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=_PROBE_S).close()
@@ -329,118 +261,109 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-def layout(
-    nodes: list[Node],
-    *,
-    num_workers: int | tuple[int, int],
-    use_gpu: bool,
-    cpus_per_worker: float | None,
-    resources_per_worker: dict[str, float],
-    data_nodes: DataNodes,
-) -> Layout:
-    """Assigns a cluster's resources: the number of workers (between a least and a most), what each reserves, where data tasks may
-    run and how many CPUs each worker's data pipeline gets. Pure.
+_CONNECT_S: Final = 5.0
+_ANSWER_S: Final = 10.0
 
-    If some nodes have what workers need (GPUs, or named resources) and others do not, `data_nodes` chooses where data tasks run:
-    with auto on the others alone if those have enough CPUs for each worker, with separate on the others alone in any case, with
-    any on all nodes. Raises InputError if (the least) workers do not fit, if they would leave data tasks no CPU, and for separate
-    if there are no other nodes.
+
+class _Answer(Enum):
+    TAKEN = "taken"
+    TOKEN_REFUSED = "token refused"
+    NOT_RAY = "not Ray"
+
+
+def require_head(address: str, *, source: str) -> None:
+    """Returns if the head of a running Ray cluster answers at `address` (host:port or auto) and accepts this user; Ray then
+    presents the token that the cluster asks for.
+
+    Takes at most some 20 s. Raises InputError, which names the address as `source`, if nothing listens there, if what listens is
+    no head of this version of Ray, or if the cluster refuses the token.
     """
-    least, most = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
-    wanted = dict(resources_per_worker)
-    if use_gpu:
-        wanted.setdefault("GPU", 1.0)
-    special = {name for name in wanted if name != "CPU"}
-    if least < most and not special and cpus_per_worker is None:
-        raise InputError(
-            f"scaling.num_workers {least} to {most}: how many fit depends on what a worker needs; give "
-            "--scaling.cpus-per-worker, --scaling.use-gpu or --scaling.resources-per-worker"
-        )
-    training = [node for node in nodes if all(node.resources.get(name, 0) >= wanted[name] for name in special)]
-    if not training:
-        have = {name: sum(node.resources.get(name, 0) for node in nodes) for name in sorted(special)}
-        raise InputError(
-            f"scaling: a worker needs {wanted}, but the cluster has {have}; change scaling.use_gpu or resources_per_worker"
-        )
-    others = [node for node in nodes if node not in training] if special else []
-    if data_nodes == "separate" and not _cpus(others):
-        raise InputError(
-            "cluster.data_nodes separate: every node with CPUs has what workers need; add nodes without, or choose auto"
-        )
-    misfit = None
-    for chosen in range(most, least - 1, -1):
-        apart = data_nodes == "separate" or (
-            data_nodes == "auto"
-            and has_enough_cpus(
-                _cpus(others), all_cpus=_cpus(nodes), workers=chosen, cpus_per_worker=cpus_per_worker or float(use_gpu)
+    host, port = _host_and_port(address, source)
+    _require_listener(host, port, source)
+    from rayrec.compat.ray_compat import maybe_enable_token_auth_if_token_available
+
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    mode = os.environ.get("RAY_AUTH_MODE")
+    answer = _ask(target, source)
+    if answer is _Answer.TOKEN_REFUSED and mode is None:
+        if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+            raise InputError(
+                f"{source}: the Ray cluster asks for a token, and this user has none; copy the cluster's token (`ray "
+                "get-auth-token` prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
             )
+        answer = _ask(target, source)
+    if answer is _Answer.TOKEN_REFUSED:
+        if mode is not None and mode.lower() != "token":
+            raise InputError(f"{source}: the Ray cluster asks for a token; unset RAY_AUTH_MODE={mode} to present one")
+        raise InputError(
+            f"{source}: the Ray cluster refuses the token of {_token_source()}; copy the cluster's token (`ray get-auth-token` "
+            "prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
         )
-        usual = 1.0 if use_gpu or apart else min(1.0, _cpus(training) / (2 * most))
-        each = usual if cpus_per_worker is None else cpus_per_worker
-        worker_resources = {"CPU": each, **wanted}
-        free = _cpus(others) if apart else _cpus(nodes) - each * chosen
-        misfit = _misfit(chosen, training, worker_resources) or (
-            f"scaling: {chosen} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks; "
-            "lower --scaling.cpus-per-worker or --scaling.num-workers"
-            if free <= 0
-            else None
+    if answer is _Answer.NOT_RAY:
+        raise InputError(
+            f"{source}: what listens there does not answer as the head of a Ray cluster; give the address that `ray start "
+            "--head` printed, by default HOST:6379 (8265 is the dashboard's port, 10001 the client server's)"
         )
-        if misfit is None:
-            break
-    if misfit is not None:
-        raise InputError(misfit)
-    share = free / chosen
-    takes_data = others if apart else nodes
-    store = sum(node.resources.get("object_store_memory", 0) for node in takes_data)
-    workers_only = frozenset(node.node_id for node in training) if apart else frozenset()
-    # Not the ids of the others: nodes that join later take data tasks too.
-    selector = {"ray.io/node-id": f"!in({','.join(sorted(workers_only))})"} if apart else None
-    return Layout(
-        num_workers=chosen,
-        cpus_per_worker=each,
-        worker_resources=worker_resources,
-        per_worker=TaskPlacement(
-            num_cpus=min(1.0, share),
-            max_cpus=share,
-            max_object_store_bytes=int(store * _OBJECT_STORE_SHARE / chosen) or None,
-            label_selector=selector,
-        ),
-        driver=TaskPlacement(num_cpus=min(1.0, _cpus(takes_data)), label_selector=selector),
-        workers_only=workers_only,
-        num_nodes=len(nodes),
-        idle_cpus=0.0 if apart else _cpus(others),
-    )
 
 
-def has_enough_cpus(others: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
-    """Whether nodes without workers, with `others` CPUs in all, suffice for the data tasks of so many workers: each worker gets 4
-    CPUs, or half of what it would get if data tasks ran on all nodes. Pure."""
-    if others <= 0:
-        return False
-    shared = (all_cpus - cpus_per_worker * workers) / workers
-    return others / workers >= min(_ENOUGH_CPUS, shared / 2)
+def _host_and_port(address: str, source: str) -> tuple[str, int]:
+    from rayrec.compat.ray_compat import services
+
+    try:
+        found = services.canonicalize_bootstrap_address(address)
+        if found is None:
+            raise ValueError(address)
+        host, _, port = found.rpartition(":")
+        return host.strip("[]"), int(port)
+    except ConnectionError:
+        raise InputError(f"{source}: no Ray runs on this machine; start one with `ray start --head`") from None
+    except socket.gaierror as error:
+        raise InputError(f"{source}: no such host ({error.strerror}); give HOST:PORT of the cluster's head") from None
+    except ValueError:
+        raise InputError(f"{source}: is no address of a Ray cluster; give HOST:PORT of its head, or auto") from None
 
 
-def _cpus(nodes: list[Node]) -> float:
-    return sum(node.resources.get("CPU", 0) for node in nodes)
+def _require_listener(host: str, port: int, source: str) -> None:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:  # the second for a port beyond 65535
+        why = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"{source}: no Ray cluster answers there ({why}); start one with `ray start --head`, correct the address, or leave "
+            "it out (and RAY_ADDRESS unset) for a local Ray"
+        ) from None
 
 
-def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, float]) -> str | None:
-    """Why so many workers do not fit on the nodes; None where they do."""
-    for name, each in sorted(worker_resources.items(), key=lambda item: item[0] == "CPU"):  # what is scarce first
-        have = sum(node.resources.get(name, 0) for node in nodes)
-        if have < each * num_workers:
-            return (
-                f"scaling: {num_workers} workers need {each * num_workers:g} {name}, the cluster has {have:g} for them; "
-                f"lower --scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
-            )
-    room = sum(
-        min(int(node.resources.get(name, 0) / each + 1e-9) for name, each in worker_resources.items() if each)
-        for node in nodes
-    )
-    if room < num_workers:
-        return (
-            f"scaling: {num_workers} workers with {worker_resources} each do not fit on the nodes, {room} do; "
-            "lower --scaling.num-workers or what a worker needs, or add nodes"
+def _ask(target: str, source: str) -> _Answer:
+    """Asks a head whether it is alive, with a token if this process presents one."""
+    import grpc
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    from rayrec.compat.ray_compat import gcs_service_pb2, gcs_service_pb2_grpc, init_grpc_channel
+
+    try:
+        with init_grpc_channel(target) as channel:
+            stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # protobuf makes it at run time
+            reply = stub.CheckAlive(request, timeout=_ANSWER_S)
+    except grpc.RpcError as error:
+        refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+        return _Answer.TOKEN_REFUSED if refused else _Answer.NOT_RAY
+    except AuthenticationError as error:  # RAY_AUTH_MODE=token without a token
+        raise InputError(
+            f"{source}: {str(error).splitlines()[0].rstrip('.')}; name its file in RAY_AUTH_TOKEN_PATH"
+        ) from None
+    if reply.ray_version != ray.__version__:
+        raise InputError(
+            f"{source}: the cluster runs Ray {reply.ray_version}, and this environment has Ray {ray.__version__}; install the "
+            "same version on both"
         )
-    return None
+    return _Answer.TAKEN
+
+
+def _token_source() -> str:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        if os.environ.get(name):
+            return name
+    return "~/.ray/auth_token"

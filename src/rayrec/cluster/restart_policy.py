@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rayrec.config import Config, InputError
@@ -135,3 +135,22 @@ def describe(ending: Ending) -> str:
     if status > 128 and status - 128 in set(signal.Signals):
         return f"was killed by {signal.Signals(status - 128).name}"
     return f"ended with exit status {status}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperviseConfig(Config):
+    """How a run is supervised."""
+
+    address: str | None = None
+    """URL of the dashboard of the cluster's head; None: RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265."""
+    python: str = "python"
+    """The cluster's Python that has rayrec."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables that the job gets, with the values they have here."""
+    working_dir: str | None = None
+    """Folder that the job begins in, uploaded from here, or URL of a zip; None: what the head was started in."""
+    state: str | None = None
+    """File of what the supervisor remembers, with its log beside it; None: see `state_path`."""
+    detach_on_signal: bool = False
+    """Ctrl-C and SIGTERM end the supervisor alone, and the job goes on."""
+    policy: Policy = field(default_factory=Policy)

@@ -17,8 +17,18 @@ from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
-from rayrec.cluster.restart_policy import FINISHED, Ending, Policy, Quit, Tally, describe, judge, pause_s
-from rayrec.cluster.supervisor_state import Notebook, State, SuperviseConfig, state_path
+from rayrec.cluster.restart_policy import (
+    FINISHED,
+    Ending,
+    Policy,
+    Quit,
+    SuperviseConfig,
+    Tally,
+    describe,
+    judge,
+    pause_s,
+)
+from rayrec.cluster.supervisor_state import Notebook, State, state_path
 from rayrec.config import InputError
 
 RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"

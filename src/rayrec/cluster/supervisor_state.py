@@ -11,27 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayrec import storage
-from rayrec.cluster.restart_policy import Policy, Tally
-from rayrec.config import Config, InputError
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuperviseConfig(Config):
-    """How a run is supervised."""
-
-    address: str | None = None
-    """URL of the dashboard of the cluster's head; None: RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265."""
-    python: str = "python"
-    """The cluster's Python that has rayrec."""
-    env: tuple[str, ...] = ()
-    """Names of environment variables that the job gets, with the values they have here."""
-    working_dir: str | None = None
-    """Folder that the job begins in, uploaded from here, or URL of a zip; None: what the head was started in."""
-    state: str | None = None
-    """File of what the supervisor remembers, with its log beside it; None: see `state_path`."""
-    detach_on_signal: bool = False
-    """Ctrl-C and SIGTERM end the supervisor alone, and the job goes on."""
-    policy: Policy = field(default_factory=Policy)
+from rayrec.cluster.restart_policy import Tally
+from rayrec.config import InputError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import tyro
 
 from rayrec import api
 from rayrec.cluster.layout import Launched
-from rayrec.cluster.restart_policy import Policy
-from rayrec.cluster.supervisor_state import SuperviseConfig
+from rayrec.cluster.restart_policy import Policy, SuperviseConfig
 from rayrec.commands.arguments import (
     SWITCHES,
     flags,

@@ -20,7 +20,7 @@ from rayrec.quantities import size_text
 if TYPE_CHECKING:
     import ray.data
 
-    from rayrec.cluster.connection import Node
+    from rayrec.cluster.layout import Node
     from rayrec.workloads.scoring import Device, Scoring
 
 

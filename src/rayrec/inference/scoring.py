@@ -15,6 +15,7 @@ from rayrec.checkpoint import Checkpoint, open_checkpoint, verify
 from rayrec.checkpoint.discovery import refuse_pickles
 from rayrec.cluster import connection
 from rayrec.cluster.connection import is_in_process
+from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.inference.pool import Pool, plan_pool, scored_tables, weight_bytes
@@ -136,7 +137,7 @@ class ScoringRequest:
     def _cpus_here(self) -> int:
         return machine.usable_cpus(granted=self.config.cluster.num_cpus)
 
-    def _this_machine(self) -> connection.Node:
+    def _this_machine(self) -> Node:
         resources = {
             "CPU": float(self._cpus_here()),
             "memory": float(machine.memory().available),
@@ -145,7 +146,7 @@ class ScoringRequest:
             import torch
 
             resources["GPU"] = float(torch.cuda.is_available())
-        return connection.Node("this machine", resources)
+        return Node("this machine", resources)
 
     def _engine_on_ray(self) -> StreamEngine:
         from rayrec.cluster.node_storage import require_reachable

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from rayrec import machine
-from rayrec.cluster.connection import Layout, Node, layout
+from rayrec.cluster.layout import Layout, Node, layout
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
 from rayrec.sharding.communication import Links

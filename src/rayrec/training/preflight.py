@@ -6,7 +6,7 @@ import os
 
 from rayrec import storage
 from rayrec.cluster import connection
-from rayrec.cluster.layout import Launched
+from rayrec.cluster.layout import Launched, Layout, Node, layout
 from rayrec.config import InputError
 from rayrec.workloads.base import TrainConfig
 
@@ -49,15 +49,15 @@ def _check_room(config: TrainConfig) -> None:
     layout_here(config, cpus=config.cluster.num_cpus or os.cpu_count() or 1)
 
 
-def layout_here(config: TrainConfig, *, cpus: int) -> connection.Layout:
+def layout_here(config: TrainConfig, *, cpus: int) -> Layout:
     """How the run shares out `cpus` of this machine. Raises InputError if its workers do not fit."""
     resources = {"CPU": float(cpus)}
     if config.scaling.use_gpu:
         import torch
 
         resources["GPU"] = float(torch.cuda.device_count())
-    return connection.layout(
-        [connection.Node("this machine", resources)],
+    return layout(
+        [Node("this machine", resources)],
         num_workers=config.scaling.num_workers,
         use_gpu=config.scaling.use_gpu,
         cpus_per_worker=config.scaling.cpus_per_worker,

@@ -13,7 +13,8 @@ import pytest
 import ray
 
 from rayrec.cluster import connection
-from rayrec.cluster.connection import Layout, Node, alive_nodes, layout, own_modules, ship_code, with_room_for_tasks
+from rayrec.cluster.connection import alive_nodes, own_modules, ship_code
+from rayrec.cluster.layout import Layout, Node, layout, with_room_for_tasks
 from rayrec.config import InputError
 from rayrec.imports import function_in_file
 from rayrec.models.base import ModelInputs

@@ -17,8 +17,8 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from rayrec import cli
-from rayrec.cluster import connection, head
-from rayrec.cluster.head import require_head
+from rayrec.cluster import connection
+from rayrec.cluster.connection import require_head
 from rayrec.config import InputError
 
 TOKEN = "0123456789abcdef" * 4
@@ -191,7 +191,7 @@ def test_a_connection_through_rays_client_server_is_refused(monkeypatch: pytest.
 
 
 def test_a_listener_that_is_no_head_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(connection, "_ANSWER_S", 0.3)
     with socket.create_server(("0.0.0.0", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(InputError, match="does not answer as the head of a Ray cluster"):

@@ -14,9 +14,9 @@ import pytest
 
 from rayrec.cluster import supervisor
 from rayrec.cluster.jobs import dashboard_url
-from rayrec.cluster.restart_policy import Policy
+from rayrec.cluster.restart_policy import Policy, SuperviseConfig
 from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, summary_of
-from rayrec.cluster.supervisor_state import Notebook, SuperviseConfig, state_path
+from rayrec.cluster.supervisor_state import Notebook, state_path
 from rayrec.config import InputError
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}

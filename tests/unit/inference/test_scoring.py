@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayrec.cluster.connection import Node
+from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.logs.head import has_labels
 from rayrec.inference.pool import Pool, plan_pool

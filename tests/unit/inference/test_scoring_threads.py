@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rayrec.cluster.connection import Node
+from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.inference.pool import Pool, plan_pool, scored_tables
 from rayrec.workloads.scoring import Device, Scoring

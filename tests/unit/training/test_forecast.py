@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rayrec import recipes
-from rayrec.cluster.connection import Layout, layout
+from rayrec.cluster.layout import Layout, layout
 from rayrec.config import InputError
 from rayrec.sharding.communication import Exchange, Flow, Links, Traffic
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast

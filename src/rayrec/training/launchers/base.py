@@ -14,7 +14,7 @@ from rayrec.training.stop_monitor import ControlChannel, Signals
 from rayrec.workloads.base import TrainConfig, WarmStart
 
 if TYPE_CHECKING:
-    from rayrec.cluster.connection import Layout
+    from rayrec.cluster.layout import Layout
     from rayrec.observe.console import Console
     from rayrec.observe.events import EventWriter
     from rayrec.observe.tracking.config import Makers

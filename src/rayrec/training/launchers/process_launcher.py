@@ -21,7 +21,7 @@ from rayrec.training.stop_monitor import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
 if TYPE_CHECKING:
-    from rayrec.cluster.connection import Layout
+    from rayrec.cluster.layout import Layout
     from rayrec.observe.tracking.config import Makers
     from rayrec.training.launchers.process_worker import StoreRendezvous
 

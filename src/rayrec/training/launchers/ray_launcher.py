@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from rayrec import machine, storage
 from rayrec.checkpoint import latest
 from rayrec.cluster import connection, prestart
+from rayrec.cluster.layout import Layout, layout
 from rayrec.cluster.node_storage import require_reachable
 from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
 from rayrec.config import InputError
@@ -47,10 +48,10 @@ _START_AHEAD_S: Final = 600.0
 """Seconds that processes for the first attempt are kept while data is prepared."""
 
 
-def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> connection.Layout:
+def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> Layout:
     """How the run shares out the cluster as it is now; `probe` and `free` as for `cluster.alive_nodes`. Raises InputError where
     it does not fit."""
-    return connection.layout(
+    return layout(
         connection.alive_nodes(probe=probe, free=free),
         num_workers=config.scaling.num_workers,
         use_gpu=config.scaling.use_gpu,
@@ -60,7 +61,7 @@ def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -
     )
 
 
-def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> connection.Layout:
+def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> Layout:
     """How the run shares out the cluster, or with `free` what others leave of it, once there is room. Raises InputError after
     failure.node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
@@ -202,7 +203,7 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
     return variables
 
 
-def start_ahead(config: TrainConfig, shares: connection.Layout) -> None:
+def start_ahead(config: TrainConfig, shares: Layout) -> None:
     """Has the processes of the first attempt's workers started now, if their node and environment are known: on a Ray of one
     node."""
     variables = worker_environment(config)
@@ -220,7 +221,7 @@ def process_group(config: TrainConfig) -> ProcessGroup:
     return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
 
-def _fit(attempt: AttemptContext, layout: connection.Layout) -> dict[str, Any]:
+def _fit(attempt: AttemptContext, layout: Layout) -> dict[str, Any]:
     config = attempt.config
     # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
     reference = ray.put(attempt)
@@ -270,7 +271,7 @@ class _NoDatasets(WorkerGroupCallback):
 class _DataNodes:
     """Whether no node is left that can run the data tasks of an attempt, and another layout of the cluster has some."""
 
-    def __init__(self, config: TrainConfig, shares: connection.Layout) -> None:
+    def __init__(self, config: TrainConfig, shares: Layout) -> None:
         self._config, self._shares = config, shares
         self._next_poll_s = time.monotonic() + _DATA_NODES_POLL_S
         self._gone_since_s: float | None = None
@@ -368,7 +369,7 @@ class RayLauncher:
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         connection.ship_code(config)
 
-    def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> connection.Layout:
+    def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
         # A resumed run may do so on a cluster whose nodes are still joining; a new one is refused at once.
         shares = wait_for_room(self._config, note) if resumes else share_out(self._config)
         if shares.num_nodes > 1:
@@ -376,7 +377,7 @@ class RayLauncher:
         start_ahead(self._config, shares)
         return shares
 
-    def engine(self, layout: connection.Layout, *, max_outage_s: float) -> StreamEngine:
+    def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         if connection.is_own():
             return _DriverEngine(machine.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
         placement = layout.driver.replace(max_outage_s=max_outage_s)

@@ -16,7 +16,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from rayrec import checkpoint, recipes
 from rayrec.cluster import connection, prestart
-from rayrec.cluster.connection import Node
+from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 from rayrec.training.launchers import ray_launcher
