@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from rayrec.config import line_of
-from rayrec.environment.provenance import versions
+from rayrec.environment.installation import versions
 from rayrec.observe.event_lines import without_secrets
 
 Found = TypeVar("Found")

@@ -43,7 +43,7 @@ from rayrec.observe import console
 from rayrec.observe.event_lines import TORN_LINE
 from rayrec.observe.events import KINDS
 from rayrec.recipes import load_config
-from rayrec.tuning.config import TuneConfig
+from rayrec.tuning.space import TuneConfig
 from rayrec.verbs import VERBS
 
 ROOT = Path(__file__).parents[1]

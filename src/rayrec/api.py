@@ -294,10 +294,9 @@ def tune(
     config: TrainConfig, *, search: str | Mapping[str, Any], console: Console | None = None, **options: Any
 ) -> dict[str, Any]:
     """Tries settings of a click recipe and tells which are best; see `rayrec.tuning.search.tune`. `search`: the fields and their
-    values, as a mapping or as the path of a YAML file; `options` are the fields of `rayrec.tuning.config.TuneConfig`."""
-    from rayrec.tuning.config import TuneConfig
+    values, as a mapping or as the path of a YAML file; `options` are the fields of `rayrec.tuning.space.TuneConfig`."""
     from rayrec.tuning.search import tune as run
-    from rayrec.tuning.space import Space
+    from rayrec.tuning.space import Space, TuneConfig
 
     if isinstance(search, str):
         space = Space.read(storage.read_text(search), source=search)

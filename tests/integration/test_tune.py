@@ -15,8 +15,8 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
-from rayrec.tuning.config import TuneConfig
 from rayrec.tuning.ray_pool import RayPool
+from rayrec.tuning.space import TuneConfig
 from rayrec.tuning.trials import Job, Standing, folder_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]

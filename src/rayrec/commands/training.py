@@ -25,7 +25,7 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.observe.timing import Stopwatch
 from rayrec.recipes import ALL
-from rayrec.tuning.config import TuneConfig
+from rayrec.tuning.space import TuneConfig
 
 DEFAULT_POLICY = Policy()
 

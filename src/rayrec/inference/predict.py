@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.data.job import resumable_job
-from rayrec.environment.provenance import versions
+from rayrec.environment.installation import versions
 from rayrec.inference.prediction_files import GROUP_ROWS, PART_ROWS, Parts
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.observe.console import Console

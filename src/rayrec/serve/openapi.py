@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayrec.environment.provenance import versions
+from rayrec.environment.installation import versions
 from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rayrec.cluster.connection import IN_PROCESS, is_in_process
 from rayrec.cluster.layout import Launched
 from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import InputError
-from rayrec.environment.provenance import origin, versions
+from rayrec.environment.installation import origin, versions
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events

@@ -16,7 +16,7 @@ from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
-from rayrec.tuning.config import TuneConfig
+from rayrec.tuning.space import TuneConfig
 from rayrec.tuning.trials import Job, failed, train_part
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import ClusterConfig
@@ -49,7 +49,7 @@ def ray_pool(wanted: ClusterConfig, options: TuneConfig, config: TrainConfig, *,
 
 @final
 class RayPool:
-    """See `rayrec.tuning.halving.Pool`. There are as many processes as the cluster has room for, and stay until the end.
+    """See `rayrec.tuning.trials.Pool`. There are as many processes as the cluster has room for, and stay until the end.
 
     A trial whose process dies (killed for memory, say, or its node lost) resumes in another one, `max_failures` times (-1:
     without limit); then it has failed.

@@ -27,12 +27,9 @@ from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training.preflight import check_settings, preflight
-from rayrec.tuning.config import TuneConfig
-from rayrec.tuning.halving import Pool, cost, run_waves, shares_of
-from rayrec.tuning.here import HerePool
 from rayrec.tuning.report import render, table_text
-from rayrec.tuning.space import Space, with_values
-from rayrec.tuning.trials import Standing, folder_of, validations_in
+from rayrec.tuning.space import Space, TuneConfig, with_values
+from rayrec.tuning.trials import HerePool, Pool, Standing, cost, folder_of, run_waves, shares_of, validations_in
 from rayrec.workloads.base import RunContext, TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
 from rayrec.workloads.run_config import ClusterConfig
@@ -73,7 +70,7 @@ def tune(
     `trained_share` (of the rows of a search that trains all trials to their end). Plain JSON.
 
     The log is indexed, counted and parsed once, into `FOLDER/data`; trials train from that, each in one process of Ray, or with
-    `cluster.address` none in this process, one after the other. `rayrec.tuning.halving` says which trials train on. FOLDER is
+    `cluster.address` none in this process, one after the other. `rayrec.tuning.trials` says which trials train on. FOLDER is
     storage_path/name; the same call again resumes the search. The result depends on no timing.
 
     Raises InputError for what is wrong with recipe, space or data, before anything starts; and if no trial could be trained.

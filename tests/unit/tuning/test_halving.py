@@ -12,9 +12,19 @@ import pytest
 from rayrec import recipes
 from rayrec.config import InputError, line_of
 from rayrec.tuning import trials
-from rayrec.tuning.config import TuneConfig
-from rayrec.tuning.halving import best_of, cost, num_kept, order_of_trials, run_waves, shares_of
-from rayrec.tuning.trials import Job, Standing, chosen, folder_of
+from rayrec.tuning.space import TuneConfig
+from rayrec.tuning.trials import (
+    Job,
+    Standing,
+    best_of,
+    chosen,
+    cost,
+    folder_of,
+    num_kept,
+    order_of_trials,
+    run_waves,
+    shares_of,
+)
 from rayrec.workloads.base import TrainConfig
 
 THIRDS = TuneConfig()

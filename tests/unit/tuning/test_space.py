@@ -10,8 +10,7 @@ import pytest
 
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.tuning.config import TuneConfig
-from rayrec.tuning.space import Space, with_values
+from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.workloads.base import TrainConfig
 
 RATE, TOWER, BATCH = "workload.dense_optimizer.learning_rate", "workload.model.top_mlp", "batch_size"
