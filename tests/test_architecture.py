@@ -156,9 +156,6 @@ INTERNALS = (
 NOT_OF_RAY_OR_TORCH = {
     "os._exit",
     "ctypes._NamedFuncPointer",
-    "self._dataset._cache_filelock",  # MosaicML Streaming
-    "self._dataset._shard_states",
-    "importlib.import_module('streaming.base.dataset')._ShardState",
 }
 
 

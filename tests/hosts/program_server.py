@@ -1,7 +1,7 @@
 """Runs small programs for tests, each in a process of its own that is forked from this one, which has imported what they need.
 
-Standard input: a JSON list of programs a line, each with its text, arguments, environment and the file for its output; they
-run at the same time. Standard output: the exit status of each, as a JSON list.
+Standard input: a JSON list of programs a line, each with its text, arguments and the file for its output; they run at the same
+time. Standard output: the exit status of each, as a JSON list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from hosts.page_server import end_after
 class Program(NamedTuple):
     text: str
     arguments: tuple[str, ...] = ()
-    environment: dict[str, str] = {}  # noqa: RUF012 (a NamedTuple's default, which is not changed)
 
 
 class Ended(NamedTuple):
@@ -32,18 +31,17 @@ class Ended(NamedTuple):
 
 
 class ProgramServer:
-    """A process that has called a function, named MODULE:FUNCTION, to import what programs need."""
+    """A process that has imported the module that programs need."""
 
     def __init__(self, preload: str, folder: Path) -> None:
-        """`folder`: for outputs, and of the programs' temporary files, in its folder `tmp`."""
-        self._folder, self.temporary = folder, folder / "tmp"
-        self.temporary.mkdir()
+        """`folder`: for outputs."""
+        self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hosts.program_server", preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         )
 
     def run(self, *programs: Program) -> Sequence[Ended]:
@@ -64,8 +62,7 @@ class ProgramServer:
 
 
 def _main(preload: str) -> None:
-    module, function = preload.split(":")
-    getattr(importlib.import_module(module), function)()
+    importlib.import_module(preload)
     for line in sys.stdin:
         children = []
         for program in json.loads(line):
@@ -77,8 +74,7 @@ def _main(preload: str) -> None:
         print(json.dumps(statuses), flush=True)
 
 
-def _run(text: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
-    os.environ.update(environment)
+def _run(text: str, arguments: list[str], output: str) -> None:
     sys.argv = ["-c", *arguments]
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)

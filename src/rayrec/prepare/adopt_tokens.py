@@ -35,7 +35,7 @@ def adopt_tokens(
     does not have, damaged shards, and a folder that has a manifest already.
     """
     begun = time.perf_counter()
-    require("streaming", "tokenizers", extra="language")
+    require("tokenizers", extra="language")
     if tokenizer is None:
         raise InputError(f"{path}: holds MDS shards; give the tokenizer that made their tokens: --tokenizer DIR")
     path = storage.absolute(path).rstrip("/")
@@ -101,7 +101,6 @@ def _scan(
     """What the manifest says of a set, and what identifies its shards. Reads every shard, one at a time."""
     from rayrec.data.text import mds
 
-    mds.load_streaming()
     index_path = storage.join(folder, INDEX)
     index = Index.parse(storage.read_bytes(index_path), index_path)
     name, encoding = index.find_column(column, index_path)

@@ -1,48 +1,34 @@
-"""Blocks of tokens in MDS shards, through MosaicML streaming, which no other file imports.
+"""Blocks of tokens in MDS shards: written by MosaicML streaming, which no other file imports, and read without it.
 
-`streaming.StreamingDataset` is used as a store of shards: which there are, which are here, fetching the others. What of it
-makes trouble under Ray is kept out:
-
-- *Ranks.* It takes RANK and WORLD_SIZE from the environment, meets its like in barriers of torch.distributed, and has one local
-  process fetch for the others; where one comes late or dies, all hang. Here each is alone in a world of one. The processes of a
-  node share files, not state (storage/cache.py): who needs a shard first fetches it, under a lock that ends with its holder.
-- *Shared memory.* Its segments take the first free number of the machine, collide with those of other runs, and outlive a
-  killed process ("Reused local directory"). Here their names are random and go once they are mapped: nothing is left to clean,
-  and nobody else's is cleaned.
-- *Stores.* It reads S3 by settings of its own. Here shards come through `rayrec.storage`: the standard AWS variables, and as much
-  patience with a store that is out as elsewhere.
-- *Failures.* A download that fails leaves its shard marked as on its way, for which others wait forever. Here the mark is taken
-  back.
-
-Rows are copied out of mapped files: each has a fixed size, so nothing is decoded. Its own iteration is not used: order and
-position are rayrec's, as with every other kind of data.
+Shards come through `rayrec.storage` and are kept by `storage.cache.ShardCache`: processes of a node share files, and who needs
+a shard first fetches it, under a lock that ends with its holder. Rows are copied out of mapped files: each has a fixed size, so
+nothing is decoded.
 """
 
 from __future__ import annotations
 
-import atexit
+import hashlib
 import importlib
 import json
 import logging
 import mmap
 import os
 import posixpath
-import secrets
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import lru_cache
-from types import ModuleType, SimpleNamespace
+from contextlib import suppress
+from types import ModuleType
 from typing import Any, Final, final
 
 import numpy as np
+import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.text.mds_index import COLUMN, INDEX, Index, Shard, TokenColumn, damaged, unpacked_index
+from rayrec.data.text.mds_index import COLUMN, INDEX, Index, Shard, TokenColumn, damaged
 from rayrec.imports import require
 from rayrec.storage.cache import LEAST_FILES, ShardCache, default_folder, in_use
 
@@ -52,6 +38,8 @@ _OPEN_SHARDS: Final = 256
 """Mapped at once; each holds a file descriptor."""
 _NUM_DOWNLOADS: Final = 4
 """Shards fetched ahead at a time."""
+_PACKED: Final = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
+"""Arrow's names of streaming's compressions."""
 _TRIES: Final = 4
 """To open a shard that a full cache may lose between its coming and its being opened."""
 
@@ -134,14 +122,11 @@ class TokenRows:
                 folder=cache_folder or default_folder(),
                 limit_bytes=cache_bytes,
             )
-            storage.write_bytes(os.path.join(cache.folder, INDEX), unpacked_index(content))
             if cache_bytes is not None:  # what is mapped cannot go
                 self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // LEAST_FILES)
             self._folder, self._cache = cache.folder, cache
             self._ahead = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="shards")
-        self._by_name = {shard.name: shard for shard in index.shards}
         self._bounds = np.cumsum([0, *self.chunk_rows])
-        self._store = _Store(self._folder, self._fetch)
         self._mapped: OrderedDict[int, np.ndarray] = OrderedDict()
         self._checked: set[int] = set()
         self._coming: dict[int, Future[None]] = {}
@@ -169,14 +154,13 @@ class TokenRows:
         for shard in np.unique(self._shards_of(indices)).tolist():
             known = self._coming.get(shard)
             if shard not in self._mapped and (known is None or known.done()):
-                self._coming[shard] = self._ahead.submit(self._prepare_ahead, shard)
+                self._coming[shard] = self._ahead.submit(self._fetch_ahead, shard)
 
     def close(self) -> None:
         """Lets go of files, memory and threads. May be called again."""
         if self._ahead is not None:
             self._ahead.shutdown(wait=True, cancel_futures=True)
         self._mapped.clear()
-        self._store.close()
 
     def _shards_of(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._bounds, indices, side="right") - 1
@@ -203,7 +187,7 @@ class TokenRows:
                     raise
                 _logger.warning("%s; fetching it again", error)
                 self._cache.remove(self._index.shards[number].name)
-            self._store.prepare(number)
+            self._fetch(number)
         raise InputError(f"{self._folder}: shards go as fast as they come; allow more cache_bytes")
 
     def _map(self, number: int) -> np.ndarray:
@@ -222,21 +206,22 @@ class TokenRows:
             self._checked.add(number)
         return self._index.rows(content, shard, self._column, path)
 
-    def _prepare_ahead(self, number: int) -> None:
+    def _fetch_ahead(self, number: int) -> None:
         with suppress(InputError, OSError):
-            self._store.prepare(number)
+            self._fetch(number)
 
-    def _fetch(self, name: str) -> None:
-        """Brings a file that is not in the folder there."""
+    def _fetch(self, number: int) -> None:
+        """Brings a shard into the folder, unless it is there; waits while another thread or process does."""
+        shard = self._index.shards[number]
         if self._cache is None:
-            raise InputError(f"{self._folder}/{name}: no such file; copy it there or prepare the text again")
+            raise InputError(f"{self._folder}/{shard.name}: no such file; copy it there or prepare the text again")
 
         def check(local: str) -> None:
-            path, shard = storage.join(self._path, name), self._by_name[name]
+            path = storage.join(self._path, shard.name)
             with open(local, "rb") as file:
                 _check(_mapped(file.fileno(), shard, path), shard, path)
 
-        fetched_bytes = self._cache.fetch(name, check, lambda: shard_content(self._path, self._by_name[name]))
+        fetched_bytes = self._cache.fetch(shard.name, check, lambda: shard_content(self._path, shard))
         with self._counting:
             self.downloaded_bytes += fetched_bytes
 
@@ -253,12 +238,15 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
     if len(content) != packed.size_bytes:
         raise damaged(path, f"has {len(content):,} bytes, its index says {packed.size_bytes:,}")
     _check_bytes(content, packed.checksum, path)
-    compression = importlib.import_module("streaming.base.compression")
-    if not compression.is_compression(packed.algorithm):
-        raise InputError(f"{path}: compressed by {packed.algorithm}, which streaming does not know")
+    algorithm = packed.algorithm.partition(":")[0]  # what follows is a level
+    if algorithm not in _PACKED:
+        raise InputError(f"{path}: compressed by {packed.algorithm}, which rayrec does not know")
     try:
-        plain = compression.decompress(packed.algorithm, content)
-    except Exception as error:  # each library has a kind of its own
+        if algorithm == "snappy":  # without Arrow's frames
+            plain = pa.Codec("snappy").decompress(content, shard.size_bytes, asbytes=True)
+        else:
+            plain = pa.CompressedInputStream(pa.BufferReader(content), _PACKED[algorithm]).read()
+    except (OSError, pa.ArrowInvalid) as error:
         raise damaged(path, f"cannot be unpacked ({' '.join(str(error).split())[:100]})") from None
     yield plain
 
@@ -289,94 +277,9 @@ def _check(content: mmap.mmap, shard: Shard, path: str) -> None:
 def _check_bytes(content: bytes | mmap.mmap, checksum: tuple[str, str] | None, path: str) -> None:
     if checksum is not None:
         algorithm, digits = checksum
-        if importlib.import_module("streaming.base.hashing").get_hash(algorithm, content) != digits:
+        hashes: Any = hashlib
+        if algorithm.startswith("xxh"):
+            require("xxhash", extra="language")
+            hashes = importlib.import_module("xxhash")
+        if getattr(hashes, algorithm)(content).hexdigest() != digits:
             raise damaged(path, f"its {algorithm} is not {digits}, as its index says")
-
-
-# A data set alone in the world ---------------------------------------------------------------------------------------
-
-
-@final
-class _Store:
-    """The data set over a folder that has its index.json; `fetch` brings a file there."""
-
-    def __init__(self, folder: str, fetch: Callable[[str], None]) -> None:
-        dataset_class, stream_class = _classes()
-        with _making, _world_of_one() as self._segments:
-            self._dataset = dataset_class(streams=[stream_class(folder, fetch)])
-        self._dataset._cache_filelock = threading.Lock()
-
-    def prepare(self, number: int) -> None:
-        """Has the shard be in the folder; waits where another thread is about to bring it, and then may not have it."""
-        try:
-            self._dataset.prepare_shard(number)
-        except BaseException:
-            self._dataset._shard_states[number] = importlib.import_module("streaming.base.dataset")._ShardState.REMOTE
-            raise
-
-    def close(self) -> None:
-        for segment in self._segments:
-            atexit.unregister(segment.cleanup)
-            segment.cleanup()
-
-
-@lru_cache(maxsize=1)
-def _classes() -> tuple[Any, Any]:
-    """Made when first needed, since their bases take seconds to import."""
-    streaming = load_streaming()
-
-    class FetchedStream(streaming.Stream):  # type: ignore[name-defined, misc]
-        def __init__(self, folder: str, fetch: Callable[[str], None]) -> None:
-            super().__init__(local=folder)
-            self._fetch = fetch
-
-        def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
-            self._fetch(from_basename)
-            return os.path.join(self.local, to_basename or from_basename)
-
-    class AloneDataset(streaming.StreamingDataset):  # type: ignore[name-defined, misc]
-        cache_filelock = True  # by which it knows that it has its lock, here one of threads alone, without a file
-
-    return AloneDataset, FetchedStream
-
-
-_making = threading.Lock()
-
-
-@contextmanager
-def _world_of_one() -> Iterator[list[Any]]:
-    """Data sets made within take this process for the only one. Gives the shared memory they hold, which has no names after."""
-    modules = ("dataset", "world", "shared.memory", "shared.array")
-    dataset, world, memory, array = (importlib.import_module(f"streaming.base.{name}") for name in modules)
-    number = secrets.randbits(62)
-    segments: list[Any] = []
-
-    class Segment(memory.SharedMemory):  # type: ignore[name-defined, misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            segments.append(self)
-
-    alone = SimpleNamespace(detect=lambda: world.World(1, 1, 1, 0))
-    with (
-        _replaced(dataset, "World", alone),
-        _replaced(dataset, "dist", SimpleNamespace(is_available=lambda: False)),
-        _replaced(dataset, "maybe_init_dist", lambda: False),
-        _replaced(dataset, "get_shm_prefix", lambda *_: (number, Segment(f"{number}_locals", True, 4))),
-        _replaced(array, "SharedMemory", Segment),
-    ):
-        try:
-            yield segments
-        finally:
-            for segment in segments:
-                for block in segment.created_shms:
-                    block.unlink()
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    kept = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, kept)

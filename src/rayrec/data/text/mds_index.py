@@ -202,11 +202,3 @@ def _shard(info: Mapping[str, Any]) -> Shard:
 
 def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
     return next(((name, file["hashes"][name]) for name in _HASHES if name in file["hashes"]), None)
-
-
-def unpacked_index(content: bytes) -> bytes:
-    """The index of the same shards when none of them is compressed."""
-    index = json.loads(content)
-    for shard in index["shards"]:
-        shard.update(compression=None, zip_data=None)
-    return json.dumps(index, sort_keys=True).encode()
