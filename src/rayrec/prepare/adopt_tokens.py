@@ -9,8 +9,8 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.text import text_blocks
-from rayrec.data.text.mds_index import INDEX, Index, TokenColumn
+from rayrec.data.text import mds, text_blocks
+from rayrec.data.text.mds import INDEX, Index, TokenColumn
 from rayrec.data.text.text_parts import PART_BYTES
 from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
@@ -99,8 +99,6 @@ def _scan(
     folder: str, tokenizer: TextTokenizer, column: str | None, token_dtype: str, console: Console
 ) -> tuple[dict[str, Any], list[Any]]:
     """What the manifest says of a set, and what identifies its shards. Reads every shard, one at a time."""
-    from rayrec.data.text import mds
-
     index_path = storage.join(folder, INDEX)
     index = Index.parse(storage.read_bytes(index_path), index_path)
     name, encoding = index.find_column(column, index_path)

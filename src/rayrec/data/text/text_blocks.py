@@ -11,7 +11,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows, RowSource
-from rayrec.data.text.mds_index import COLUMN, INDEX, TokenColumn
+from rayrec.data.text.mds import COLUMN, INDEX, TokenColumn
 from rayrec.data.text.text_parts import read_texts
 from rayrec.data.text.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
 
