@@ -161,7 +161,8 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     import torch
 
     from rayrec.observe.events import EventWriter
-    from rayrec.training.loop import Account, Training
+    from rayrec.training.progress import Training
+    from rayrec.training.step_log import Account
     from rayrec.workloads.recsys.worker import TimedBase
     from rayrec.workloads.step_timer import HostClock, NoClock
 
@@ -208,7 +209,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
 def measure(*, path: str, quick: bool) -> dict[str, Any]:
     """Blocks of training, observed and not, in one process, until the difference is known well enough."""
     from rayrec.recipes import criteo_demo
-    from rayrec.training.loop import Progress
+    from rayrec.training.progress import Progress
     from rayrec.training.trainer import run_hash
 
     config = criteo_demo(path).replace(

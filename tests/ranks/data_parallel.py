@@ -20,7 +20,7 @@ from rayrec.checkpoint import Checkpoint
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import loop
-from rayrec.training.loop import Progress
+from rayrec.training.progress import Progress, Training
 from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
@@ -180,7 +180,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
         state = {"progress": progress.state(), "loader": position}
         checkpoint.save(f"{folder}/{progress.step}", tensors, state=state)
 
-    training = loop.Training(
+    training = Training(
         config=configuration,
         setup=setup,
         loader=loader,

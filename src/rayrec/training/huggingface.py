@@ -23,7 +23,9 @@ from torch import distributed
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rayrec.batch import Batch
-from rayrec.training.loop import Account, Batches, Cut, Progress, Training, steer
+from rayrec.training.loop import steer
+from rayrec.training.progress import Cut, Progress, Training
+from rayrec.training.step_log import Account, Batches
 from rayrec.workloads.base import WorkerSetup
 from rayrec.workloads.data_parallel.worker import RowPipeline
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload

@@ -1,17 +1,34 @@
-"""What the data side of a run does, told beside its steps: speed, load and backlog of each stage."""
+"""Counts and logs the steps of a worker: rows, losses and times, what the data side does, and what the device can do at best."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 
-from rayrec.collectives import num_workers
+from rayrec import machine
+from rayrec.collectives import num_workers, over_workers
 from rayrec.compat.torch_compat import linear_pointwise
+from rayrec.config import InputError
 from rayrec.data.stage_times import STAGES, StageAccount
+from rayrec.optim.config import learning_rates
+from rayrec.row_tally import RowNumbers
+from rayrec.training.progress import Cut, Training
+from rayrec.workloads.step_timer import StepClock
+
+_HELD = ("memory_bytes", "device_memory_bytes")
+"""In a step event: resident memory of the worker that has most, and the most that tensors took of a GPU since the last log."""
+_LOOK_S = 5.0
+"""Between two looks for reasons to save, as far as whole steps allow: what `failure.grace_s` is not to be lost to."""
+_LOOK_PREEMPTED_S = 1.0
+"""The same, after a notice that a node is preempted: how far before its deadline a run ends depends on it."""
+TRAINING_COST = 3
+"""Of a step, in forward passes: the backward pass has two products for each of the forward's."""
 
 _LEAST_S: Final = 1.0
 """Between two events: a block lasts for many steps, and most intervals between two logs see none."""
@@ -149,3 +166,178 @@ def _of_cuda(device: torch.device, dtype: torch.dtype) -> float:
         stop.record()
     stop.synchronize()
     return repeats * size**3 / (start.elapsed_time(stop) / 1e3)
+
+
+class Batches:
+    """The batches of one segment: counts them, knows their rows until they are trained, adds up the time spent waiting for
+    them, and may be ended early."""
+
+    def __init__(self, source: Iterator[Any], clock: StepClock) -> None:
+        self._source, self._clock = source, clock
+        self.num_pulled = 0
+        self.blocked_s = 0.0
+        self._in_flight: deque[RowNumbers | None] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        start = time.perf_counter()
+        try:
+            with self._clock.phase("data"):
+                batch = next(self._source)
+        finally:
+            self.blocked_s += time.perf_counter() - start
+        self.num_pulled += 1
+        self._in_flight.append(getattr(batch, "row_numbers", None))
+        return batch
+
+    def trained(self) -> RowNumbers | None:
+        """The rows of the oldest batch that was pulled and not trained before; None if it does not tell. Pipelines train in the
+        order in which they pull."""
+        return self._in_flight.popleft()
+
+    def end(self) -> None:
+        """Gives no more batches; those pulled ahead by a pipeline are still to be trained."""
+        self._source = iter(())
+
+
+class Account:
+    """Counts steps, rows, losses and time, logs them, and finds out whether a segment has to end early."""
+
+    def __init__(self, training: Training) -> None:
+        config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
+        self._config, self._loader, self._progress = config, loader, progress
+        self._first_step_done = training.first_step
+        self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
+        self._log, self._interruption, self._optimizer = training.log, training.interruption, setup.optimizer
+        self._data = DataReport(loader) if config.observe.times else None
+        self._first_step, self._rows_before = progress.step, progress.rows
+        self._losses: list[torch.Tensor] = []
+        self._start_s = 0.0
+        self._num_rows = 0
+        """Rows that this worker trained since the last log."""
+        self._look_at = progress.step + 1
+        """Step of the next look for reasons to save; of the first one, which takes longest, nothing is known before."""
+        self._look_s = _LOOK_S
+        self.total = progress.step + loader.steps
+        """The run's steps."""
+        self.cut: Cut = "none"
+        """What came up in this segment."""
+
+    def begin(self) -> None:
+        """A segment begins."""
+        self.cut = "none"
+        self._losses, self._start_s = [], time.perf_counter()
+        self._clock.start()
+
+    def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
+        """One more step is done; collective where a log or a look is due. True where the segment cannot go on up to `stop`."""
+        if self._first_step_done is not None:
+            self._first_step_done(batches.blocked_s, time.perf_counter() - self._start_s)
+            self._first_step_done = None
+        progress, rows = self._progress, batches.trained()
+        progress.count(rows)
+        self._num_rows += 0 if rows is None else len(rows.numbers)
+        self._losses.append(loss)
+        progress.step += 1
+        due = progress.step % self._config.log_every == 0 or progress.step >= stop
+        if not due and (progress.step < self._look_at or not self._look()):
+            return False
+        self._clock.cut()
+        # The one device sync between two logs.
+        mine = torch.stack(self._losses).mean().item()
+        now_s = time.perf_counter()
+        times_s = self._clock.read()
+        held = [machine.resident_bytes(), *_device_bytes()]
+        own = [mine, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values(), *held]
+        data = self._data.take() if self._data else []
+        means, maxima = over_workers(*own, *data, *self._interruption.seen())
+        *_, asked, look = maxima
+        mean, blocked_s, elapsed_s, num_rows = means[:4]
+        times_max_s = dict(zip(times_s, maxima[4:], strict=False))
+        times_s = dict(zip(times_s, means[4:], strict=False))
+        most_held = maxima[len(own) - len(held) : len(own)]
+        self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s, most_held)
+        if self._data:
+            self._data.tell(means[len(own) : len(own) + len(data)], step=progress.step, log=self._log)
+        self._plan_look(elapsed_s)
+        self._losses, self._start_s, self._num_rows, batches.blocked_s = [], now_s, 0, 0.0
+        if due:
+            self._heed(asked, look)
+        return progress.step < stop and self.cut != "none"
+
+    def _look(self) -> bool:
+        """Whether something has come up where no log is due; collective. Three numbers go around; with NCCL it waits for the
+        device, once in `_LOOK_S`."""
+        (elapsed_s, *_), (_, asked, look) = over_workers(
+            time.perf_counter() - self._start_s, *self._interruption.seen()
+        )
+        before = self.cut
+        self._plan_look(elapsed_s)
+        self._heed(asked, look)
+        return self.cut != before
+
+    def _plan_look(self, elapsed_s: float) -> None:
+        """Chooses the next look, by numbers that are the same on every worker: the mean time since the last log, and no
+        further ahead than the attempt has come, since its first steps say little of the later ones."""
+        step_s = elapsed_s / len(self._losses)
+        so_far = self._progress.step - self._first_step
+        self._look_at = self._progress.step + max(1, min(int(self._look_s / max(step_s, 1e-6)), so_far))
+
+    def _heed(self, asked: float, look: float) -> None:
+        if asked:
+            self.cut = "stop"
+        elif look and self._interruption.preempted():
+            self._look_s, self._look_at = _LOOK_PREEMPTED_S, self._progress.step + 1
+            self.cut = "save" if self.cut == "none" else self.cut
+
+    def _log_steps(
+        self,
+        loss: float,
+        num_rows: float,
+        blocked_s: float,
+        elapsed_s: float,
+        times_s: dict[str, float],
+        times_max_s: dict[str, float],
+        most_held: Sequence[float],
+    ) -> None:
+        progress = self._progress
+        if progress.trained is None:  # the loader's word for it
+            rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
+        else:
+            rows = round(num_rows * num_workers())
+        progress.rows += rows
+        progress.train_s += elapsed_s
+        progress.blocked_s += blocked_s
+        fields: dict[str, Any] = {
+            "step": progress.step,
+            "steps": self.total,
+            "loss": loss,
+            "rows": progress.rows,
+            "rows_per_s": rows / elapsed_s,
+            "blocked_fraction": blocked_s / elapsed_s,
+            "learning_rate": max(learning_rates(self._optimizer), default=0.0),
+            **{name: int(size) for name, size in zip(_HELD, most_held, strict=False) if size},
+        }
+        if times_s:
+            fields["times_s"] = times_s
+            if num_workers() > 1:  # of one worker it is the same
+                fields["times_max_s"] = times_max_s
+        if self._cost is not None:
+            done = TRAINING_COST * self._cost * rows / elapsed_s
+            fields["multiply_adds_per_s"] = done
+            if self._peak is not None:
+                fields["peak_fraction"] = done / self._peak
+        self._log("step", fields)
+        if not math.isfinite(loss):
+            raise InputError(f"the loss is {loss} at step {progress.step}; lower the learning rates")
+
+
+def _device_bytes() -> list[float]:
+    """The most that tensors took of this worker's GPU since the last call."""
+    if not torch.cuda.is_initialized():
+        return []
+    most = float(torch.cuda.max_memory_allocated())
+    torch.cuda.reset_peak_memory_stats()
+    return [most]

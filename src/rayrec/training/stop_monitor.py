@@ -151,7 +151,7 @@ class PreemptionInfo(Protocol):
 
 
 class StopWatch:
-    """A worker's side; see `rayrec.training.loop.Interruption`. Only worker 0 acts on the channel, and only it looks at the
+    """A worker's side; see `rayrec.training.progress.Interruption`. Only worker 0 acts on the channel, and only it looks at the
     clock, so that all workers act at the same step. The others read it too, so as not to wait for data tasks that never run."""
 
     def __init__(

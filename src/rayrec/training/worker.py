@@ -39,7 +39,7 @@ from rayrec.observe.timing import Stopwatch
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
 from rayrec.training.launchers.base import AttemptContext
-from rayrec.training.loop import Progress
+from rayrec.training.progress import Interruption, Progress, Training, with_lowered_rates
 from rayrec.training.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.training.step_log import multiply_adds_per_s_or_zero
 from rayrec.training.step_profiler import make_profiler, profiled
@@ -132,7 +132,7 @@ def _train(
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
     watch = StopWatch(attempt.channel, rank=worker.rank, preemption=preemption)
     profiler = make_profiler(worker, folder, attempt.channel, log)
-    setup.begin_step = profiled(loop.with_lowered_rates(setup, progress, config.plateau), profiler)
+    setup.begin_step = profiled(with_lowered_rates(setup, progress, config.plateau), profiler)
     saver = Saver(
         folder,
         lease=mine,
@@ -174,7 +174,7 @@ def _train(
             waits_noticed(setup.clock),
             memory_errors(setup.described, rank=worker.rank, device=worker.device),
         ):
-            training = loop.Training(
+            training = Training(
                 config=config,
                 setup=setup,
                 loader=loader,
@@ -299,7 +299,7 @@ def peak_of_all(peak: float, *, world_size: int) -> float | None:
     return None if missing else mean * world_size
 
 
-def _loop(config: TrainConfig) -> Callable[[loop.Training], bool]:
+def _loop(config: TrainConfig) -> Callable[[Training], bool]:
     """The function that trains; `training.loop.run` says what it is given and gives."""
     if config.loop == "huggingface":
         from rayrec.training.huggingface import run
@@ -430,7 +430,7 @@ def finish(
     evaluated_step: int | None,
     expected: RowTally,
     log: Log,
-    interruption: loop.Interruption,
+    interruption: Interruption,
 ) -> dict[str, Any] | None:
     """Scores the final test with the weights that are to be used, the best ones where training stops early, and says so;
     collective. `metrics` are those of the test rows, without such of the validation rows. None if the run was asked to stop

@@ -18,7 +18,7 @@ from rayrec.checkpoint import Checkpoint, DamagedError, reader
 from rayrec.checkpoint.format import seal
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
-from rayrec.training.loop import Progress
+from rayrec.training.progress import Progress
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -17,8 +17,10 @@ from rayrec.config import InputError
 from rayrec.observe.timing import PHASES
 from rayrec.optim.config import PlateauConfig
 from rayrec.row_tally import RowNumbers, RowTally
-from rayrec.training import loop
-from rayrec.training.loop import Boundary, Progress, next_boundary
+from rayrec.training import loop, step_log
+from rayrec.training.loop import Boundary, next_boundary
+from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, with_lowered_rates
+from rayrec.training.step_log import Account
 from rayrec.workloads.step_timer import HostClock, NoClock, StepClock
 
 
@@ -181,7 +183,7 @@ class Run:
             self.events.append((kind, fields["step"]))
             self.fields.append(fields)
 
-        training = loop.Training(
+        training = Training(
             config=self.config,
             setup=setup,  # type: ignore[arg-type]
             loader=self.loader,  # type: ignore[arg-type]
@@ -316,7 +318,7 @@ def test_patience_counts_from_the_last_sufficient_improvement(
     progress = Progress()
     for step, score in enumerate(scores):
         progress.step = step
-        loop.judge(progress, score, min_improvement=0.0999)
+        judge(progress, score, min_improvement=0.0999)
     assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
 
 
@@ -324,13 +326,13 @@ def test_learning_rates_fall_when_evaluations_get_no_better() -> None:
     plateau = PlateauConfig(patience=2, factor=0.1, min_improvement=0.01)
     progress, lowered = Progress(), []
     for step, score in enumerate([0.5, 0.505, 0.52, 0.53, 0.51, 0.525, 0.52, 0.6]):
-        if loop.lower_on_plateau(progress, score, plateau):
+        if lower_on_plateau(progress, score, plateau):
             lowered.append((step, progress.learning_rate_scale))
         progress = Progress.from_state(progress.state(), rank=0)  # as a resumed run
     # 0.53 is better than 0.52 by less than 0.01, and so on; a fall begins the count again.
     assert lowered == [(4, pytest.approx(0.1)), (6, pytest.approx(0.01))]
     assert (progress.plateau_reference, progress.plateau_evaluations) == (0.6, 0)
-    assert not loop.lower_on_plateau(Progress(plateau_reference=1.0), 0.0, PlateauConfig())
+    assert not lower_on_plateau(Progress(plateau_reference=1.0), 0.0, PlateauConfig())
 
 
 def test_lowered_rates_are_those_of_the_schedule_times_the_factors() -> None:
@@ -342,7 +344,7 @@ def test_lowered_rates_are_those_of_the_schedule_times_the_factors() -> None:
 
     progress = Progress()
     setup: Any = SimpleNamespace(begin_step=begin_step, optimizer=optimizer)
-    begin = loop.with_lowered_rates(setup, progress, PlateauConfig(patience=1))
+    begin = with_lowered_rates(setup, progress, PlateauConfig(patience=1))
     begin(0, 9)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1e-5, 1e-7]
     progress.learning_rate_scale = 0.01
@@ -365,8 +367,8 @@ def test_the_longest_times_of_several_workers_are_told(monkeypatch: pytest.Monke
         return [1.5 * value for value in values], [2.0 * value for value in values]
 
     if num_workers > 1:
-        monkeypatch.setattr(loop, "over_workers", over_workers)
-        monkeypatch.setattr(loop, "num_workers", lambda: num_workers)
+        monkeypatch.setattr(step_log, "over_workers", over_workers)
+        monkeypatch.setattr(step_log, "num_workers", lambda: num_workers)
     run = Run()
     run.clock = HostClock()
     assert run.run()
@@ -397,6 +399,9 @@ class Clock:
     def __init__(self, step_s: float) -> None:
         self.now_s, self.step_s = 0.0, step_s
 
+    def monotonic(self) -> float:
+        return self.now_s
+
     def perf_counter(self) -> float:
         return self.now_s
 
@@ -410,7 +415,8 @@ def slow_run(monkeypatch: pytest.MonkeyPatch, step_s: float, **arguments: Any) -
         return progress(batches)
 
     monkeypatch.setattr(run.pipeline, "progress", slow)
-    monkeypatch.setattr(loop, "time", clock)
+    for module in (loop, step_log):
+        monkeypatch.setattr(module, "time", clock)
     return run
 
 
@@ -461,7 +467,7 @@ def test_looks_change_neither_logs_nor_saves(monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as patch:
             run = slow_run(patch, 10.0, ahead=1, log_every=7)
             if not looks:
-                patch.setattr(loop.Account, "_look", lambda self: False)
+                patch.setattr(Account, "_look", lambda self: False)
             assert run.run()
             events.append((run.events, run.saves, run.progress))
     assert events[0] == events[1]

@@ -32,7 +32,7 @@ from rayrec.ingest.stream import TaskSource
 from rayrec.observe.bottleneck import Verdict, verdict
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training import loop, step_log
-from rayrec.training.loop import Progress
+from rayrec.training.progress import Progress, Training
 from rayrec.training.step_log import multiply_adds_per_s
 from rayrec.workloads.base import TrainConfig, WorkerContext, WorkerSetup
 from rayrec.workloads.step_timer import HostClock
@@ -64,7 +64,7 @@ def train(
         time.sleep(save_s)
         log("checkpoint", {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0})
 
-    training = loop.Training(
+    training = Training(
         config=configuration,
         setup=setup,
         loader=loader,

@@ -18,7 +18,7 @@ from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.observe.timing import Stopwatch
 from rayrec.training import worker
-from rayrec.training.loop import Progress
+from rayrec.training.progress import Progress
 
 
 class Loader:

@@ -19,7 +19,7 @@ from rayrec.config import InputError
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import step_log, worker
 from rayrec.training.launchers.base import AttemptContext
-from rayrec.training.loop import Progress
+from rayrec.training.progress import Progress
 from rayrec.training.state import model_tensors
 from rayrec.training.step_log import multiply_adds_per_s, multiply_adds_per_s_or_zero
 from rayrec.training.worker import finish
