@@ -36,7 +36,7 @@ MOST_PARAMETERS = 8
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "src" / "rayrec").rglob("*.py"))
-HEAVY = {"torch", "torchrec", "ray", "numpy", "pyarrow", "pandas", "pydantic", "rich", "tyro"}
+HEAVY = {"torch", "torchrec", "ray", "numpy", "pyarrow", "pandas", "pydantic", "rich"}
 
 
 def _relative(path: Path) -> str:

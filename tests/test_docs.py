@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import rayrec
+from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
 from rayrec.models import ranking
 from rayrec.observe import console
@@ -44,7 +45,6 @@ from rayrec.observe.event_lines import TORN_LINE
 from rayrec.observe.events import KINDS
 from rayrec.recipes import load_config
 from rayrec.tuning.space import TuneConfig
-from rayrec.verbs import VERBS
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "docs" / "quickstart.md"
@@ -252,7 +252,7 @@ def test_commands_and_targets_exist(page: Path) -> None:
             unknown = [word for word in words[1:] if re.fullmatch(r"[a-z]+", word) and word not in targets]
             assert not unknown, line
         if words[:1] == ["rayrec"] and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
-            assert words[1] in VERBS, line
+            assert words[1] in COMMANDS, line
 
 
 def _slug(heading: str) -> str:
@@ -594,7 +594,7 @@ def site(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_describes_the_code(site: Path) -> None:
     """Every command, public name and kind of event, and fields, metrics and paths of HTTP from their tables."""
     pages = {page.stem: page.read_text() for page in (site / "reference").glob("*.html")}
-    assert [verb for verb in VERBS if f'id="rayrec-{verb}"' not in pages["commands"]] == []
+    assert [verb for verb in COMMANDS if f'id="rayrec-{verb}"' not in pages["commands"]] == []
     assert "<code>--min-count</code>" in pages["commands"]
     assert [name for name in set(rayrec.__all__) - {"recipes"} if f'id="rayrec.{name}"' not in pages["python"]] == []
     assert [kind for kind in KINDS if f"<code>{kind}</code>" not in pages["events"]] == []

@@ -1,31 +1,29 @@
 """Makes the reference pages of the documentation from the code, as Markdown: `python tools/reference.py [PAGE]` prints them.
 
-Commands and flags come from the parser, fields from the Config classes, the Python interface from `rayrec.__all__`; events,
-metrics, HTTP and exit statuses from the tables that the code itself uses; file formats from the modules that write the files.
+Commands and flags come from their declarations, fields from the Config classes, the Python interface from `rayrec.__all__`;
+events, metrics, HTTP and exit statuses from the tables that the code itself uses; file formats from the modules that write them.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import importlib
 import inspect
-import io
 import json
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
-
-import tyro
 
 import rayrec
-from rayrec.commands import command
+from rayrec.cli.flags import MISSING, Flag, flag_name, metavar_of
+from rayrec.cli.help import STATUSES, SWITCHES, usage
+from rayrec.cli.parser import own_flags
+from rayrec.commands import COMMANDS
+from rayrec.commands.settings import ALIASES
 from rayrec.config import Config, field_docs
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.models import ranking
@@ -34,7 +32,6 @@ from rayrec.recipes import ALL
 from rayrec.serve import openapi
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import Counters
-from rayrec.verbs import STATUSES, VERBS
 
 SOURCE = Path(rayrec.__file__).parent
 INTRODUCTIONS = {
@@ -56,12 +53,6 @@ Criteo's columns and a server with a token; [serve](../serve.md) has examples.""
     "formats": "No file is a pickle, and none is executed when it is read. A folder that has its manifest is complete.",
 }
 """How each page begins."""
-OF_A_RECIPE = ("config", "plan", "train", "tune")
-"""Commands whose flags are the fields of a recipe's configuration."""
-
-
-class _Parsed(Exception):
-    """Ends a command where it would parse its arguments."""
 
 
 def cell(text: object) -> str:
@@ -79,53 +70,31 @@ def table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
     return "".join("| " + " | ".join(cell(value) for value in line) + " |\n" for line in lines)
 
 
-def parser_of(verb: str) -> Any | None:
-    """The argument parser of a command; None for one that parses nothing."""
-    found: list[Any] = []
-
-    def caught(
-        kind: Any, *, prog: str = "", args: Any = None, return_unknown_args: bool = False, **options: Any
-    ) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of get_parser: there is no other way yet
-            found.append(tyro.extras.get_parser(kind, prog=prog, **options))
-        raise _Parsed
-
-    with (
-        mock.patch("tyro.cli", caught),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.suppress(_Parsed, SystemExit),
-    ):
-        command(verb)(["--help"])
-    return found[0] if found else None
-
-
 def commands_page() -> str:
     """Every command with its arguments and flags."""
     parts: list[str] = []
-    for verb, (arguments, text) in VERBS.items():
-        parts.append(f"## rayrec {verb}\n\n`rayrec {verb}{f' {arguments}' if arguments else ''}`: {cell(text)}.\n")
-        if verb in OF_A_RECIPE:
+    for command in COMMANDS.values():
+        flags = own_flags(command)
+        parts.append(f"## rayrec {command.name}\n\n`{usage(command, flags)}`: {cell(command.summary)}.\n")
+        if command.examples:
+            parts.append("```text\n" + "\n".join(command.examples) + "\n```\n")
+        if flags and not command.raw:
+            parts.append(table(("flag", "value", "default", "meaning"), [_flag(flag) for flag in flags]))
+        if command.recipe == "first":
             parts.append(
-                "Flags are the fields of the recipe's [configuration](configuration.md), such as `--scaling.num-workers`.\n"
+                "Flags are the fields of the recipe's [configuration](configuration.md), such as `--scaling.num-workers`; "
+                f"{', '.join(f'`--{name}`' for name in map(flag_name, ALIASES))} are short names of some.\n"
             )
-        elif verb not in ("doctor", "benchmark") and (parser := parser_of(verb)) is not None:
-            rows = [row for action in parser._actions if (row := _flag(action))]
-            parts.append(table(("flag", "value", "default", "meaning"), rows))
-    return "\n".join(parts)
+    switches = [(f"`{switch}`", text) for switch, text in SWITCHES.items()]
+    return "\n".join([*parts, "## Every command\n", table(("switch", "meaning"), switches)])
 
 
-def _flag(action: Any) -> tuple[object, ...] | None:
-    if action.dest == "help":
-        return None
-    name = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
-    text, _, default = (action.help or "").rpartition("(")
-    shown = re.match(r"(default|sets): (.*)\)$", default, re.DOTALL)
-    required = default.startswith("required")
-    if not shown and not required:
-        text = action.help or ""
-    value = "" if not action.option_strings else f"`{action.metavar}`" if action.metavar else "none"
-    return name, value, "required" if required else f"`{shown[2]}`" if shown and shown[2].strip() else "", text
+def _flag(flag: Flag) -> tuple[object, ...]:
+    names = [flag.name, *([flag.negative] if flag.pair else [])]
+    name = ", ".join(f"`--{name}`" for name in names) if flag.name else f"`{flag.metavar}`"
+    value = "none" if flag.type is bool else f"`{flag.metavar or metavar_of(flag.type)}`" if flag.name else ""
+    default = "required" if flag.value is MISSING else "" if flag.value in (None, (), False) else f"`{flag.value}`"
+    return name, value, default, flag.text
 
 
 def classes() -> Iterator[type[Config]]:

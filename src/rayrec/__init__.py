@@ -8,30 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayrec import recipes
-    from rayrec.api import (
-        adopt,
-        compare,
-        doctor,
-        ensemble,
-        evaluate,
-        export,
-        fetch,
-        generate,
-        plan,
-        predict,
-        predict_to,
-        preprocess,
-        profile,
-        report,
-        serving,
-        split,
-        supervise,
-        train,
-        tune,
-        validate,
-        vocabulary,
-    )
     from rayrec.cluster.restart_policy import SuperviseConfig
+    from rayrec.commands.data import adopt, fetch, generate, preprocess, split, validate, vocabulary
+    from rayrec.commands.runs import doctor, profile, report
+    from rayrec.commands.scoring import compare, ensemble, evaluate, export, predict, predict_to
+    from rayrec.commands.serving import serving
+    from rayrec.commands.training import plan, supervise, train, tune
     from rayrec.config import InputError
     from rayrec.data.frames import transform
     from rayrec.data.numbered_rows import ArrayRows
@@ -105,6 +87,13 @@ _HOMES = {
     "TrainConfig": "rayrec.workloads.base",
     "recipes": "rayrec.recipes",
     "transform": "rayrec.data.frames",
+    **dict.fromkeys(
+        ("adopt", "fetch", "generate", "preprocess", "split", "validate", "vocabulary"), "rayrec.commands.data"
+    ),
+    **dict.fromkeys(("doctor", "profile", "report"), "rayrec.commands.runs"),
+    **dict.fromkeys(("compare", "ensemble", "evaluate", "export", "predict", "predict_to"), "rayrec.commands.scoring"),
+    "serving": "rayrec.commands.serving",
+    **dict.fromkeys(("plan", "supervise", "train", "tune"), "rayrec.commands.training"),
 }
 
 
@@ -122,7 +111,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'rayrec' has no attribute {name!r}")
     if name == "recipes":
         return importlib.import_module("rayrec.recipes")
-    return getattr(importlib.import_module(_HOMES.get(name, "rayrec.api")), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -26,7 +26,7 @@ CLASS: Final = "class"
 
 
 @lru_cache(maxsize=1024)
-def _field_types(cls: Any) -> dict[str, Any]:
+def field_types(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -91,7 +91,7 @@ class Config:
     def __post_init__(self) -> None:
         import pydantic
 
-        types = _field_types(type(self))  # type: ignore[arg-type]
+        types = field_types(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):
             value, annotation = getattr(self, field.name), types[field.name]
             nested = _config_type(annotation)
@@ -142,7 +142,7 @@ class Config:
                 return other.updated(changes, where=where)
         if changes.keys() & self.RENAMED.keys():
             changes = self._with_new_names(changes, where)
-        types = _field_types(type(self))  # type: ignore[arg-type]
+        types = field_types(type(self))  # type: ignore[arg-type]
         new: dict[str, Any] = {}
         for name, value in changes.items():
             self._check_field(name, where)

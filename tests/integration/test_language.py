@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hosts.processes import Run
 
-from rayrec import api
+import rayrec
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
@@ -41,7 +41,7 @@ def write_text(path: Path, *, sentences: int, seed: int) -> None:
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     write_text(folder / "text.txt", sentences=1200, seed=0)
-    api.preprocess(
+    rayrec.preprocess(
         str(folder / "text.txt"),
         out=str(folder / "tokens"),
         format="mds",
@@ -143,20 +143,20 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     result = runs["huggingface"]
-    metrics = api.evaluate(result.folder, str(tokens), console=QUIET)
+    metrics = rayrec.evaluate(result.folder, str(tokens), console=QUIET)
     assert metrics["rows"] == result.summary["rows_of_sets"]["validation"]
     assert metrics["loss"] == pytest.approx(result.summary["metrics"]["loss"], rel=1e-2)  # of bf16, in other batches
     write_text(tmp_path / "more.txt", sentences=50, seed=1)
-    assert api.evaluate(result.folder, str(tmp_path / "more.txt"), console=QUIET)["loss"] == pytest.approx(
+    assert rayrec.evaluate(result.folder, str(tmp_path / "more.txt"), console=QUIET)["loss"] == pytest.approx(
         metrics["loss"], rel=0.1
     )
     (tmp_path / "prompts.txt").write_text("the cat\na dog sees\n")
-    api.predict_to(result.folder, str(tmp_path / "prompts.txt"), out=str(tmp_path / "out"), console=QUIET)
+    rayrec.predict(result.folder, str(tmp_path / "prompts.txt"), out=str(tmp_path / "out"), console=QUIET)
     table = pq.read_table(tmp_path / "out").to_pydict()
     assert table["row"] == [0, 1]
     assert table["prompt"] == ["the cat", "a dog sees"]
     assert [len(text) for text in table["text"]] == [24, 24]
-    told = api.export(result.folder, out=str(tmp_path / "export"))
+    told = rayrec.export(result.folder, out=str(tmp_path / "export"))
     assert told["bytes"] > 0
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "export")
     assert "lm_head.weight" not in load_file(tmp_path / "export" / "model.safetensors")
@@ -243,7 +243,7 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
 def test_the_124_million_parameters_start_and_step(tmp_path: Path) -> None:
     """The recipe as it is, but for what a machine without GPUs cannot have."""
     write_text(tmp_path / "text.txt", sentences=2000, seed=0)
-    api.preprocess(
+    rayrec.preprocess(
         str(tmp_path / "text.txt"),
         out=str(tmp_path / "tokens"),
         format="mds",

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rayrec
-from rayrec import recipes
-from rayrec.api import predict_to
+from rayrec import predict, recipes
 from rayrec.config import InputError
 from rayrec.data.logs.table_log import column_names
 from rayrec.data.synthetic import generate
@@ -100,7 +99,7 @@ def test_ready_made_data_is_scored_like_the_raw_log(
     )
     assert rayrec.evaluate(str(run), str(tmp_path / "ready")) == rayrec.evaluate(str(run), str(log))
     for name, path in (("of-raw", log), ("of-ready", tmp_path / "ready")):
-        predict_to(str(run), str(path), out=str(tmp_path / name))
+        predict(str(run), str(path), out=str(tmp_path / name))
     assert pq.read_table(tmp_path / "of-ready") == pq.read_table(tmp_path / "of-raw")
 
 
@@ -141,7 +140,7 @@ def test_ready_made_data_of_a_log_with_faulty_rows_is_scored(
         max_bad_fraction=0.1,
         console=QUIET,
     )
-    predict_to(str(raw_run[0]), str(tmp_path / "ready"), out=str(tmp_path / "scores"), max_bad_fraction=0.1)
+    predict(str(raw_run[0]), str(tmp_path / "ready"), out=str(tmp_path / "scores"), max_bad_fraction=0.1)
     assert pq.read_table(tmp_path / "scores")["row"].to_pylist() == list(range(300))
 
 
@@ -184,7 +183,7 @@ def test_an_unlabelled_log_is_made_ready_and_scored(
     )
     tables = []
     for name in ("test.txt", "labelled.txt", "ready"):
-        predict_to(run, str(tmp_path / name), out=str(tmp_path / f"scores-{name}"))
+        predict(run, str(tmp_path / name), out=str(tmp_path / f"scores-{name}"))
         tables.append(pq.read_table(tmp_path / f"scores-{name}").select(["row", "score"]))
     assert tables[0] == tables[1] == tables[2]
     assert (np.load(tmp_path / "ready" / "test_labels.npy") == -1).all()
@@ -379,10 +378,10 @@ def test_rows_are_numbered_as_they_stand_in_the_table(tmp_path: Path) -> None:
     summary = rayrec.train(config, console=QUIET).summary
     assert summary["bad_rows"] == 2
     run = str(tmp_path / "runs" / "run")
-    predict_to(run, str(tmp_path / "a.parquet"), out=str(tmp_path / "one"), max_bad_fraction=0.1)
+    predict(run, str(tmp_path / "a.parquet"), out=str(tmp_path / "one"), max_bad_fraction=0.1)
     expected = [row for row in range(600) if row not in (7, 300)]
     assert pq.read_table(tmp_path / "one")["row"].to_pylist() == expected
-    predict_to(run, str(tmp_path / "*.csv"), out=str(tmp_path / "two"), max_bad_fraction=0.1)
+    predict(run, str(tmp_path / "*.csv"), out=str(tmp_path / "two"), max_bad_fraction=0.1)
     expected += [row for row in range(600, 650) if row != 607]
     assert pq.read_table(tmp_path / "two")["row"].to_pylist() == expected
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders.scored_rows import rows_file, scored, trained
 
-from rayrec import api
+import rayrec
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
 from rayrec.observe.console import Console
@@ -28,19 +28,19 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
         logits = model(torch.from_numpy(arrays["x"]))
         losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["label"]), reduction="none")
     here = {"recipe": scored, "cluster_address": "none", "console": QUIET}
-    told = api.evaluate(str(tmp_path / "run"), path, **here)
+    told = rayrec.evaluate(str(tmp_path / "run"), path, **here)
     assert told.pop("loss") == pytest.approx(losses.double().mean().item(), rel=1e-6)
     assert told.pop("perplexity") == pytest.approx(np.exp(losses.double().mean().item()), rel=1e-6)
     assert told == {"bits": 32.0, "rows": 333, "checkpoint": checkpoint}
 
     out = tmp_path / "out"
-    told = api.predict_to(checkpoint, path, out=str(out), batch_rows=7, **here)
+    told = rayrec.predict(checkpoint, path, out=str(out), batch_rows=7, **here)
     assert (told["rows"], told["out"], told["checkpoint"]) == (333, str(out), checkpoint)
     table = pq.read_table(out)
     assert table.column_names == ["row", "logits", "best", "named"]
     assert table.column("row").to_pylist() == list(range(333))
     np.testing.assert_allclose(np.array(table.column("logits").to_pylist()), logits.numpy(), atol=1e-6)
-    rows = api.predict(checkpoint, path, recipe=scored, console=QUIET).take_all()
+    rows = rayrec.predict(checkpoint, path, recipe=scored, console=QUIET).take_all()
     assert [row["best"] for row in rows] == table.column("best").to_pylist()
 
 
@@ -49,22 +49,22 @@ def test_trouble_is_told_in_one_line(tmp_path: Path) -> None:
     unlabelled, out = rows_file(tmp_path, 20, labelled=False), tmp_path / "out"
     labelled = rows_file(tmp_path, 20)
     with pytest.raises(InputError, match="has no labels"):
-        api.evaluate(checkpoint, unlabelled, recipe=scored, console=QUIET)
+        rayrec.evaluate(checkpoint, unlabelled, recipe=scored, console=QUIET)
     with pytest.raises(InputError, match="no recipe 'scored'"):
-        api.evaluate(checkpoint, unlabelled, console=QUIET)
+        rayrec.evaluate(checkpoint, unlabelled, console=QUIET)
     with pytest.raises(InputError, match="no such field; did you mean 'batch_rows'"):
-        api.evaluate(checkpoint, unlabelled, recipe=scored, batch_row=3)
+        rayrec.evaluate(checkpoint, unlabelled, recipe=scored, batch_row=3)
     with pytest.raises(InputError, match="batch_rows: 0 must be at least 1"):
-        api.evaluate(checkpoint, unlabelled, recipe=scored, batch_rows=0, console=QUIET)
+        rayrec.evaluate(checkpoint, unlabelled, recipe=scored, batch_rows=0, console=QUIET)
     with pytest.raises(InputError, match="predicts no clicks, and only of clicks there are slice_by and confidence"):
-        api.evaluate(checkpoint, labelled, recipe=scored, slice_by=("day",), confidence=0.9, console=QUIET)
+        rayrec.evaluate(checkpoint, labelled, recipe=scored, slice_by=("day",), confidence=0.9, console=QUIET)
     with pytest.raises(InputError, match="cuda needs a GPU"):
-        api.predict_to(checkpoint, unlabelled, out=str(out), recipe=scored, device="cuda", console=QUIET)
+        rayrec.predict(checkpoint, unlabelled, out=str(out), recipe=scored, device="cuda", console=QUIET)
     data = next(Path(checkpoint).glob("data_*.safetensors"))
     chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
     content = bytearray(data.read_bytes())
     content[chunk["start"]] ^= 1
     data.write_bytes(content)
     with pytest.raises(InputError, match="damaged, the checksum"):
-        api.predict_to(checkpoint, unlabelled, out=str(out), recipe=scored, console=QUIET)
+        rayrec.predict(checkpoint, unlabelled, out=str(out), recipe=scored, console=QUIET)
     assert not list(tmp_path.glob("out*"))

@@ -13,7 +13,7 @@ import torch
 from builders.digits import write_digits
 from hosts.processes import Run
 
-from rayrec import api
+import rayrec
 from rayrec.checkpoint import Checkpoint, weights_sha256
 from rayrec.checkpoint.safetensors import read_weights
 from rayrec.data.idx import read_labels
@@ -104,12 +104,12 @@ def test_a_run_learns_and_leaves_its_folder_complete(request: pytest.FixtureRequ
 
 def test_metrics_are_over_all_rows_of_all_workers(two: Result, digits: Path, tmp_path: Path) -> None:
     """An evaluation in one process, and the predictions themselves, agree with what two workers found."""
-    metrics = api.evaluate(two.folder, str(digits), cluster_address="none", console=QUIET)
+    metrics = rayrec.evaluate(two.folder, str(digits), cluster_address="none", console=QUIET)
     assert metrics["rows"] == TEST_ROWS
     for name in ("accuracy", "loss"):
         assert metrics[name] == pytest.approx(two.summary["metrics"][name], rel=1e-4)
     images = digits / "t10k-images-idx3-ubyte.gz"
-    api.predict_to(two.folder, str(images), out=str(tmp_path / "out"), cluster_address="none", console=QUIET)
+    rayrec.predict(two.folder, str(images), out=str(tmp_path / "out"), cluster_address="none", console=QUIET)
     table = pq.read_table(tmp_path / "out")
     labels = read_labels(str(digits / "t10k-labels-idx1-ubyte.gz"), num_classes=10)
     assert table["row"].to_pylist() == list(range(TEST_ROWS))
@@ -120,7 +120,7 @@ def test_metrics_are_over_all_rows_of_all_workers(two: Result, digits: Path, tmp
 
 
 def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) -> None:
-    api.export(two.folder, out=str(tmp_path / "out"))
+    rayrec.export(two.folder, out=str(tmp_path / "out"))
     weights = read_weights(str(tmp_path / "out" / "model.safetensors"))
     model = ResNetConfig(blocks=(1, 1, 1, 1)).build()
     model.load_state_dict(weights)

@@ -1,9 +1,11 @@
-"""Every verb has its command, and loads what it needs alone."""
+"""Commands: help, errors and results in one line or one document, and what each loads."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,28 +14,15 @@ import pytest
 import yaml
 
 from rayrec import cli, recipes
-from rayrec.commands import MODULES, command
-from rayrec.commands.arguments import parse_config, print_json, with_new_name
-from rayrec.commands.training import _own_flags
+from rayrec.cli.output import print_json, show
+from rayrec.cli.parser import own_flags, parse
+from rayrec.cli.recipe_flags import recipe_flags
+from rayrec.commands import COMMANDS
+from rayrec.commands.declaration import Shown
+from rayrec.commands.training import configuration
 from rayrec.config import InputError
 from rayrec.models.ranking.finalnet import FinalNetConfig
-from rayrec.verbs import VERBS
 from rayrec.workloads.recsys.workload import ClickWorkload
-
-
-def test_every_verb_has_one_command() -> None:
-    verbs = [verb for verbs in MODULES.values() for verb in verbs]
-    assert sorted(verbs) == sorted(verb for verb in VERBS if verb != "doctor")  # which must run where imports fail
-    for verb in verbs:
-        assert callable(command(verb))
-
-
-@pytest.mark.parametrize(("verb", "unneeded"), [("top", "rayrec.prepare"), ("validate", "rayrec.serve.app")])
-def test_a_verb_loads_its_own_module_alone(verb: str, unneeded: str) -> None:
-    code = f"import sys; from rayrec.commands import command; command({verb!r}); print({unneeded!r} in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert ran.stdout.strip() == "False"
-
 
 RAY = {"ray", "ray.data", "ray.train"}
 TORCHREC = {"torchrec", "fbgemm_gpu", "tensordict"}
@@ -104,10 +93,10 @@ def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dic
 def test_trouble_with_storage_is_told_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, status: int, line: str
 ) -> None:
-    def fails(arguments: list[str]) -> int:
+    def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("rayrec.commands.command", lambda verb: fails)
+    monkeypatch.setattr("rayrec.training.trainer.train", fails)
     assert cli.run(["train", "criteo_demo"]) == status
     assert capsys.readouterr().err == f"rayrec train: {line}\n"
 
@@ -137,8 +126,9 @@ def test_what_libraries_print_stays_out_of_the_results(
         print("a warning of Ray")
         return {"auroc": 0.5}
 
-    monkeypatch.setattr("rayrec.api.evaluate", score)
-    monkeypatch.setattr("rayrec.api.predict_to", score)
+    monkeypatch.setattr("rayrec.commands.scoring._config_of", lambda *_: recipes.criteo_demo())
+    monkeypatch.setattr("rayrec.inference.evaluate.evaluate", score)
+    monkeypatch.setattr("rayrec.inference.predict.predict_to", score)
     assert cli.run([verb, "run", "log", *(["--out", "scores"] if verb == "predict" else [])]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"auroc": 0.5}
@@ -158,18 +148,20 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (("--step", "5"), "no flag --step; did you mean --steps?"),
         (("--batchsize=5",), "no flag --batchsize; did you mean --batch-size?"),
         (("--shuffl", "none"), "no flag --shuffl; did you mean --train-data.shuffle or --eval-data.shuffle?"),
-        (("--pin_memory",), "no flag --pin_memory; `rayrec config criteo_demo --help` shows every flag"),
-        (("--qqqqqqq",), "no flag --qqqqqqq; `rayrec config criteo_demo --help` shows every flag"),
+        (("--pin_memory",), "no flag --pin_memory; `rayrec config criteo_demo --help-all` shows every flag"),
+        (("--qqqqqqq",), "no flag --qqqqqqq; `rayrec config criteo_demo --help-all` shows every flag"),
         (("more",), "takes no argument 'more'; `rayrec config criteo_demo --help` shows what it takes"),
+        (("--steps", "few"), "--steps: must be a whole number, got 'few'"),
+        (("--precision", "fp8"), "--precision: must be fp32 or bf16, got 'fp8'"),
         (
-            ("--steps", "few"),
-            "--steps: 'few' is no {None}|INT; `rayrec config criteo_demo --help` describes every flag",
+            ("--scaling.num-workers", "1", "2", "3"),
+            "--scaling.num-workers: must be a whole number or 2 whole numbers, got '1 2 3'",
         ),
         (("--batch-size", "0"), "batch_size: 0 must be at least 1"),
         (("--scaling.num-workers", "0"), "scaling.num_workers: 0 must be at least 1, and the least not above the most"),
-        (("--config",), "--config needs a file"),
-        (("--config=",), "--config needs a file"),
-        (("--schema", "--steps", "5"), "--schema needs a file"),
+        (("--config",), "--config needs a value"),
+        (("--config=",), "--config needs a value"),
+        (("--schema", "--steps", "5"), "--schema needs a value"),
         (("--config=a", "--config", "b"), "--config is given 2 times; give it once"),
     ],
     ids=str,
@@ -189,17 +181,6 @@ def test_wrong_flags_of_other_commands_are_one_line(capsys: pytest.CaptureFixtur
     )
     status, _, line = run(capsys, "predict", "run", "log", "--out", "x", "--recipe", "criteo_dem")
     assert (status, line) == (2, "rayrec predict: no recipe 'criteo_dem'; did you mean 'criteo_demo'?\n")
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])  # the parser draws other boxes for each
-def test_a_wrong_flag_is_one_line_in_every_encoding(encoding: str) -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    code = "from rayrec import cli; cli.main(['config', 'criteo_demo', '--precison', 'bf16'])"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == "rayrec config: no flag --precison; did you mean --precision?\n"
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -255,7 +236,7 @@ def test_names_of_runs(name: str) -> None:
 
 
 def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json({"auroc": float("nan"), "logloss": 0.5})
+    print_json({"auroc": float("nan"), "logloss": 0.5}, sys.stdout)
     assert capsys.readouterr().out == '{\n  "auroc": null,\n  "logloss": 0.5\n}\n'
 
 
@@ -278,45 +259,48 @@ def test_the_summary_of_a_click_model_ends_with_the_report_and_what_can_be_done_
 
 
 @pytest.mark.parametrize(
-    ("given", "meant", "notice"),
+    ("command", "words", "notice"),
     [
-        ("--profile", "--preset", "--profile is now --preset; the old name will be removed in the next release"),
-        ("--profile=nvt", "--preset=nvt", "--profile is now --preset"),
-        ("--workload.profile.min-count", "--workload.preset.min-count", "--workload.profile.min-count is now"),
-        ("--profile.steps", "--profile.steps", ""),
-        ("profile", "profile", ""),
+        (
+            "vocabulary",
+            "log --out v --profile nvt",
+            "--profile is now --preset; the old name will be removed",
+        ),
+        ("vocabulary", "log --out v --profile=nvt", "--profile is now --preset"),
+        ("config", "criteo_demo --workload.profile.min-count 3", "--workload.profile.min-count is now"),
+        ("config", "criteo_demo --profile.steps 10:20", ""),
     ],
 )
-def test_an_old_flag_works_with_a_notice(
-    capsys: pytest.CaptureFixture[str], given: str, meant: str, notice: str
+def test_old_flag_works_with_a_notice(
+    capsys: pytest.CaptureFixture[str], command: str, words: str, notice: str
 ) -> None:
-    assert with_new_name(given) == meant
+    parse(COMMANDS[command], words.split())
     printed = capsys.readouterr()
     assert printed.err.startswith(notice)
     assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
 
 
 def test_an_old_flag_reaches_its_field(tmp_path: Path) -> None:
-    config, _ = parse_config("train", ["criteo_kaggle", "--workload.profile.min-count", "7"])
+    (config,) = parse(COMMANDS["train"], ["criteo_kaggle", "--workload.profile.min-count", "7"]).arguments
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.preset.min_count == 7
 
 
 def test_a_model_by_its_name() -> None:
     flags = ["criteo_kaggle", "--model", "finalnet", "--workload.model.first-tower", "8"]
-    config, _ = parse_config("train", flags)
+    (config,) = parse(COMMANDS["train"], flags).arguments
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.model == FinalNetConfig(embedding_dim=16, first_tower=(8,))
-    with pytest.raises(InputError, match=r"^--model: no model finalnett; did you mean finalnet\?$"):
-        parse_config("train", ["criteo_kaggle", "--model", "finalnett"])
+    with pytest.raises(InputError, match=r"^model: no model finalnett; did you mean finalnet\?$"):
+        parse(COMMANDS["train"], ["criteo_kaggle", "--model", "finalnett"])
     with pytest.raises(
-        InputError, match=r"^--model: no model tree; there are .*dlrm, .*finalnet.*, and your own, by a recipe$"
+        InputError, match=r"^model: no model tree; there are .*dlrm, .*finalnet.*, and your own, by a recipe$"
     ):
-        parse_config("train", ["criteo_kaggle", "--model=tree"])
-    with pytest.raises(InputError, match=r"^--model: recipe mnist_resnet18 trains no click model$"):
-        parse_config("train", ["mnist_resnet18", "--model", "dlrm"])
+        parse(COMMANDS["train"], ["criteo_kaggle", "--model=tree"])
+    with pytest.raises(InputError, match=r"^model: must be settings of ResNetConfig, got 'dlrm'"):
+        parse(COMMANDS["train"], ["mnist_resnet18", "--model", "dlrm"])
     with pytest.raises(InputError, match=r"did you mean --workload\.model\.first-tower"):
-        parse_config("train", ["criteo_kaggle", "--model", "finalnet", "--workload.model.first-towe", "8"])
+        parse(COMMANDS["train"], ["criteo_kaggle", "--model", "finalnet", "--workload.model.first-towe", "8"])
 
 
 def test_q_silences_every_command_that_prepares_or_scores(
@@ -341,14 +325,80 @@ def test_q_silences_every_command_that_prepares_or_scores(
         assert json.loads(out)
 
 
-def test_switches_may_follow_flags_of_a_search() -> None:
-    own, rest = _own_flags(["clicks", "--tune.trials", "2", "-q", "--steps", "5", "--tune.metric", "auroc", "-v"])
-    assert (own, rest) == (["--trials", "2", "--metric", "auroc"], ["clicks", "-q", "--steps", "5", "-v"])
+def test_switches_stop_at_the_command_of_a_job() -> None:
+    words, switches = cli.take_switches(["--env", "A", "-q", "--", "train", "clicks", "-v"])
+    assert (words, switches) == (["--env", "A", "--", "train", "clicks", "-v"], {"-q"})
 
 
-def test_help_names_q(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("generate", "fetch", "vocabulary", "preprocess", "adopt", "split", "validate", "evaluate", "predict"):
-        with pytest.raises(SystemExit):
-            cli.run([verb, "--help"])
-        assert "-q: shows only the result and errors" in capsys.readouterr().out, verb
-    assert run(capsys, "export", "run", "--out", "x", "-q")[2].startswith("rayrec export: no flag -q")
+def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "--help")
+    assert status == 0
+    assert [name for name in COMMANDS if not re.search(rf"^.{{8}}{name} ", out, re.MULTILINE)] == []
+    assert max(map(len, out.splitlines())) <= 130
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not COMMANDS[name].raw:
+        assert run(capsys, name, "--help-all")[1].startswith(f"usage: rayrec {name}")
+        shown = capsys.readouterr().out or run(capsys, name, "--help-all")[1]
+        assert [flag.shown for flag in own_flags(COMMANDS[name]) if flag.shown not in shown] == []
+
+
+@pytest.mark.parametrize("recipe", ["criteo_demo", "gpt2_tiny", "mnist_resnet18", "clicks_din"])
+def test_recipe_help_is_short_and_help_all_complete(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, "train", recipe, "--help")[1].splitlines()
+    assert len(lines) <= 45
+    assert any(line.startswith("  --data PATH ") for line in lines[:12])
+    shown = run(capsys, "train", recipe, "--help-all")[1]
+    settings = recipe_flags(recipes.ALL[recipe]())
+    assert [flag.name for flag in settings if flag.owner and f"--{flag.name}" not in shown] == []
+
+
+def test_short_names_reach_their_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "criteo_demo --data a --eval-data b --lr 0.5 --table-lr 0.25 --workers 2 3 --model finalnet"
+    (config,) = parse(COMMANDS["train"], words.split()).arguments
+    assert (config.train_data.path, config.eval_data.path, config.scaling.num_workers) == ("a", "b", (2, 3))
+    assert config.workload.dense_optimizer.learning_rate == 0.5
+    assert config.workload.sparse_optimizer.learning_rate == 0.25
+    (config,) = parse(COMMANDS["train"], ["mnist_resnet18", "--lr", "0.5", "--gpus", "4"]).arguments
+    assert config.workload.optimizer.learning_rate == 0.5
+    assert (config.scaling.num_workers, config.scaling.use_gpu) == (4, True)
+    python = configuration("mnist_resnet18", {"lr": 0.5, "gpus": 4})
+    assert python == config
+
+
+def test_recipe_may_be_a_file_or_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipes.criteo_demo().replace(steps=7, name="other")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    for file in ("my.yaml", "runs/demo/config.yaml"):
+        (tmp_path / file).write_text(config.to_yaml())
+    assert parse(COMMANDS["train"], ["my.yaml"]).arguments == [config]
+    resumed = config.replace(name="demo", storage_path=str(tmp_path / "runs"))
+    assert parse(COMMANDS["train"], ["runs/demo/", "--steps", "9"]).arguments == [resumed.replace(steps=9)]
+    (tmp_path / "log.txt").write_text("")
+    for data in ("log.txt", "runs"):
+        with pytest.raises(InputError, match=f"^{data}: is no recipe.* rayrec train criteo_demo --data {data}$"):
+            parse(COMMANDS["train"], [data])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("out", "as_json", "quiet", "printed", "noted"),
+    [
+        (Terminal(), False, False, "a table\n", ""),
+        (Terminal(), True, False, '{\n  "auroc": 0.5\n}\n', "a table\n"),
+        (io.StringIO(), False, False, '{\n  "auroc": 0.5\n}\n', "a table\n"),
+        (io.StringIO(), False, True, '{\n  "auroc": 0.5\n}\n', ""),
+    ],
+)
+def test_result_is_a_table_or_json(
+    capsys: pytest.CaptureFixture[str], out: io.StringIO, as_json: bool, quiet: bool, printed: str, noted: str
+) -> None:
+    assert show(Shown({"auroc": 0.5}, "a table"), as_json=as_json, quiet=quiet, out=out) == 0
+    assert (out.getvalue(), capsys.readouterr().err) == (printed, noted)

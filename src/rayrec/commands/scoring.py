@@ -1,209 +1,229 @@
-"""Commands on what was trained: evaluate, predict, export, serve."""
+"""Commands on what was trained: evaluate, compare, predict, ensemble, export."""
 
-from typing import Annotated, Any
+from __future__ import annotations
 
-import tyro
+import warnings
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rayrec import api, recipes
-from rayrec.commands.arguments import Address, Checkpoint, OwnRecipe, Path_, flags, print_json, results_alone
-from rayrec.config import InputError
-from rayrec.inference.config import ComparisonConfig, ComparisonGates, EvaluationConfig, ExportConfig, ScoringConfig
-from rayrec.inference.evaluation_text import comparison_text, evaluation_text
-from rayrec.observe.console import Console
-from rayrec.serve.config import Follow, ServeConfig
+from rayrec.commands.data import _console
+from rayrec.commands.declaration import (
+    Argument,
+    Checkpoint,
+    Checkpoints,
+    ClusterAddress,
+    InputPath,
+    NewFolder,
+    OwnRecipe,
+    Shown,
+    command,
+)
+from rayrec.config import InputError, renamed
 
-DEFAULT_SCORING, DEFAULT_EVALUATION, DEFAULT_EXPORT = ScoringConfig(), EvaluationConfig(), ExportConfig()
-Scoring = Annotated[ScoringConfig, tyro.conf.arg(name="")]
-Evaluation = tyro.conf.UseAppendAction[Annotated[EvaluationConfig, tyro.conf.arg(name="")]]
-DEFAULT_COMPARISON, DEFAULT_GATES = ComparisonConfig(), ComparisonGates()
-Comparison = Annotated[ComparisonConfig, tyro.conf.arg(name="")]
-Export = Annotated[ExportConfig, tyro.conf.arg(name="")]
+if TYPE_CHECKING:
+    from rayrec.inference.config import ComparisonGates, ScoringConfig
+    from rayrec.observe.console import Console
+    from rayrec.workloads.base import TrainConfig
 
 
-def _evaluate(
+def _shown_evaluation(found: dict[str, Any]) -> Shown:
+    from rayrec.inference.evaluation_text import evaluation_text
+
+    return Shown(found, evaluation_text(found))
+
+
+@command(
+    "Score",
+    options=[("", "rayrec.inference.config:EvaluationConfig")],
+    show=_shown_evaluation,
+    examples=("rayrec evaluate runs/demo log/train.txt", "rayrec evaluate runs/demo new.txt --slice-by day"),
+)
+def evaluate(
     checkpoint: Checkpoint,
-    path: Path_,
-    recipe: OwnRecipe = None,
-    address: Address = None,
-    config: Evaluation = DEFAULT_EVALUATION,
+    path: InputPath,
     *,
-    console: Console,
-) -> dict[str, Any]:
-    """Score every labelled row of a path exactly once.
-
-    Args:
-        checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
-        path: What is scored, with labels: a click log, images, text; file, glob or folder.
-        recipe: The recipe the checkpoint is of, where it is one of your own.
-        address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
-            that RAY_ADDRESS names, else threads of this process.
-        config: How rows are scored, and what is reported of a click model in addition to its metrics over all rows.
-    """
-    with results_alone():
-        options = {"recipe": _own(recipe), "cluster_address": address, **vars(config)}
-        found = api.evaluate(checkpoint, path, console=console, **options)
-    console.note(evaluation_text(found))
-    return found
-
-
-def _own(recipe: str | None) -> recipes.Recipe | None:
-    return recipes.find(recipe) if recipe else None
-
-
-def evaluate(arguments: list[str]) -> None:
-    print_json(flags("evaluate", _evaluate, arguments))
-
-
-def _compare(
-    places: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT... PATH")],
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     recipe: OwnRecipe = None,
-    address: Address = None,
-    gates: ComparisonGates = DEFAULT_GATES,
-    config: Comparison = DEFAULT_COMPARISON,
-    *,
-    console: Console,
-) -> tuple[bool, dict[str, Any]]:
-    """Score every labelled row of a path with two or more click models, and say which differ. Exit status 2 where a gate fails.
-
-    Args:
-        places: Two or more folders of checkpoints, or of runs (then the one that the summary names, else the newest); the
-            first is the baseline. Then the path of the rows, with labels: a click log; file, glob or folder.
-        json: Print JSON in place of tables.
-        recipe: The recipe the checkpoints are of, where it is one of your own.
-        address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
-            that RAY_ADDRESS names, else threads of this process.
-        gates: What the last model (the ensemble, if it is asked for) must gain over the first.
-        config: How rows are scored, and how sure differences are.
-    """
-    with results_alone():
-        options = {"recipe": _own(recipe), "cluster_address": address, **vars(config)}
-        found = api.compare(places[:-1], "".join(places[-1:]), gates=gates, console=console, **options)
-    return json, found
-
-
-def compare(arguments: list[str]) -> None:
-    json, found = flags("compare", _compare, arguments)
-    if json:
-        print_json(found)
-    else:
-        print(comparison_text(found))
-    if found["failures"]:
-        raise InputError("; ".join(found["failures"]))
-
-
-def _ensemble(
-    checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT...")],
-    out: str,
-    recipe: OwnRecipe = None,
+    cluster_address: ClusterAddress = None,
+    console: Console | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Make several click models one, which is evaluated, predicted with, exported and served as any.
+    """Compute the metrics of a model on labelled rows, each scored exactly once.
 
-    Args:
-        checkpoints: Two or more folders of checkpoints, or of runs (then the one that the summary names, else the newest), all
-            trained with one Preprocessor.
-        out: Folder of the new checkpoint, which appears complete or not at all.
-        recipe: The recipe the checkpoints are of, where it is one of your own.
+    Returns the workload's metrics, rows, checkpoint. `options` are the fields of `rayrec.inference.config.EvaluationConfig`:
+    batch_rows, device, max_bad_fraction, and for a click model group, slice_by, slice_top, confidence, resamples, seed and
+    compare (another checkpoint), see `rayrec.inference.evaluate.evaluate`.
+
+    `checkpoint` is the folder of a checkpoint, or of a run (then the one its summary names, else the newest); `recipe` the
+    function it was trained with, or FILE.py:FUNCTION, where that is the caller's own. `cluster_address`: HOST:PORT or auto: a
+    running Ray cluster; local: a local Ray; none: threads of this process; None: the Ray that this process is connected to or
+    that RAY_ADDRESS names, else threads of this process. Raises InputError for an unusable checkpoint or path.
     """
-    with results_alone():
-        return api.ensemble(checkpoints, out=out, recipe=_own(recipe))
+    from rayrec.inference.config import EvaluationConfig
+    from rayrec.inference.evaluate import evaluate as run
 
+    asked = EvaluationConfig().updated(options)
 
-def ensemble(arguments: list[str]) -> None:
-    print_json(flags("ensemble", _ensemble, arguments))
+    def config_of(place: str) -> TrainConfig:
+        return _grouped(_scoring_config(place, recipe, cluster_address, asked), asked.group)
 
-
-def _predict(
-    checkpoint: Checkpoint,
-    path: Path_,
-    out: str,
-    recipe: OwnRecipe = None,
-    address: Address = None,
-    config: Scoring = DEFAULT_SCORING,
-    *,
-    console: Console,
-) -> dict[str, Any]:
-    """Score the rows of a path, labelled or not.
-
-    Args:
-        checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
-        path: What is scored: a click log, images, text; file, glob or folder.
-        out: Folder for the Parquet files: column row and what is predicted, such as score and logit.
-        recipe: The recipe the checkpoint is of, where it is one of your own.
-        address: HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray
-            that RAY_ADDRESS names, else threads of this process.
-        config: How rows are scored.
-    """
-    with results_alone():
-        options = {"recipe": _own(recipe), "cluster_address": address, **vars(config)}
-        return api.predict_to(checkpoint, path, out=out, console=console, **options)
-
-
-def predict(arguments: list[str]) -> None:
-    print_json(flags("predict", _predict, arguments))
-
-
-def _export(
-    checkpoint: Checkpoint, out: str, recipe: OwnRecipe = None, config: Export = DEFAULT_EXPORT
-) -> dict[str, Any]:
-    """Write a trained model as other tools read it.
-
-    Args:
-        checkpoint: Folder of a checkpoint, or of a run (then the one its summary names, else the newest).
-        out: Folder to write to, which appears complete or not at all.
-        recipe: The recipe the checkpoint is of, where it is one of your own.
-        config: Of a click model: how its tables are stored, and what its scores are compared on.
-    """
-    with results_alone():
-        return api.export(checkpoint, out=out, recipe=_own(recipe), **vars(config))
-
-
-def export(arguments: list[str]) -> None:
-    print_json(flags("export", _export, arguments))
-
-
-DEFAULT_SERVE = ServeConfig()
-Serve = Annotated[ServeConfig, tyro.conf.arg(name="")]
-
-
-def _serve(
-    model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT_OR_EXPORT")] = None,
-    follow: Follow = "no",
-    shadow: str | None = None,
-    swap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    rollback: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    no_shadow: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    stop: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    address: Address = None,
-    config: Serve = DEFAULT_SERVE,
-) -> None:
-    """Score rows over HTTP until Ctrl-C or SIGTERM; then requests in flight are answered. Or tell a running server, by its
-    --cluster.address, to change its model or to end.
-
-    Args:
-        model: Folder of a checkpoint, of a run (then the checkpoint its summary names, else the newest), or of an export.
-        follow: MODEL is a run; change over to its newest or best checkpoint as they appear.
-        shadow: Score every row with this checkpoint or export too; how far the scores differ is in /metrics.
-        swap: Give the running server MODEL, without losing a request.
-        rollback: Give the running server back the model before.
-        no_shadow: The running server's shadow model is no longer used.
-        stop: The running server answers the requests in flight and ends, also one whose own process was killed.
-        address: HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, else a local Ray.
-        config: How it is served.
-    """
-    api.serve(
-        model,
-        follow=follow,
-        shadow=shadow,
-        swap=swap,
-        rollback=rollback,
-        no_shadow=no_shadow,
-        stop=stop,
-        cluster_address=address,
-        config=config,
-        started=print_json,
+    return run(
+        checkpoint,
+        path,
+        config=config_of(checkpoint),
+        options=asked,
+        other=None if asked.compare is None else config_of(asked.compare),
+        console=_console(console),
     )
 
 
-def serve(arguments: list[str]) -> None:
-    flags("serve", _serve, arguments)
+def _shown_comparison(found: dict[str, Any]) -> Shown:
+    from rayrec.inference.evaluation_text import comparison_text
+
+    return Shown(found, comparison_text(found), "; ".join(found["failures"]))
+
+
+@command(
+    "Score",
+    options=[
+        ("gates", "rayrec.inference.config:ComparisonGates"),
+        ("", "rayrec.inference.config:ComparisonConfig"),
+    ],
+    show=_shown_comparison,
+    examples=("rayrec compare runs/dlrm runs/finalnet log/train.txt",),
+)
+def compare(
+    checkpoints: Checkpoints,
+    path: InputPath,
+    *,
+    recipe: OwnRecipe = None,
+    gates: ComparisonGates | None = None,
+    cluster_address: ClusterAddress = None,
+    console: Console | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Compare several click models on the same labelled rows, with p-values; exit status 2 if a gate fails.
+
+    Returns metrics with intervals, what each model costs, and which of them differ; see `rayrec.inference.compare.compare`.
+    `options` are the fields of `rayrec.inference.config.ComparisonConfig`: batch_rows, device, max_bad_fraction, group, ensemble,
+    confidence, resamples and seed; what fails of `gates` is in the result's `failures`, and no error is raised for it. The other
+    arguments are those of `evaluate`. Raises InputError for models that are not of one raw schema, one label and the same rows.
+    """
+    from rayrec.inference.compare import compare as run
+    from rayrec.inference.config import ComparisonConfig
+
+    asked = ComparisonConfig().updated(options)
+    configs = [
+        _grouped(_scoring_config(checkpoint, recipe, cluster_address, asked), asked.group) for checkpoint in checkpoints
+    ]
+    return run(checkpoints, path, configs=configs, options=asked, gates=gates, console=_console(console))
+
+
+@command(
+    "Score",
+    options=[("", "rayrec.inference.config:ScoringConfig")],
+    examples=("rayrec predict runs/demo log/train.txt --out scores",),
+)
+def predict(
+    checkpoint: Checkpoint,
+    path: InputPath,
+    *,
+    out: Annotated[
+        str | None,
+        Argument("folder for the Parquet files: row and what is predicted, such as score", "DIR", required=True),
+    ] = None,
+    recipe: OwnRecipe = None,
+    cluster_address: ClusterAddress = None,
+    console: Console | None = None,
+    **options: Any,
+) -> Any:
+    """Write scores of rows as Parquet, in their order.
+
+    Returns a `ray.data.Dataset` of `row` and what the workload predicts, such as `score`, `logit` and, if the input has labels,
+    `label`. With `out`, writes them as Parquet files into this folder, which appears complete or not at all, and returns what was
+    written; an interrupted call made again resumes where it stopped. `options` are the fields of
+    `rayrec.inference.config.ScoringConfig`; the other arguments are those of `evaluate`.
+    """
+    from rayrec.inference import predict as prediction
+    from rayrec.inference.config import ScoringConfig
+
+    asked = ScoringConfig().updated(options)
+    given: dict[str, Any] = {
+        "config": _scoring_config(checkpoint, recipe, cluster_address, asked),
+        "batch_rows": asked.batch_rows,
+        "device": asked.device,
+        "console": _console(console),
+    }
+    if out is None:
+        return prediction.predict(checkpoint, path, **given)
+    return prediction.predict_to(checkpoint, path, out, **given)
+
+
+def predict_to(checkpoint: str, path: str, *, out: str, **options: Any) -> dict[str, Any]:
+    """Call `predict` with `out`, by its old name."""
+    warnings.warn(renamed("rayrec.predict_to", "rayrec.predict"), FutureWarning, stacklevel=2)
+    written: dict[str, Any] = predict(checkpoint, path, out=out, **options)
+    return written
+
+
+@command("Score", examples=("rayrec ensemble runs/one runs/two --out both",))
+def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: OwnRecipe = None) -> dict[str, Any]:
+    """Join several click models into one, which is evaluated, predicted with, exported and served as any.
+
+    Its logit is the mean of those of two or more models that were trained with one Preprocessor; see
+    `rayrec.inference.ensemble.ensemble`. Folder `out`, a checkpoint, appears complete or not at all. Checkpoints and recipe
+    are as in `evaluate`.
+    """
+    from rayrec.inference.ensemble import ensemble as run
+
+    return run(checkpoints, out, configs=[_config_of(checkpoint, recipe) for checkpoint in checkpoints])
+
+
+@command(
+    "Score",
+    options=[("", "rayrec.inference.config:ExportConfig")],
+    examples=("rayrec export runs/demo --out exported --quantize int8",),
+)
+def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: OwnRecipe = None, **options: Any) -> dict[str, Any]:
+    """Write a model as a folder for other tools.
+
+    The folder appears complete or not at all. Checkpoint and recipe are as in `evaluate`. `options`, of a click model, are
+    the fields of `rayrec.inference.config.ExportConfig`: quantize, parity_path, and so on. Raises InputError for an unusable
+    checkpoint, a model that cannot be exported, a click model's export that does not score as its checkpoint does, and where
+    `out` exists.
+    """
+    from rayrec.inference.config import ExportConfig
+    from rayrec.inference.export import export as run
+
+    return run(checkpoint, out, config=_config_of(checkpoint, recipe), settings=ExportConfig().updated(options))
+
+
+def _config_of(checkpoint: str, recipe: Any) -> TrainConfig:
+    """The configuration a checkpoint was trained with."""
+    from rayrec import storage
+    from rayrec.checkpoint import open_checkpoint
+    from rayrec.recipes import find, load_config
+
+    own = find(recipe) if isinstance(recipe, str) else recipe
+    found = open_checkpoint(checkpoint)
+    found.manifest()  # says so where it is none
+    place = storage.join(found.path, "config.yaml")
+    return load_config(storage.read_text(place), recipe=own, source=place)
+
+
+def _scoring_config(checkpoint: str, recipe: Any, cluster_address: str | None, asked: ScoringConfig) -> TrainConfig:
+    from rayrec.workloads.run_config import ClusterConfig
+
+    config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=cluster_address))
+    return config if asked.max_bad_fraction is None else config.replace(max_bad_fraction=asked.max_bad_fraction)
+
+
+def _grouped(config: TrainConfig, group: str | None) -> TrainConfig:
+    """The configuration with another group of its schema, where one is asked for."""
+    from rayrec.workloads.recsys.workload import ClickWorkload
+
+    if group is None:
+        return config
+    if not isinstance(config.workload, ClickWorkload):
+        raise InputError(
+            f"group: recipe {config.recipe} predicts no clicks, and only of clicks there is a gauc; leave it out"
+        )
+    return config.replace(workload=config.workload.replace(schema=config.workload.schema.replace(group=group)))

@@ -1,150 +1,273 @@
-"""Commands on runs to be: recipes, config, plan, train, supervise."""
+"""Commands on recipes: recipes, config, plan, train, tune, supervise."""
 
-import dataclasses
-import sys
-from typing import Annotated, Any
+from __future__ import annotations
 
-import tyro
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rayrec import api
-from rayrec.cluster.layout import Launched
-from rayrec.cluster.restart_policy import Policy, SuperviseConfig
-from rayrec.commands.arguments import (
-    SWITCHES,
-    flags,
-    no_arguments,
-    parse_config,
-    parsed,
-    print_json,
-    results_alone,
-    table_sizes,
-    take_option,
-    take_switches,
-)
+from rayrec.commands.data import _console
+from rayrec.commands.declaration import NOT_FLAGS, Argument, Shown, command, table_sizes
+from rayrec.commands.settings import settings_of, updated
 from rayrec.config import InputError
-from rayrec.observe.console import Console
-from rayrec.observe.timing import Stopwatch
-from rayrec.recipes import ALL
-from rayrec.tuning.space import TuneConfig
 
-DEFAULT_POLICY = Policy()
+if TYPE_CHECKING:
+    import pandas
+    import ray.data
 
+    from rayrec.cluster.restart_policy import SuperviseConfig
+    from rayrec.cluster.supervisor import Outcome
+    from rayrec.observe.console import Console
+    from rayrec.observe.timing import Stopwatch
+    from rayrec.recipes import Recipe
+    from rayrec.training.trainer import Result
+    from rayrec.workloads.base import TrainConfig
 
-def recipes(arguments: list[str]) -> None:
-    no_arguments("recipes", arguments)
-    for name, recipe in ALL.items():
-        print(f"{name:24} {(recipe.__doc__ or '').strip().splitlines()[0]}")
-
-
-def config(arguments: list[str]) -> None:
-    resolved, _ = parse_config("config", arguments)
-    print(resolved.to_yaml(), end="")
+_SAVED_S = 30.0
+"""What a job that is stopped gets beyond the time its workers have to save: the driver must notice and end, too."""
 
 
-def plan(arguments: list[str]) -> None:
-    arguments, cluster = take_option(
-        arguments, "--cluster", what="the resources of its nodes, such as cpus=16,gpus=1,nodes=2,network_gbit=100"
-    )
-    arguments, tables = take_option(arguments, "--tables", what="mlperf, or the rows of each table, such as 1000,200")
-    resolved, _ = parse_config("plan", arguments)
-    print(api.plan(resolved, cluster=cluster, tables=None if tables is None else table_sizes("--tables", tables)))
+@command("Train")
+def recipes() -> str:
+    """List the recipes, a line each."""
+    from rayrec.recipes import ALL
+
+    return "\n".join(f"{name:24} {(recipe.__doc__ or '').strip().splitlines()[0]}" for name, recipe in ALL.items())
 
 
-def train(arguments: list[str]) -> None:
-    resolved, switches = parse_config("train", arguments)
-    launched = Launched.of_environment()
-    first = launched is None or launched.rank == 0
-    console = Console(verbose="-v" in switches, quiet="-q" in switches or not first)
-    with results_alone():  # Ray prints what it thinks of dead processes
-        result = api.train(resolved, console=console, stopwatch=Stopwatch.of_process())
-    if first:
-        console.table(f"{resolved.recipe}: finished", summary_rows(result.summary, folder=result.folder))
-        print_json(result.summary)
+@command("Train", recipe="first", examples=("rayrec config criteo_demo > my.yaml", "rayrec train my.yaml"))
+def config(recipe: TrainConfig | Recipe | str, **settings: Any) -> str:
+    """Print the configuration of a recipe as YAML."""
+    return configuration(recipe, settings).to_yaml().rstrip("\n")
 
 
-_TUNE = "--tune."
+@command("Train", recipe="first", examples=("rayrec plan criteo_kaggle --tables mlperf --cluster cpus=16,gpus=8",))
+def plan(
+    config: TrainConfig | Recipe | str,
+    *,
+    cluster: Annotated[
+        str | None,
+        Argument("resources of the machines to plan for, such as cpus=16,gpus=1,nodes=2,network_gbit=100", "RESOURCES"),
+    ] = None,
+    tables: Annotated[
+        Sequence[int] | None, Argument("mlperf, or the rows of each table, such as 1000,200", "ROWS", read=table_sizes)
+    ] = None,
+    **settings: Any,
+) -> str:
+    """Show sharding, memory and expected speed before training.
 
-
-def tune(arguments: list[str]) -> None:
-    arguments, search = take_option(arguments, "--search", what="a YAML file with fields and their values")
-    own, rest = _own_flags(arguments)
-    if any(argument in ("-h", "--help") for argument in arguments):
-        names = ", ".join(f"{_TUNE}{field.name.replace('_', '-')}" for field in dataclasses.fields(TuneConfig))
-        print(f"--search FILE.yaml: fields and their values. Flags of the search: {names}\n")
-    resolved, switches = parse_config("tune", rest)
-    if search is None:
-        raise InputError("--search FILE.yaml: which settings? such as workload.model.dropout: {uniform: [0, 0.5]}")
-    options = parsed("rayrec tune", TuneConfig, own)
-    console = Console(verbose="-v" in switches, quiet="-q" in switches)
-    with results_alone():
-        found = api.tune(resolved, search=search, console=console, **vars(options))
-    print_json(found)
-
-
-def _own_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The search's flags with their values, without `--tune.`, and all others."""
-    own: list[str] = []
-    rest: list[str] = []
-    into = rest
-    for argument in arguments:
-        if argument.startswith("--") or argument in SWITCHES:
-            into = own if argument.startswith(_TUNE) else rest
-        into.append(f"--{argument.removeprefix(_TUNE)}" if into is own and argument.startswith(_TUNE) else argument)
-    return own, rest
-
-
-def _supervision(
-    address: str | None = None,
-    python: str = "python",
-    env: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = (),
-    working_dir: str | None = None,
-    state: str | None = None,
-    detach_on_signal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    policy: Annotated[Policy, tyro.conf.arg(name="")] = DEFAULT_POLICY,
-) -> SuperviseConfig:
-    """Train as a job of a Ray cluster, and go on when its head, or all of it, was lost: rayrec supervise [--flags] --
-    train RECIPE [--flags]. -q hides what the job prints.
-
-    Args:
-        address: URL of the dashboard of the cluster's head; default RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265.
-        python: The cluster's Python that has rayrec.
-        env: Name of an environment variable that the job gets, with the value it has here; may be given again.
-        working_dir: Folder that the job begins in, uploaded from here, or URL of a zip.
-        state: File of what the supervisor remembers, its log beside it; default supervise/RUN.json of RAYREC_CACHE, else of
-            ~/.cache/rayrec.
-        detach_on_signal: Ctrl-C and SIGTERM end the supervisor alone, and the job goes on.
-        policy: When to give up.
+    Nothing is started. The tables' sizes come from `tables` (rows of each), a Preprocessor (`--workload.preprocessor DIR`),
+    or a preset that fixes them. With a `cluster`, such as "cpus=16,gpus=1,nodes=2,gpu_memory_gb=80,network_gbit=100", the
+    plan is for its workers, with the bytes that they send each other and the rows/s that its links carry. If a log is given
+    and no `tables`, the text also has rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a
+    slice of the log that is read and trained on here (some twenty seconds); without a Preprocessor the tables are then the
+    slice's. Recipe and settings are as in `train`. Raises InputError when the tables do not fit, with what they need, and for
+    data that cannot be trained on.
     """
-    return SuperviseConfig(
-        address=address,
-        python=python,
-        env=env,
-        working_dir=working_dir,
-        state=state,
-        detach_on_signal=detach_on_signal,
-        policy=policy,
+    resolved = configuration(config, settings)
+    resolved = resolved.workload.adapted(resolved)
+    if tables is None:
+        resolved.workload.check_data(resolved)
+    if cluster is None:
+        return resolved.workload.plan(resolved, tables=tables)
+    from rayrec.training.forecast import ClusterShape, forecast, plan_for
+
+    shape = ClusterShape.parse(cluster)
+    if tables is not None or resolved.train_data.path is None:
+        return plan_for(resolved, shape, tables=tables)
+    return forecast(resolved, shape).text()
+
+
+def _shown_run(result: Result) -> Shown:
+    rows = summary_rows(result.summary, folder=result.folder)
+    width = max(len(name) for name, _ in rows)
+    text = "\n".join([f"{result.summary['recipe']}: finished", *(f"  {name:{width}}  {value}" for name, value in rows)])
+    return Shown(result.summary, text)
+
+
+@command(
+    "Train",
+    recipe="first",
+    show=_shown_run,
+    not_flags=NOT_FLAGS | {"data", "eval_data", "stop"},
+    examples=(
+        "rayrec train criteo_demo --data log/train.txt",
+        "rayrec train criteo_demo --data s3://bucket/log --name daily --workers 8",
+        "rayrec train my.yaml",
+    ),
+)
+def train(
+    config: TrainConfig | Recipe | str,
+    *,
+    data: pandas.DataFrame | ray.data.Dataset | str | None = None,
+    eval_data: pandas.DataFrame | ray.data.Dataset | None = None,
+    console: Console | None = None,
+    stopwatch: Stopwatch | None = None,
+    stop: threading.Event | None = None,
+    **settings: Any,
+) -> Result:
+    """Train a recipe; the same name resumes (also: rayrec resume RUN).
+
+    `config`: a configuration, a recipe, or a text: a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run.
+    `settings` are laid over it: `rayrec.train("criteo_demo", data="log/train.txt", steps=100, schema="shop.yaml")`. The data
+    is that which `config.train_data` names, or a DataFrame or Dataset; see `rayrec.training.trainer.train`.
+    """
+    from rayrec.training.trainer import train as run
+
+    if isinstance(data, str):
+        settings, data = {**settings, "data": data}, None
+    resolved = configuration(config, settings)
+    console = _console(console)
+    require_files(resolved, note=console.note)
+    return run(resolved, data=data, eval_data=eval_data, console=console, stopwatch=stopwatch, stop=stop)
+
+
+@command(
+    "Train",
+    recipe="first",
+    options=[("tune", "rayrec.tuning.space:TuneConfig")],
+    examples=("rayrec tune clicks --schema shop.yaml --data log --search space.yaml --tune.trials 30",),
+)
+def tune(
+    config: TrainConfig | Recipe | str,
+    *,
+    search: Annotated[
+        Mapping[str, Any] | str,
+        Argument(
+            "which settings: a YAML file such as workload.model.dropout: {uniform: [0, 0.5]}",
+            "FILE",
+            type="builtins:str",
+        ),
+    ],
+    console: Console | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Search for the best settings of a recipe.
+
+    See `rayrec.tuning.search.tune`. `search`: the fields and their values, as a mapping or as the path of a YAML file;
+    `options` are the fields of `rayrec.tuning.space.TuneConfig`. The recipe is as in `train`.
+    """
+    from rayrec import storage
+    from rayrec.tuning.search import tune as run
+    from rayrec.tuning.space import Space, TuneConfig
+
+    if isinstance(search, str):
+        space = Space.read(storage.read_text(search), source=search)
+    else:
+        space = Space.of(search, source="search")
+    return run(configuration(config, {}), space, options=TuneConfig().updated(options), console=_console(console))
+
+
+def _shown_outcome(outcome: Outcome) -> Shown:
+    if outcome.status == 2:
+        return Shown(None, error=outcome.cause)
+    done = outcome.summary or {"name": outcome.name, "status": "finished", "attempts": outcome.attempts}
+    return Shown(done if outcome.status == 0 else None, status=outcome.status)
+
+
+@command(
+    "Train",
+    recipe="after --",
+    options=[("supervision", "rayrec.cluster.restart_policy:SuperviseConfig")],
+    show=_shown_outcome,
+    examples=(
+        "rayrec supervise --address http://head:8265 -- train criteo_kaggle --data s3://bucket/log --name daily",
+    ),
+)
+def supervise(
+    config: TrainConfig,
+    arguments: Sequence[str],
+    *,
+    supervision: SuperviseConfig | None = None,
+    show: Callable[[str], None] | None = None,
+    console: Console | None = None,
+) -> Outcome:
+    """Train as a cluster job that survives the loss of the head node.
+
+    Submits `rayrec train ARGUMENTS` through Ray Jobs, as often as it takes. See rayrec.cluster.supervisor.supervise. `config`
+    is what `arguments` (a recipe, or --config FILE, then flags) come to; without a name in it, one is chosen and added to
+    them. `show` takes what the job prints. Raises InputError for what the user can fix.
+    """
+    from rayrec import storage
+    from rayrec.cluster.restart_policy import SuperviseConfig
+    from rayrec.cluster.supervisor import supervise as run
+
+    if not os.path.isabs(config.storage_path) and not storage.is_url(config.storage_path):
+        raise InputError(
+            f"storage_path: {config.storage_path!r} is relative, and a job of a new head would look for it elsewhere; "
+            "give an absolute path of a file system that outlives the head, or a URL"
+        )
+    name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    named = config.replace(name=name)
+    return run(
+        [*arguments, *([] if config.name else ["--name", name])],
+        name=name,
+        config_hash=named.config_hash(),
+        config=supervision or SuperviseConfig(),
+        stop_wait_s=max(config.failure.grace_s, config.failure.max_grace_s) + _SAVED_S,
+        note=_console(console).note,
+        show=show,
     )
 
 
-def supervise(arguments: list[str]) -> int:
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    own, command = arguments[:place], arguments[place + 1 :]
-    own, switches = take_switches(own, "-q")
-    supervision = flags("supervise", _supervision, own)
-    if command[:1] != ["train"]:
-        raise InputError("what shall be supervised? rayrec supervise [--flags] -- train RECIPE [--flags]")
-    resolved, _ = parse_config("train", command[1:])
+def configuration(recipe: TrainConfig | Recipe | str, settings: Mapping[str, Any]) -> TrainConfig:
+    """Return a recipe's configuration with settings laid over it; see `train`."""
+    if isinstance(recipe, str):
+        config = named_configuration(recipe)
+    else:
+        config = recipe() if callable(recipe) else recipe
+    return updated(config, settings_of(config, settings)) if settings else config
 
-    def show(text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
-    outcome = api.supervise(resolved, command[1:], supervision=supervision, show=None if "-q" in switches else show)
-    if outcome.status == 2:
-        raise InputError(outcome.cause)
-    if outcome.status == 0:
-        print_json(outcome.summary or {"name": outcome.name, "status": "finished", "attempts": outcome.attempts})
-    return outcome.status
+def named_configuration(text: str) -> TrainConfig:
+    """Return the configuration of a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run, which then resumes.
+
+    Raises InputError where there is none.
+    """
+    from rayrec import recipes, storage
+    from rayrec.imports import is_in_file
+
+    if is_in_file(text):
+        return recipes.find(text)()
+    if text.endswith((".yaml", ".yml", ".json")):
+        return recipes.load_config(storage.read_text(text), source=text)
+    folder = text.rstrip("/")
+    if "/" in text or os.path.isdir(text):
+        place = storage.join(folder, "config.yaml")
+        if not storage.exists(place):
+            data = f"rayrec train criteo_demo --data {text}"
+            raise InputError(
+                f"{text}: is no recipe, and no folder of a run, which holds a config.yaml; for data: {data}"
+            )
+        path, _, name = storage.absolute(folder).rpartition("/")
+        return recipes.load_config(storage.read_text(place), source=place).replace(storage_path=path, name=name)
+    if os.path.isfile(text):
+        raise InputError(f"{text}: is no recipe; for a file of data: rayrec train criteo_demo --data {text}")
+    return recipes.find(text)()
+
+
+def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
+    """Raises InputError where a recipe of published files is given a folder that lacks some: which, how large they are
+    and where they are published. Files of an unlikely size are noted."""
+    from rayrec import recipes, storage
+    from rayrec.data.log_source import refuse_foreign
+    from rayrec.data.materialized import is_preprocessed
+    from rayrec.datasets import fetch as fetching
+    from rayrec.datasets import published_files
+
+    name, path = recipes.PUBLISHED.get(config.recipe), config.train_data.path
+    if name is None or path is None or not os.path.isdir(path) or is_preprocessed(path):
+        return
+    named = config.train_data.files
+    wanted = [file for file in fetching.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
+    try:
+        published_files.require_files(path, wanted, fetch_name=name, note=note)
+    except InputError:
+        refuse_foreign(path, storage.list_files(path))
+        raise
 
 
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:

@@ -19,7 +19,8 @@ from ray._common.utils import import_attr
 from ray._private import ray_constants
 from ray.serve.schema import ServeDeploySchema
 
-from rayrec.commands.arguments import parse_config
+from rayrec.cli.parser import parse
+from rayrec.commands import COMMANDS
 from rayrec.serve import ingress, listener
 from rayrec.serve.deployment import APPLICATION, build_application, read_user_config
 from rayrec.workloads.base import TrainConfig
@@ -62,7 +63,7 @@ def test_every_manifest_is_in_a_kustomization() -> None:
 def _config_of_the_job() -> TrainConfig:
     words = shlex.split(_manifest("RayJob")["spec"]["entrypoint"])
     assert words[:2] == ["rayrec", "train"]
-    return parse_config("train", words[2:])[0]
+    return parse(COMMANDS["train"], words[2:]).arguments[0]
 
 
 def test_the_command_of_the_job() -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from hosts.ports import free_ports
 
-from rayrec.commands.arguments import parse_config
+from rayrec.cli.parser import parse
+from rayrec.commands import COMMANDS
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "slurm"
 FILES = [FOLDER / "ray.sbatch", FOLDER / "srun.sbatch"]
@@ -34,7 +35,7 @@ def test_a_file_is_bash(file: Path) -> None:
 def test_the_command_in_its_first_lines(file: Path) -> None:
     comment = "".join(re.findall(r"^#   (.*\n)", file.read_text(), re.MULTILINE)).replace("\\\n", " ")
     words = shlex.split(comment)
-    config, _ = parse_config("train", words[words.index(file.name) + 1 :])
+    (config,) = parse(COMMANDS["train"], words[words.index(file.name) + 1 :]).arguments
     assert config.scaling.use_gpu
 
 

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from rayrec.commands.arguments import parse_config
+from rayrec.cli.parser import parse
+from rayrec.commands import COMMANDS
 
 FOLDER = Path(__file__).parents[3] / "deploy"
 AWS = FOLDER / "aws"
@@ -60,7 +61,7 @@ def test_the_command_of_skypilot() -> None:
     task = yaml.safe_load((FOLDER / "skypilot" / "train.yaml").read_text())
     words = shlex.split(task["run"].replace("$(head -n1 <<<", "$(").replace("\\\n", " "))
     words = [word.replace("$DATE", "2026-05-04") for word in words]
-    config, _ = parse_config("train", words[words.index("rayrec") + 2 :])
+    (config,) = parse(COMMANDS["train"], words[words.index("rayrec") + 2 :]).arguments
     assert config.name == "nightly-2026-05-04"
     assert config.storage_path.startswith("s3://")
     assert set(task["envs"]) == {"BUCKET", "DATE"}

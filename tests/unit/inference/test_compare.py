@@ -137,11 +137,13 @@ def test_the_command_prints_a_table_or_json_and_ends_with_2_where_a_gate_fails(
     command = ["compare", *(str(saved.run) for saved in models[:2]), str(log), "--resamples", "20"]
     command += ["--cluster.address", "none"]
     assert run(command) == 0
-    lines = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()  # a pipe
+    assert json.loads(captured.out)["failures"] == []
+    lines = captured.err[captured.err.index("2,000 rows, label") :].splitlines()
     assert lines[0].split()[:6] == ["2,000", "rows,", "label", "rate", lines[0].split()[4], "auroc"]
     assert [line.split()[0] for line in lines[1:3]] == ["a", "b"]
     assert any(line.startswith("b less a") for line in lines)
-    assert run([*command, "--json", "--gates.min-auroc-gain", "0.9"]) == 2
+    assert run([*command, "-q", "--gates.min-auroc-gain", "0.9"]) == 2
     captured = capsys.readouterr()
     told = json.loads(captured.out)
     assert [model["name"] for model in told["models"]] == ["a", "b"]

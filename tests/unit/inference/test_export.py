@@ -22,9 +22,8 @@ import pytest
 from builders.saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
 
 import rayrec
-from rayrec import recipes
+from rayrec import cli, recipes
 from rayrec.checkpoint.format import seal
-from rayrec.commands import scoring as commands
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags
 from rayrec.data.encoding.multi_hot import MultiHot
@@ -491,7 +490,7 @@ def test_an_export_that_scores_otherwise_leaves_nothing(
 
 def test_the_command_prints_the_report(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--quantize", "fp16", "--parity-rows", "50", "--max-auroc-loss", "0.2", "--out", str(tmp_path / "out")]
-    commands.export([str(saved.run), *flags])
+    assert cli.run(["export", str(saved.run), *flags]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["quantization"] == "fp16"
     assert (told["out"], told["checkpoint"]) == (str(tmp_path / "out"), str(saved.checkpoint))

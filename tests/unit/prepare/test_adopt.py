@@ -19,8 +19,7 @@ from builders.served_click_model import make_app
 from builders.torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_and_shuffled, write_npy
 
 import rayrec
-from rayrec import cli, recipes
-from rayrec.api import predict_to
+from rayrec import cli, predict, recipes
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.encoded import EncodedRows
@@ -247,7 +246,7 @@ def test_scores_are_those_of_the_raw_rows(
     run = str(runs[0])
     assert rayrec.evaluate(run, str(adopted)) == rayrec.evaluate(run, str(raw))
     for name, path in (("of-adopted", adopted), ("of-raw", raw)):
-        predict_to(run, str(path), out=str(tmp_path / name), console=QUIET)
+        predict(run, str(path), out=str(tmp_path / name), console=QUIET)
     scores = pq.read_table(tmp_path / "of-adopted")
     assert scores == pq.read_table(tmp_path / "of-raw")
     rayrec.export(run, out=str(tmp_path / "export"))
@@ -365,7 +364,7 @@ def test_unlabelled_arrays_are_scored_and_not_evaluated(runs: tuple[Path, Path],
     assert not rayrec.adopt(str(folder), **options)["labelled"]
     with pytest.raises(InputError, match="holds no labels"):
         rayrec.evaluate(str(runs[0]), str(folder))
-    assert predict_to(str(runs[0]), str(folder), out=str(tmp_path / "scores"), console=QUIET)["rows"] == ROWS[2]
+    assert predict(str(runs[0]), str(folder), out=str(tmp_path / "scores"), console=QUIET)["rows"] == ROWS[2]
 
 
 def truncated(folder: Path) -> None:

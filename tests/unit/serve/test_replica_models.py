@@ -22,8 +22,8 @@ from builders.requests import ask, post, post_async
 from builders.served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text
 from hosts.ports import free_ports
 
-import rayrec.api
 from rayrec.checkpoint import folder_of
+from rayrec.commands.serving import serve
 from rayrec.config import InputError
 from rayrec.inference.model import ServedModel
 from rayrec.observe.console import Console
@@ -417,7 +417,7 @@ def test_no_server_is_named() -> None:
         ("a", {"swap": True, "follow": "best"}, "swap: .* takes no follow"),
         (None, {"rollback": True, "shadow": "b"}, "rollback: .* takes no shadow"),
         (None, {"no_shadow": True, "shadow": "b"}, "no_shadow: .* takes no shadow"),
-        (None, {"stop": True, "config": ServeConfig(port=81, replicas=2)}, "stop: .* takes no port, replicas"),
+        (None, {"stop": True, "port": 81, "replicas": 2}, "stop: .* takes no port, replicas"),
         (None, {"shadow": "b", "follow": "newest"}, "shadow: .* takes no follow"),
         (None, {"rollback": True, "stop": True}, "one at a time"),
         ("a", {"rollback": True}, "take no model"),
@@ -426,7 +426,7 @@ def test_no_server_is_named() -> None:
 )
 def test_what_a_running_server_is_not_told_is_refused(model: str | None, given: dict[str, Any], unused: str) -> None:
     with pytest.raises(InputError, match=unused):
-        rayrec.api.serve(model, **given)
+        serve(model, **given)
 
 
 # -- following a run

@@ -56,13 +56,14 @@ def test_unfit_scaling_is_refused(changes: dict[str, Any], message: str) -> None
 
 
 def test_ranges_of_workers_load_from_yaml_and_flags() -> None:
-    from rayrec.commands.arguments import parse_config
+    from rayrec.cli.parser import parse
+    from rayrec.commands import COMMANDS
 
     config = recipes.criteo_demo().replace(scaling={"num_workers": (1, 4)})
     assert recipes.load_config(config.to_yaml()) == config
-    parsed, _ = parse_config("train", ["criteo_demo", "--scaling.num-workers", "1", "4"])
+    (parsed,) = parse(COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "1", "4"]).arguments
     assert parsed.scaling.num_workers == (1, 4)
-    parsed, _ = parse_config("train", ["criteo_demo", "--scaling.num-workers", "3"])
+    (parsed,) = parse(COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "3"]).arguments
     assert parsed.scaling.num_workers == 3
 
 

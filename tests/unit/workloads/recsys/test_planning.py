@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rayrec import api, recipes
-from rayrec.commands import training
+import rayrec
+from rayrec import recipes
+from rayrec.cli.parser import parse
+from rayrec.commands import COMMANDS
 from rayrec.config import InputError
 from rayrec.data.encoding.presets import FUXICTR_X4, MLPERF_NUM_EMBEDDINGS
 from rayrec.models.cost import NetworkCost
@@ -31,7 +33,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_published_sizes_are_planned_without_a_log_for_gpus_that_are_not_here() -> None:
-    text = api.plan(recipes.mlperf_dlrm(), cluster=GPUS, tables=MLPERF_NUM_EMBEDDINGS)
+    text = rayrec.plan(recipes.mlperf_dlrm(), cluster=GPUS, tables=MLPERF_NUM_EMBEDDINGS)
     assert "cat_0   40,000,000  128" in text
     assert "of GPU memory: tables with optimizer state" in text
     assert "a checkpoint's copy" in text
@@ -39,7 +41,7 @@ def test_published_sizes_are_planned_without_a_log_for_gpus_that_are_not_here() 
 
 
 def test_without_their_memory_the_gpus_are_not_checked() -> None:
-    text = api.plan(recipes.mlperf_dlrm(), tables=MLPERF_NUM_EMBEDDINGS)
+    text = rayrec.plan(recipes.mlperf_dlrm(), tables=MLPERF_NUM_EMBEDDINGS)
     assert "cat_0   40,000,000  128" in text
     assert text.endswith("--cluster gpus=N,gpu_memory_gb=N,... says what theirs have.")
 
@@ -47,13 +49,13 @@ def test_without_their_memory_the_gpus_are_not_checked() -> None:
 def test_adagrad_doubles_the_tables() -> None:
     adagrad = recipes.mlperf_dcnv2()
     with pytest.raises(InputError, match=r"26 tables need 194.7 GiB \(weights and optimizer state\), but 2 workers"):
-        api.plan(
+        rayrec.plan(
             adagrad.replace(scaling={"num_workers": 2}),
             cluster="cpus=96,gpus=2,gpu_memory_gb=80",
             tables=MLPERF_NUM_EMBEDDINGS,
         )
     with pytest.raises(InputError, match="host memory, 15% kept free, must hold a checkpoint's copy"):
-        api.plan(adagrad, cluster=GPUS.replace("memory_gb=1000", "memory_gb=100", 1), tables=MLPERF_NUM_EMBEDDINGS)
+        rayrec.plan(adagrad, cluster=GPUS.replace("memory_gb=1000", "memory_gb=100", 1), tables=MLPERF_NUM_EMBEDDINGS)
     assert "adagrad" in adagrad.to_yaml()
 
 
@@ -61,33 +63,31 @@ def test_adam_triples_the_tables() -> None:
     config = recipes.criteo_demo()
     sizes = {}
     for kind in ("sgd", "adam", "sparse_adam"):
-        text = api.plan(config.replace(workload={"sparse_optimizer": {"kind": kind}}), tables=[40_000] * 26)
+        text = rayrec.plan(config.replace(workload={"sparse_optimizer": {"kind": kind}}), tables=[40_000] * 26)
         sizes[kind] = re.findall(r"^cat_0 .* (\S+ MiB)$", text, re.MULTILINE)
     assert sizes == {"sgd": ["2.4 MiB"], "adam": ["7.3 MiB"], "sparse_adam": ["7.3 MiB"]}
     large = config.replace(workload={"sparse_optimizer": {"kind": "adam"}})
     with pytest.raises(InputError, match=r"26 tables need 46.5 GiB \(weights and optimizer state\), but 2 workers"):
-        api.plan(large, cluster="cpus=8,nodes=1,memory_gb=64", tables=[10_000_000] * 26)
+        rayrec.plan(large, cluster="cpus=8,nodes=1,memory_gb=64", tables=[10_000_000] * 26)
 
 
 def test_a_profile_that_makes_integers_categories_is_planned_with_all_its_columns() -> None:
     config = recipes.criteo_demo().replace(workload={"preset": FUXICTR_X4.to_dict()})
-    text = api.plan(config, tables=[10] * 39)
+    text = rayrec.plan(config, tables=[10] * 39)
     assert "int_12" in text
     with pytest.raises(InputError, match="26 table sizes for 39 sparse columns"):
-        api.plan(config, tables=[10] * 26)
+        rayrec.plan(config, tables=[10] * 26)
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [(["--tables", "mlperf"], MLPERF_NUM_EMBEDDINGS), (["--tables=3,20"], (3, 20)), ([], None)],
+    [(["--tables", "mlperf"], {"tables": MLPERF_NUM_EMBEDDINGS}), (["--tables=3,20"], {"tables": (3, 20)}), ([], {})],
 )
-def test_the_command_takes_sizes(arguments: list[str], expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(api, "plan", lambda config, **options: seen.update(options) or "")
-    training.plan(["criteo_demo", *arguments, "--cluster=cpus=2"])
-    assert seen == {"cluster": "cpus=2", "tables": expected}
+def test_the_command_takes_sizes(arguments: list[str], expected: Any) -> None:
+    seen = parse(COMMANDS["plan"], ["criteo_demo", *arguments, "--cluster=cpus=2"]).keywords
+    assert seen == {"cluster": "cpus=2", **expected}
     with pytest.raises(InputError, match="'3,x' is neither mlperf nor numbers of rows"):
-        training.plan(["criteo_demo", "--tables", "3,x"])
+        parse(COMMANDS["plan"], ["criteo_demo", "--tables", "3,x"])
 
 
 def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
@@ -182,4 +182,4 @@ def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
     counts.add(count_parts([Part(segment, 0, segment.rows) for segment in segments], counting=counting))
     make_preprocessor(FUXICTR_X4, schema, counts).save(str(tmp_path / "preprocessor"))
     config = recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")})
-    assert "int_12" in api.plan(config)
+    assert "int_12" in rayrec.plan(config)

@@ -1,0 +1,151 @@
+"""The command `rayrec`: finds the command, calls its function and shows the result. Imports nothing heavy before it is known."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import gc
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from rayrec.cli import help
+from rayrec.commands import COMMANDS
+from rayrec.commands.declaration import Command
+from rayrec.config import InputError
+
+_COLLECT_EVERY = 5000
+"""Objects made between two collections of the youngest; Python's 700 makes imports of torch and TorchRec a fifth slower."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command and exits with one of `rayrec.cli.help.STATUSES`."""
+    _keep_stdout_for_results()
+    gc.set_threshold(_COLLECT_EVERY)
+    status = run(list(sys.argv[1:] if arguments is None else arguments))
+    gc.freeze()  # or the interpreter's last collections visit all modules, for a second
+    sys.exit(status)
+
+
+def _keep_stdout_for_results() -> None:
+    """Points file descriptor 1 to standard error, and `sys.stdout` to what it was: Ray's C++ prints warnings to the former, and
+    the processes it starts inherit it."""
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller
+        return
+    sys.stdout.flush()
+    results = os.dup(1)  # which no child inherits
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command and returns its exit status."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help.overview())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        import rayrec
+
+        print(rayrec.__version__)
+        return 0
+    name, words = arguments[0], arguments[1:]
+    command = COMMANDS.get("train" if name == "resume" else name)
+    if command is None:
+        near = difflib.get_close_matches(name, [*COMMANDS, "resume"], n=1)
+        return _fail(f"rayrec: no command '{name}'; " + (f"did you mean '{near[0]}'?" if near else "see rayrec --help"))
+    try:
+        return _run(command, words)
+    except InputError as error:
+        return _fail(f"rayrec {name}: {error}")
+    except OSError as error:
+        mendable = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+        if mendable and error.filename is not None:
+            return _fail(f"rayrec {name}: {error.filename}: {error.strerror}")
+        return _fail(
+            f"rayrec {name}: {str(error) or type(error).__name__}", status=1
+        )  # a store that is out, a disk that is full
+    except ModuleNotFoundError as error:
+        if error.name in ("torchrec", "fbgemm_gpu", "torch", "ray"):
+            return _fail(f"rayrec {name}: {error.name} is not installed; `rayrec doctor` says how to fix it")
+        raise
+    except KeyboardInterrupt:
+        print(f"rayrec {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(command: Command, words: list[str]) -> int:
+    if command.raw:
+        switches: set[str] = set()
+    else:
+        words, switches = take_switches(words)
+    if switches & {"-h", "--help", "--help-all"}:
+        print(_help(command, words, everything="--help-all" in switches))
+        return 0
+    from rayrec.cli.output import print_json, show
+    from rayrec.cli.parser import parse
+
+    call, out = parse(command, words), sys.stdout
+    quiet = "-q" in switches or not _is_first(command)
+    given = {
+        "console": lambda: _console("-v" in switches, quiet),
+        "started": lambda: lambda told: print_json(told, out),
+    }
+    given |= {"stopwatch": _stopwatch, "show": lambda: None if quiet else _to_stderr}
+    parameters = inspect.signature(command.function).parameters
+    keywords = call.keywords | {name: make() for name, make in given.items() if name in parameters}
+    # What Ray and other libraries print goes to standard error, so that only results reach standard output.
+    with contextlib.nullcontext() if command.prints else contextlib.redirect_stdout(sys.stderr):
+        result = command.function(*call.arguments, **keywords)
+    if result is None or not _is_first(command):
+        return 0
+    return show(command.show(result), as_json="--json" in switches, quiet=quiet, out=out)
+
+
+def take_switches(words: list[str]) -> tuple[list[str], set[str]]:
+    """Take the switches of all commands out of the words before --, which begins the command of a job."""
+    end = words.index("--") if "--" in words else len(words)
+    known = {*help.SWITCHES, "-h", "--help", "--help-all"}
+    own, job = words[:end], words[end:]
+    return [word for word in own if word not in known] + job, {word for word in own if word in known}
+
+
+def _help(command: Command, words: list[str], *, everything: bool) -> str:
+    if command.recipe == "first" and words and (not words[0].startswith("-") or "--config" in " ".join(words)):
+        from rayrec.cli.parser import configured
+
+        return help.recipe_help(command, configured(command, words)[0], everything=everything)
+    return help.command_help(command, everything=everything)
+
+
+def _is_first(command: Command) -> bool:
+    """Whether this process shows the result: of those that torchrun started, one does."""
+    if command.recipe != "first":
+        return True
+    from rayrec.cluster.layout import Launched
+
+    launched = Launched.of_environment()
+    return launched is None or launched.rank == 0
+
+
+def _console(verbose: bool, quiet: bool) -> Any:
+    from rayrec.observe.console import Console
+
+    return Console(verbose=verbose, quiet=quiet)
+
+
+def _stopwatch() -> Any:
+    from rayrec.observe.timing import Stopwatch
+
+    return Stopwatch.of_process()
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _fail(message: str, *, status: int = 2) -> int:
+    print(" ".join(message.split()), file=sys.stderr)
+    return status

@@ -1,0 +1,177 @@
+"""Flags of a command: its arguments, and the settings of configurations with the values that they have. No parser is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from rayrec.commands.settings import whole_metavar
+from rayrec.config import Config, InputError, field_docs, field_types
+
+MISSING = dataclasses.MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag, or an argument without a flag."""
+
+    path: str
+    """Name of the parameter, or of the setting with dots."""
+    type: Any
+    value: Any = MISSING
+    """What holds without the flag; MISSING: it must be given."""
+    owner: type[Config] | None = None
+    """Class of the configuration that has the setting."""
+    help: str = ""
+    metavar: str = ""
+    name: str = ""
+    """Without dashes; of an argument none."""
+    aliases: tuple[str, ...] = ()
+    old: str = ""
+    """Its name until this release."""
+    read: Callable[[str, str], Any] | None = None
+    pair: bool = False
+    """Whether it is on or off: --name and --no-name."""
+
+    @property
+    def text(self) -> str:
+        """The help, of a setting from the docstring below its field."""
+        if self.owner is None:
+            return self.help
+        docs = field_docs(self.owner)  # type: ignore[arg-type]
+        return self.help or " ".join(docs.get(self.path.rpartition(".")[2], "").split())
+
+    @property
+    def negative(self) -> str:
+        owner, dot, name = self.name.rpartition(".")
+        return f"{owner}{dot}no-{name}"
+
+    @property
+    def shown(self) -> str:
+        """The flag with what it takes."""
+        if self.type is bool:
+            return f"--{self.name}"
+        taken = self.metavar or metavar_of(self.type)
+        return (
+            " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), taken]) if self.name else taken
+        )
+
+
+def flag_name(path: str) -> str:
+    return path.replace("_", "-")
+
+
+def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> Iterator[Flag]:
+    """Yield every setting of a configuration, or of a class with its defaults, with the value that it has."""
+    cls = config if isinstance(config, type) else type(config)
+    kinds = field_types(cls)  # type: ignore[arg-type]
+    old_names = {new: name for name, new in cls.RENAMED.items()}
+    for field in dataclasses.fields(cls):
+        value, path = _value(config, field), f"{prefix}{field.name}"
+        old_path = f"{old or prefix}{old_names.get(field.name, field.name)}" if old or field.name in old_names else ""
+        if isinstance(value, Config):
+            metavar = whole_metavar(type(value))
+            if metavar:
+                yield Flag(path, str, None, cls, metavar=metavar, name=flag_name(path))
+            yield from flags_of(value, f"{path}.", f"{old_path}." if old_path else "")
+        elif isinstance(value, tuple) and value and isinstance(value[0], Config):
+            for number, item in enumerate(value):
+                yield from flags_of(item, f"{path}.{number}.")
+        else:
+            kind = kinds[field.name]
+            name, old_name = flag_name(path), flag_name(old_path)
+            yield Flag(path, kind, value, cls, name=name, old=old_name, pair=kind is bool)
+
+
+def _value(config: Config | type[Config], field: dataclasses.Field[Any]) -> Any:
+    if not isinstance(config, type):
+        return getattr(config, field.name)
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def members(kind: Any) -> list[Any]:
+    """The types of a union, with the literals within it as one each."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [member for part in typing.get_args(kind) for member in members(part)]
+    return [kind]
+
+
+def takes_many(kind: Any) -> bool:
+    """Whether a value is several words."""
+    return any(typing.get_origin(member) in (tuple, dict, Sequence, _SEQUENCE) for member in members(kind))
+
+
+_SEQUENCE = typing.get_origin(Sequence[str])
+_NAMES = {int: "N", float: "X", str: "TEXT"}
+
+
+def metavar_of(kind: Any) -> str:
+    """What a flag takes, for its help."""
+    found = []
+    for member in members(kind):
+        origin, inner = typing.get_origin(member), typing.get_args(member)
+        if origin is Literal:
+            found.append("|".join(map(str, inner)))
+        elif origin is dict:
+            found.append("NAME X ...")
+        elif origin is tuple and Ellipsis not in inner:
+            found.append(" ".join(map(metavar_of, inner)))
+        elif origin is not None and inner and origin is not type(None) and takes_many(member):
+            found.append(f"{metavar_of(inner[0])} ...")
+        elif member in _NAMES:
+            found.append(_NAMES[member])
+    return " | ".join(found)
+
+
+def value_of(flag: Flag, words: list[str]) -> Any:
+    """Return the value that words give a flag. Raises InputError if they do not fit its type."""
+    label = f"--{flag.name}" if flag.name else flag.metavar or flag.path
+    if flag.read is not None and len(words) == 1:
+        return flag.read(label, words[0])
+    for member in members(flag.type):
+        try:
+            return _read(member, words)
+        except (ValueError, KeyError):
+            continue
+    wanted = " or ".join(dict.fromkeys(map(_wanted, (each for each in members(flag.type) if each is not type(None)))))
+    raise InputError(f"{label}: must be {wanted}, got {' '.join(words)!r}")
+
+
+def _read(kind: Any, words: list[str]) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict:
+        return {
+            _read(inner[0], [name]): _read(inner[1], [value])
+            for name, value in zip(words[::2], words[1::2], strict=True)
+        }
+    if origin is tuple and Ellipsis not in inner:
+        return tuple(_read(each, [word]) for each, word in zip(inner, words, strict=True))
+    if origin in (tuple, _SEQUENCE):
+        return tuple(_read(inner[0], [word]) for word in words)
+    (word,) = words
+    if origin is Literal:
+        return {str(value): value for value in inner}[word]
+    if kind is type(None):
+        return {"None": None}[word]
+    if kind in (int, float, str):
+        return kind(word)
+    raise ValueError
+
+
+def _wanted(kind: Any, many: bool = False) -> str:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return f"{'any of ' if many else ''}{' or '.join(map(str, inner))}"
+    if origin is dict:
+        return "names, each followed by a number"
+    if origin is tuple and Ellipsis not in inner:
+        return f"{len(inner)} {_wanted(inner[0], True)}"
+    if origin in (tuple, _SEQUENCE):
+        return _wanted(inner[0], True)
+    singular, plural = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}.get(
+        kind, ("text", "texts")
+    )
+    return plural if many else singular

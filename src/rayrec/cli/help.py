@@ -1,0 +1,155 @@
+"""Help: the overview of all commands, and the arguments and flags of one."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from rayrec.cli.flags import MISSING, Flag
+from rayrec.commands.declaration import COMMANDS, Command, Group
+from rayrec.config import Config
+
+STATUSES = {
+    0: "done",
+    1: "any other error, with a traceback if it is unexpected",
+    2: "the user can fix it: one line says what, where and how; also a gate that fails",
+    130: "interrupted (Ctrl-C), after a checkpoint if a run was in progress",
+    143: "terminated (SIGTERM), after a checkpoint if a run was in progress",
+}
+"""Exit statuses of every command."""
+SWITCHES = {
+    "--json": "JSON in place of tables; always JSON into a pipe",
+    "-v": "also shows every checkpoint and the output of Ray's processes",
+    "-q": "shows only the result and errors",
+}
+_FIRST_STEPS = """\
+First steps:  rayrec generate log --rows 200000
+              rayrec train criteo_demo --data log/train.txt --name demo
+              rayrec evaluate runs/demo log/train.txt"""
+
+
+def overview() -> str:
+    """The help of `rayrec`."""
+    lines = [
+        "rayrec: click models from raw logs to a served model, on a laptop, under torchrun or on Ray.",
+        f"usage: rayrec COMMAND [arguments] [{'] ['.join(SWITCHES)}]",
+        _FIRST_STEPS,
+    ]
+    for group in get_args(Group):
+        of_group = [command for command in COMMANDS.values() if command.group == group]
+        for number, command in enumerate(of_group):
+            text = command.summary[0].lower() + command.summary[1:]
+            lines.append(f"{'' if number else group:8}{command.name:13}{text}")
+    lines.append("rayrec COMMAND --help explains a command; rayrec train RECIPE --help-all shows every setting.")
+    lines += ["Exit status:", *(f"  {status:<5} {text}" for status, text in STATUSES.items())]
+    return "\n".join(lines)
+
+
+def usage(command: Command, flags: Sequence[Flag], recipe: str = "") -> str:
+    """The words that a command needs, in one line."""
+    job = {"": "", "first": recipe or "RECIPE", "after --": ""}[command.recipe]
+    needed = [flag.shown if flag.name else _argument(flag) for flag in flags if flag.value is MISSING or not flag.name]
+    tail = "-- train RECIPE [flags]" if command.recipe == "after --" else ""
+    return " ".join(word for word in ("rayrec", command.name, job, *needed, "[flags]", tail) if word)
+
+
+def _argument(flag: Flag) -> str:
+    from rayrec.cli.flags import takes_many
+
+    many = f"{flag.metavar}..." if takes_many(flag.type) else flag.metavar
+    return many if flag.value is MISSING else f"[{many}]"
+
+
+def command_help(command: Command, *, everything: bool = False) -> str:
+    """The help of a command without the settings of its recipe."""
+    from rayrec.cli.parser import own_flags
+
+    flags = own_flags(command)
+    shown = [flag for flag in flags if everything or "." not in flag.name.removeprefix("gates.") or not flag.owner]
+    lines = [f"usage: {usage(command, flags)}", command.summary + ".", *_examples(command.examples)]
+    lines += _groups([("Arguments" if not flag.name else "Flags", flag) for flag in shown if not flag.owner])
+    lines += _groups([(_title(flag.owner), flag) for flag in shown if flag.owner])
+    if command.recipe == "first":
+        from rayrec import recipes
+
+        lines.append(f"Recipes: {', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml or the folder of a run.")
+        lines.append(f"rayrec {command.name} RECIPE --help shows the flags of a recipe.")
+    return "\n".join([*lines, *([f"{len(flags) - len(shown)} more: --help-all."] if len(flags) > len(shown) else [])])
+
+
+def recipe_help(command: Command, config: Any, *, everything: bool = False) -> str:
+    """The help of a command with the settings of its recipe: the most important ones, or all."""
+    from rayrec import recipes
+    from rayrec.cli.parser import own_flags
+    from rayrec.cli.recipe_flags import SHORT, recipe_flags
+
+    own, settings = own_flags(command), recipe_flags(config)
+    data = " --data PATH" if config.train_data.path is None and command.name in ("train", "tune") else ""
+    recipe = recipes.ALL.get(config.recipe)
+    summary = (recipe.__doc__ if recipe and recipe.__doc__ else f"{command.summary}.").strip().splitlines()[0]
+    examples = [example.replace("criteo_demo", config.recipe) for example in command.examples]
+    lines = [f"usage: {usage(command, own, config.recipe + data)}", summary, *_examples(examples)]
+    lines += _groups([(command.name.capitalize(), flag) for flag in own])
+    if everything:
+        return "\n".join([*lines, *_groups([(_title(flag.owner), flag) for flag in settings if flag.owner])])
+    by_path = {flag.path: flag for flag in settings}
+    shown = []
+    for path, short in SHORT.items():
+        if path in by_path:
+            flag = by_path[path]
+            name = short.name or flag.name
+            shown.append((short.group, replace(flag, name=name, aliases=(), help=short.help, metavar=short.metavar)))
+    lines += _groups(shown)
+    more = f"rayrec config {config.recipe} > my.yaml, then rayrec train my.yaml"
+    return "\n".join([*lines, f"{len(settings) - len(shown)} more: --help-all. As a file: {more}"])
+
+
+def _examples(examples: Sequence[str]) -> list[str]:
+    return [f"  {example}" for example in examples]
+
+
+def _title(owner: type[Config] | None) -> str:
+    return (owner.__doc__ or owner.__name__).strip().split("\n")[0] if owner else ""
+
+
+def _groups(flags: Sequence[tuple[str, Flag]]) -> Iterator[str]:
+    """The lines of flags, below the title of their group."""
+    width = max(100, min(shutil.get_terminal_size().columns, 160))
+    column = min(36, max((len(_taken(flag)) for _, flag in flags), default=0)) + 4
+    title = ""
+    for group, flag in flags:
+        if group != title:
+            title = group
+            yield f"{title}"
+        text = " ".join(part for part in (flag.text, _default(flag)) if part)
+        taken = _taken(flag)
+        gap = " " * column
+        first = f"  {taken}".ljust(column)
+        wrapped = textwrap.wrap(text, width - column) or [""]
+        if len(taken) + 3 > column:
+            yield f"  {taken}"
+            yield from (gap + line for line in wrapped)
+        else:
+            yield (first + wrapped[0]).rstrip()
+            yield from (gap + line for line in wrapped[1:])
+
+
+def _taken(flag: Flag) -> str:
+    return flag.shown if flag.name else _argument(flag)
+
+
+def _default(flag: Flag) -> str:
+    """What holds without the flag."""
+    from rayrec.cli.recipe_flags import SHORT
+
+    if flag.value is MISSING:
+        return "(required)" if flag.name else ""
+    if flag.value is None or flag.value is False or flag.value == ():
+        unset = SHORT[flag.path].unset if flag.path in SHORT else ""
+        return f"[{unset}]" if unset else ""
+    if isinstance(flag.value, tuple):
+        return f"[{' '.join(map(str, flag.value))}]"
+    return f"[{'on' if flag.value is True else flag.value}]"

@@ -1,0 +1,225 @@
+"""The arguments and flags of one command, and the call that its words make. The only module that parses."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
+
+from rayrec.cli.flags import MISSING, Flag, flag_name, flags_of, takes_many, value_of
+from rayrec.cli.recipe_flags import recipe_flags
+from rayrec.commands.declaration import COMMANDS, Command, table_sizes
+from rayrec.commands.settings import nest, settings_of, updated
+from rayrec.config import InputError, renamed
+
+_MOST_MATCHES = 3
+"""Flags that a message about an unknown flag suggests."""
+_READERS = {"num_embeddings_per_feature": table_sizes}
+"""Readers of settings."""
+
+
+class Call(NamedTuple):
+    """What the words of a command come to."""
+
+    command: Command
+    arguments: list[Any]
+    keywords: dict[str, Any]
+
+
+def own_flags(command: Command) -> list[Flag]:
+    """Return the arguments and flags of a command, without those of its recipe."""
+    found: dict[str, Flag] = {}
+    for parameter, kind, argument in command.parameters():
+        is_flag = parameter.kind is parameter.KEYWORD_ONLY
+        value = MISSING if argument.required or parameter.default is parameter.empty else parameter.default
+        name = (argument.flag or flag_name(parameter.name)) if is_flag else ""
+        metavar = argument.metavar or ("" if is_flag else parameter.name.upper())
+        found[parameter.name] = Flag(
+            parameter.name, kind, value, help=argument.help, metavar=metavar, name=name, read=argument.read
+        )
+    for prefix, cls in command.settings():
+        inner = "" if prefix == "supervision" else f"{prefix}." if prefix else ""
+        for flag in flags_of(cls):
+            name = flag_name(f"{inner}{flag.path.removeprefix('policy.')}")
+            old = f"{inner}{flag.old}" if flag.old else ""
+            path = f"{prefix}.{flag.path}" if prefix else flag.path
+            found.setdefault(path, replace(flag, path=path, name=name, old=old, read=_READERS.get(flag.path)))
+    return list(found.values())
+
+
+def parse(command: Command, words: Sequence[str]) -> Call:
+    """Return the call that the words after a command's name make. Raises InputError for words that make none."""
+    words = list(words)
+    if command.raw:
+        return Call(command, words, {})
+    if command.recipe == "after --":
+        place = words.index("--") if "--" in words else len(words)
+        job, words = words[place + 1 :], words[:place]
+        if job[:1] != ["train"]:
+            raise InputError("what shall be supervised? rayrec supervise [--flags] -- train RECIPE [--flags]")
+        first = [*parse(COMMANDS["train"], job[1:]).arguments, job[1:]]
+        return _call(command, first, read(f"rayrec {command.name}", own_flags(command), words))
+    if not command.recipe:
+        return _call(command, [], read(f"rayrec {command.name}", own_flags(command), words))
+    config, words = configured(command, words)
+    flags = recipe_flags(config)
+    values = read(f"rayrec {command.name} {config.recipe}", [*own_flags(command), *flags], words)
+    settings = {flag.path: values.pop(flag.path) for flag in flags if flag.path in values}
+    return _call(command, [updated(config, settings_of(config, settings))], values)
+
+
+def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
+    """Take a recipe, `--config FILE` or both, `--schema FILE` and `--model NAME` out of the words, and return the
+    configuration and the other words. The flags of a recipe depend on these."""
+    from rayrec import recipes, storage
+    from rayrec.commands.training import named_configuration
+
+    text = words[0] if words and not words[0].startswith("-") else None
+    (file,), rest = take(words[text is not None :], "--config")
+    if file is not None:
+        own = recipes.find(text) if text else None
+        config = recipes.load_config(storage.read_text(file), recipe=own, source=file)
+    elif text is not None:
+        config = named_configuration(text)
+    else:
+        raise InputError(
+            f"which recipe? rayrec {command.name} RECIPE; there are {', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml and RUN"
+        )
+    (schema, model), rest = take(rest, "--schema", "--model")
+    given = {name: text for name, text in (("schema", schema), ("model", model)) if text is not None}
+    return (updated(config, settings_of(config, given)) if given else config), rest
+
+
+def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]]:
+    """Take single flags out of the words, and return their values and the other words."""
+    parser = _parser()
+    for name in names:
+        parser.add_argument(name, action="append", default=[])
+    found, rest = parser.parse_known_args(list(words))
+    values = [getattr(found, name.lstrip("-")) for name in names]
+    for name, given in zip(names, values, strict=True):
+        if given[1:]:
+            raise InputError(f"{name} is given {len(given)} times; give it once")
+        if given == [""]:
+            raise InputError(f"{name} needs a value")
+    return [given[0] if given else None for given in values], rest
+
+
+def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, Any]:
+    """Return the values that words give to flags and arguments, by their paths."""
+    parser = _parser()
+    for flag in flags:
+        names = [f"--{name}" for name in (flag.name, *flag.aliases) if name]
+        if not flag.name:
+            continue
+        if flag.type is bool:
+            parser.add_argument(*names, dest=flag.path, action="store_true", default=argparse.SUPPRESS)
+            if flag.pair:
+                parser.add_argument(
+                    f"--{flag.negative}", dest=flag.path, action="store_false", default=argparse.SUPPRESS
+                )
+        else:
+            many: dict[str, Any] = {"nargs": "*", "action": "extend"} if takes_many(flag.type) else {}
+            parser.add_argument(*names, dest=flag.path, default=argparse.SUPPRESS, **many)
+    found, rest = parser.parse_known_args(_with_new_names(flags, words))
+    given = vars(found)
+    unknown = [word for word in rest if word.startswith("-") and word != "-"]
+    if unknown:
+        _refuse(prog, flags, unknown[0])
+    given.update(_placed(prog, [flag for flag in flags if not flag.name], rest))
+    missing = [flag.shown for flag in flags if flag.value is MISSING and not given.get(flag.path)]
+    if missing:
+        raise InputError(f"missing {', '.join(missing)}; `{prog} --help` describes every flag")
+    return {flag.path: _value(flag, given[flag.path]) for flag in flags if flag.path in given}
+
+
+def _value(flag: Flag, given: Any) -> Any:
+    return given if isinstance(given, bool) else value_of(flag, given if isinstance(given, list) else [given])
+
+
+def _placed(prog: str, arguments: Sequence[Flag], words: list[str]) -> dict[str, list[str]]:
+    """Give each argument without a flag its word; one that takes several gets those that the others leave."""
+    placed: dict[str, list[str]] = {}
+    rest = list(words)
+    for number, argument in enumerate(arguments):
+        count = len(rest) - len(arguments[number + 1 :]) if takes_many(argument.type) else 1
+        taken, rest = rest[: max(count, 0)], rest[max(count, 0) :]
+        if taken:
+            placed[argument.path] = taken
+    if rest:
+        raise InputError(f"takes no argument '{rest[0]}'; `{prog} --help` shows what it takes")
+    return placed
+
+
+def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
+    """The call with these values: settings of a configuration become an object, or further keyword arguments."""
+    parameters = inspect.signature(command.function).parameters
+    keywords = nest(values)
+    for prefix, cls in command.settings():
+        if prefix in parameters and prefix in keywords:
+            keywords[prefix] = updated(cls(), keywords[prefix])
+        elif prefix in keywords:
+            keywords.update(keywords.pop(prefix))
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            first = [*first, *keywords.pop(name, ())]
+    return Call(command, first, keywords)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise an InputError in place of the usage and the end of the process."""
+        raise InputError(re.sub(r"^argument ([^:/]+)\S*: expected .*", r"\1 needs a value", message))
+
+
+def _parser() -> _Parser:
+    return _Parser(add_help=False, allow_abbrev=False)
+
+
+def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
+    """The words; an old flag by its new name, with a notice on standard error."""
+    new, known = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}, set(_names(flags))
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in new:
+            print(renamed(name, new[name]), file=sys.stderr)
+            name = new[name]
+        elif name.replace("_", "-") in known:
+            name = name.replace("_", "-")
+        found.append(name + equals + value)
+    return found
+
+
+def _names(flags: Iterable[Flag]) -> list[str]:
+    """All names of flags, with their dashes."""
+    names = [
+        (*([flag.name] if flag.name else []), *flag.aliases, *([flag.negative] if flag.pair else [])) for flag in flags
+    ]
+    return [f"--{name}" for of_flag in names for name in of_flag]
+
+
+def _refuse(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
+    wanted = word.partition("=")[0].replace("_", "-")
+    known = _names(flags)
+    near = [flag for flag in difflib.get_close_matches(wanted, known, cutoff=0.7) if _has_words_of(flag, wanted)][:1]
+    if not near:  # a nested field without the names before its last dot
+        last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in known}
+        similar = difflib.get_close_matches(wanted.removeprefix("--").rpartition(".")[2], last.values(), n=1)
+        near = [flag for flag, name in last.items() if name in similar and _has_words_of(flag, wanted)][:_MOST_MATCHES]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"`{prog} --help-all` shows every flag"
+    raise InputError(f"no flag {word.partition('=')[0]}; {hint}")
+
+
+def _has_words_of(flag: str, wanted: str) -> bool:
+    """Return whether each word of the wanted flag is similar to a word of the flag, short ones equal: pin-memory is not a typo of
+    no-memory or in-memory."""
+    words, wanted_words = re.findall(r"\w+", flag), re.findall(r"\w+", wanted)
+    if len(wanted_words) == 1:
+        return True
+    return all(word in words or (len(word) > 3 and difflib.get_close_matches(word, words)) for word in wanted_words)

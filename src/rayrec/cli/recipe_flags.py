@@ -1,0 +1,58 @@
+"""Flags of a recipe: its settings, short names of some, and the few that its help shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from rayrec.cli.flags import Flag, flag_name, flags_of
+from rayrec.commands.settings import ALIASES, aliased
+from rayrec.config import Config
+
+
+class Short(NamedTuple):
+    """A flag of the short help."""
+
+    group: str
+    name: str
+    metavar: str
+    help: str
+    unset: str = ""
+    """What holds where the setting is None."""
+
+
+SHORT = {
+    "train_data.path": Short("Data", "data", "PATH", "training data: file, glob or folder, local or a URL", "required"),
+    "eval_data": Short("Data", "", "PATH", "data to evaluate on", "rows that the recipe holds out"),
+    "workload.schema": Short("Data", "schema", "FILE", "columns of a log that is not Criteo's, as YAML"),
+    "max_bad_fraction": Short("Data", "", "X", "share of faulty lines above which a log is refused"),
+    "steps": Short("Length", "", "N", "number of steps, in place of --epochs"),
+    "epochs": Short("Length", "", "N", "passes over the training rows"),
+    "batch_size": Short("Length", "", "N", "rows per worker and step"),
+    "evaluate_every": Short("Length", "", "N", "steps between evaluations", "by --evaluations-per-epoch"),
+    "workload.model": Short("Model", "model", "NAME", "another network, such as finalnet; A+B is an ensemble"),
+    "workload.dense_optimizer.learning_rate": Short("Model", "lr", "X", "learning rate of the network"),
+    "workload.optimizer.learning_rate": Short("Model", "lr", "X", "learning rate"),
+    "workload.sparse_optimizer.learning_rate": Short("Model", "table-lr", "X", "learning rate of the embedding tables"),
+    "precision": Short("Model", "", "", "arithmetic of the network"),
+    "seed": Short("Model", "", "N", "seed of start values and of the order of rows"),
+    "init_from": Short("Model", "", "RUN", "start with the weights of a run or checkpoint"),
+    "name": Short("Run", "", "NAME", "name of the run; a run of this name is resumed", "RECIPE-DATE-TIME"),
+    "storage_path": Short("Run", "", "PATH", "where runs are kept, local or a URL"),
+    "checkpoint.every": Short("Run", "", "N", "steps between checkpoints", "with every evaluation"),
+    "scaling.num_workers": Short("Machines", "workers", "N | N M", "training processes, or the least and the most"),
+    "gpus": Short("Machines", "", "N", "train on N GPUs, one for each worker"),
+    "cluster.address": Short(
+        "Machines", "", "A", "HOST:PORT or auto: a Ray cluster; local: a local Ray; none: this process"
+    ),
+}
+"""What the help of a recipe shows, in this order; --help-all shows all settings."""
+
+
+def recipe_flags(config: Config) -> list[Flag]:
+    """Return every setting of a recipe as a flag, in the order of its fields, then --gpus."""
+    short = {aliased(config, name): flag_name(name) for name in ALIASES if name != "gpus"}
+    gpus = Flag("gpus", int, None, name="gpus", help=SHORT["gpus"].help, metavar="N")
+    return [
+        replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag for flag in [*flags_of(config), gpus]
+    ]

@@ -1,0 +1,294 @@
+"""Commands on data: generate, fetch, validate, split, vocabulary, preprocess, adopt."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from rayrec.commands.declaration import Argument, LogPath, NewFolder, Shown, command
+from rayrec.commands.settings import updated
+
+if TYPE_CHECKING:
+    from rayrec.observe.console import Console
+    from rayrec.prepare.config import PreparationConfig
+    from rayrec.prepare.preprocess import Format
+    from rayrec.prepare.split_tasks import By
+    from rayrec.prepare.validate import Gates, Report
+
+_PREPARATION = ("", "rayrec.prepare.config:PreparationConfig")
+
+
+@command("Data", examples=("rayrec generate log --rows 20000",))
+def generate(
+    out: Annotated[str, Argument("folder to write to", "OUT")],
+    *,
+    rows: Annotated[int, Argument("rows to write")] = 1_500_000,
+    dialect: Annotated[
+        Literal["kaggle", "terabyte"],
+        Argument("columns like those of Criteo Kaggle (one file) or Criteo 1TB (a file a day)"),
+    ] = "kaggle",
+    days: Annotated[int, Argument("days the rows are spread over")] = 7,
+    seed: Annotated[int, Argument("the same seed gives the same bytes")] = 0,
+    drift: Annotated[
+        int, Argument("from one day to the next, clicks and categories change as much as in so many days; 0: never")
+    ] = 1,
+    first_date: Annotated[
+        str | None, Argument("write a folder a day, dt=2026-01-31/train.txt, from this date on", "DATE")
+    ] = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Write a synthetic click log whose best AUROC and logloss are known.
+
+    Returns what truth.json says of it. `drift`: from one day to the next, the truth changes as much as in so many days; 0:
+    never. `first_date`, such as 2026-01-31: write a folder a day, `dt=2026-01-31/train.txt`, from this date on. The same seed
+    gives the same bytes on any machine, whatever its number of cores. Raises InputError for bad arguments and where `out`
+    holds a log already.
+    """
+    from rayrec.data import synthetic
+
+    progress = (lambda done, total: console.progress("generate (rows)", done, total)) if console else None
+    with console.preparing() if console else contextlib.nullcontext():
+        return synthetic.generate(
+            out, rows=rows, dialect=dialect, days=days, seed=seed, drift=drift, first_date=first_date, progress=progress
+        )
+
+
+@command("Data", examples=("rayrec fetch criteo_kaggle --out criteo",))
+def fetch(
+    name: Annotated[str, Argument("criteo_kaggle, criteo_small, criteo_full or mnist", "NAME")],
+    *,
+    out: Annotated[str, Argument("folder to write to", "DIR")],
+    base_url: Annotated[str | None, Argument("another URL of the files, such as your own mirror", "URL")] = None,
+    verify: Annotated[bool, Argument("check the checksums of files that are there already, too")] = False,
+    console: Console | None = None,
+) -> list[dict[str, Any]]:
+    """Download a published data set; resumes, checks each file.
+
+    See rayrec.datasets.fetch.
+    """
+    from rayrec.datasets.fetch import fetch as run
+    from rayrec.datasets.fetch import files_of
+
+    console = _console(console)
+    with console.preparing():
+        return run(files_of(name), out, base_url=base_url, verify=verify, note=console.note, progress=console.progress)
+
+
+def _shown_report(report: Report) -> Shown:
+    more = f" (and {len(report.failures) - 1} more)" if report.failures[1:] else ""
+    error = report.failures[0] + more if report.failures else ""
+    return Shown(report.to_dict(), "\n".join(report.lines()), error)
+
+
+@command(
+    "Data",
+    options=[("gates", "rayrec.prepare.validate:Gates"), _PREPARATION],
+    show=_shown_report,
+    examples=("rayrec validate log/train.txt", "rayrec validate new.csv --schema shop.yaml --preprocessor runs/demo"),
+)
+def validate(
+    path: LogPath,
+    *,
+    preprocessor: Annotated[
+        str | None, Argument("folder of a Preprocessor, whose unknown categories are counted", "DIR")
+    ] = None,
+    gates: Gates | None = None,
+    console: Console | None = None,
+    **options: Any,
+) -> Report:
+    """Report on a log: faults, missing values, label rate, categories, drift; exit status 2 if a gate fails.
+
+    `options` are the fields of `rayrec.PreparationConfig`; what its `failures` name does not pass `gates`. Raises InputError
+    where there is no log.
+    """
+    from rayrec.prepare.validate import Gates as DefaultGates
+    from rayrec.prepare.validate import validate as run
+
+    return run(
+        path,
+        config=_preparation(options),
+        gates=gates or DefaultGates(),
+        preprocessor=preprocessor,
+        console=_console(console),
+    )
+
+
+@command(
+    "Data",
+    options=[("", "rayrec.prepare.split:RowSplit"), _PREPARATION],
+    examples=("rayrec split log.csv --out parts --by time --schema shop.yaml",),
+)
+def split(
+    path: LogPath,
+    *,
+    out: NewFolder,
+    by: Annotated[
+        By,
+        Argument(
+            "rows (random), group (random values of a column), time, or last-out (the last rows of each user)",
+            type="rayrec.prepare.split_tasks:By",
+        ),
+    ],
+    console: Console | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Split a log into training, validation and test files, which split kind named_files reads.
+
+    The folder appears complete or not at all, and an interrupted call made again resumes. `by`: "rows" (random), "group"
+    (random values of a column), "time" or "last-out" (the last row of each user for the test, the one before it for
+    validation). `options` are the fields of `rayrec.prepare.split.RowSplit` (validation, test, seed, group, timestamp, ...)
+    and of `rayrec.PreparationConfig`. Returns rows, share and number of files of each part, `bad_rows`, and
+    `rows_without_group`. Raises InputError for an unusable log, a part without rows, or where `out` exists.
+    """
+    from rayrec.prepare.split import RowSplit
+    from rayrec.prepare.split import split as run
+
+    of_rows, rest = _divided(options, RowSplit)
+    rows = RowSplit(by=by).updated(of_rows)
+    return run(path, out=out, rows=rows, config=_preparation(rest), console=_console(console))
+
+
+@command(
+    "Data",
+    options=[_PREPARATION],
+    examples=(
+        "rayrec vocabulary log/train.txt --out vocabulary --min-count 2",
+        "rayrec vocabulary shop.csv --out vocabulary --schema shop.yaml",
+    ),
+)
+def vocabulary(
+    path: LogPath,
+    *,
+    out: NewFolder,
+    extend: Annotated[
+        str | None,
+        Argument(
+            "folder of an older Preprocessor, or of a run or checkpoint that has one: keep its ids, constants, schema and rules, "
+            "and append the log's new categories",
+            "DIR",
+        ),
+    ] = None,
+    console: Console | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Count the categories of a log in one pass and write the Preprocessor (schema, constants, vocabularies).
+
+    `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Returns the hash,
+    the rows counted, and the rows each embedding table needs. Without `split` all rows are counted: keep what you evaluate
+    on out of the log then. Raises InputError for an unusable log or where `out` exists.
+    """
+    from rayrec.prepare.preprocess import vocabulary as run
+
+    return run(path, out=out, extend=extend, config=_preparation(options), console=_console(console))
+
+
+@command(
+    "Data",
+    options=[_PREPARATION, ("", "rayrec.prepare.text:TextConfig")],
+    examples=(
+        "rayrec preprocess log/train.txt --out ready --format parquet --split sevenths",
+        "rayrec preprocess corpus.txt --out tokens --format mds",
+    ),
+)
+def preprocess(
+    path: Annotated[str, Argument("click log, or plain text for mds: file, glob or folder", "PATH")],
+    *,
+    out: NewFolder,
+    format: Annotated[
+        Format,
+        Argument(
+            "parquet; npy (TorchRec's three arrays a file); binary (int32 rows); mds (text as rows of tokens)",
+            type="rayrec.prepare.preprocess:Format",
+        ),
+    ],
+    preprocessor: Annotated[
+        str | None, Argument("folder of a Preprocessor; else the categories are counted first", "DIR")
+    ] = None,
+    shuffle: Annotated[
+        Literal["none", "full"],
+        Argument("full puts the training rows into an order that is random over the whole log"),
+    ] = "none",
+    seed: Annotated[int, Argument("seed of that order")] = 0,
+    console: Console | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Write a log as Parquet, npy or binary files, or text as rows of tokens.
+
+    The folder appears complete or not at all; an interrupted call made again resumes where it stopped. `options` are the
+    fields of `rayrec.PreparationConfig`. Without a `preprocessor` folder the categories are counted first. shuffle "full"
+    puts the training rows into an order that is random over the whole log. With format "mds" plain text becomes rows of
+    tokens; `options` are then the fields of `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an
+    unusable log or text, a format that cannot hold it, or where `out` exists.
+    """
+    from rayrec.prepare.preprocess import preprocess as run
+    from rayrec.prepare.text import TextConfig
+
+    of_text, rest = _divided(options, TextConfig)
+    return run(
+        path,
+        out=out,
+        format=format,
+        preprocessor=preprocessor,
+        shuffle=shuffle,
+        seed=seed,
+        config=_preparation(rest),
+        text=TextConfig().updated(of_text),
+        console=_console(console),
+    )
+
+
+@command(
+    "Data",
+    options=[("", "rayrec.prepare.adopt:AdoptionConfig")],
+    examples=("rayrec adopt arrays --num-embeddings-per-feature mlperf",),
+)
+def adopt(
+    path: Annotated[
+        str,
+        Argument(
+            "folder of day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz; or of MDS shards",
+            "FOLDER",
+        ),
+    ],
+    *,
+    out: Annotated[
+        str | None, Argument("new folder, with links to the arrays; else their own folder is written to", "DIR")
+    ] = None,
+    console: Console | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Make TorchRec's arrays, or MDS shards of tokens, trainable without copying them.
+
+    Checks all arrays that TorchRec's scripts wrote (day_N_dense.npy, day_N_sparse.npy or day_N_sparse_multi_hot.npz,
+    day_N_labels.npy), and writes dataset.json and a Preprocessor next to them, or into the new folder `out`, which has links
+    to them. MDS shards of tokens become trainable in the same way, with the option `tokenizer`, the folder of the tokenizer
+    that made them.
+
+    `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on.
+    Returns rows, sets, num_embeddings, modulo, bad_rows, hashes; see `rayrec.prepare.adopt.adopt`. Raises InputError for arrays
+    that cannot be trained on.
+    """
+    from rayrec.prepare.adopt import AdoptionConfig
+    from rayrec.prepare.adopt import adopt as run
+
+    return run(path, out=out, config=AdoptionConfig().updated(options), console=_console(console))
+
+
+def _divided(options: dict[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that are fields of a class, and the others."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    own = {name: value for name, value in options.items() if name in fields}
+    return own, {name: value for name, value in options.items() if name not in fields}
+
+
+def _console(console: Console | None) -> Console:
+    from rayrec.observe.console import Console
+
+    return console or Console()
+
+
+def _preparation(options: dict[str, Any]) -> PreparationConfig:
+    from rayrec.prepare.config import PreparationConfig
+
+    return updated(PreparationConfig(), options)

@@ -1,0 +1,118 @@
+"""Commands on how it went, or goes: top, report, profile, benchmark, doctor."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rayrec.commands.data import _console
+from rayrec.commands.declaration import Argument, RunFolder, Shown, command
+from rayrec.config import InputError
+
+if TYPE_CHECKING:
+    from rayrec.environment.doctor import Report
+    from rayrec.observe.console import Console
+
+
+@command("Watch", prints=True, examples=("rayrec top runs/demo",))
+def top(
+    run: RunFolder,
+    *,
+    once: Annotated[bool, Argument("show it as it stands now, and end; the default if no terminal is there")] = False,
+) -> None:
+    """Show a run in the terminal while it trains; Ctrl-C leaves it alone.
+
+    `once`: as it stands now. Raises InputError where there is no run.
+    """
+    from rayrec.observe.panel import top as show
+
+    show(run, once=once)
+
+
+@command(
+    "Watch",
+    show=lambda place: Shown({"report": place}),
+    examples=("rayrec report runs/demo", "rayrec report runs/one runs/two --out both.html"),
+)
+def report(
+    *runs: Annotated[str, Argument("folder of a run, or of up to eight", "RUN")],
+    out: Annotated[
+        str | None,
+        Argument("file (.html) or folder to write to; default RUN/report.html, for several runs none", "FILE"),
+    ] = None,
+    price_per_node_hour: Annotated[
+        float | None, Argument("price of a machine, for the costs in all, of each epoch and of each point of AUROC")
+    ] = None,
+    nodes: Annotated[int, Argument("machines that this price was paid for")] = 1,
+    currency: Annotated[str, Argument("currency of the price")] = "USD",
+) -> str:
+    """Write an HTML report of one or several runs, also of runs in progress.
+
+    It needs no other file; several runs are side by side. `out` None: RUN/report.html, which several runs do not have. With the
+    price of each of so many nodes, in `currency`, it tells what the run cost. `out` may be a file (.html) or a folder.
+    Returns the file's path. Raises InputError where there is no run.
+    """
+    from rayrec.observe.report import comparison
+    from rayrec.observe.report import run as run_report
+    from rayrec.observe.run_summary import Price
+
+    price = None if price_per_node_hour is None else Price(price_per_node_hour, nodes, currency)
+    if len(runs) == 1:
+        return run_report.write(runs[0], out=out, price=price)
+    if not runs:
+        raise InputError("which run? give the folder of one, or of several to compare them")
+    if out is None:
+        raise InputError("out: several runs have no folder in common; say which file to write, --out FILE.html")
+    return comparison.write(runs, out=out, price=price)
+
+
+@command("Watch", examples=("rayrec profile runs/demo --steps 10",))
+def profile(
+    run: RunFolder,
+    *,
+    steps: Annotated[int, Argument("steps to record, 200 at most")] = 10,
+    timeout_s: Annotated[float, Argument("seconds to wait for the workers to have written it")] = 300.0,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Record steps of a run in progress with torch.profiler, on every worker.
+
+    Asks the run for a profile of so many steps (at most 200), waits for it, and says where it is: a folder in RUN/profile.
+    Nothing but the run's folder is needed to reach it. Raises InputError where the run is not training, does not answer, ends
+    before, or a worker could not write its profile.
+    """
+    from rayrec import storage
+    from rayrec.observe.events import read_events
+    from rayrec.training.profiling import request_profile
+
+    folder = storage.absolute(run)
+    events = read_events(storage.join(folder, "events.jsonl"))
+    return request_profile(folder, events, steps=steps, timeout_s=timeout_s, note=_console(console).note)
+
+
+@command("Watch", prints=True, raw=True, examples=("rayrec benchmark train --quick",))
+def benchmark(
+    *arguments: Annotated[str, Argument("name of a benchmark, then its flags; --help lists them", "NAME")],
+) -> None:
+    """Run a benchmark against its peers, one JSON object a row."""
+    # Benchmarks live beside the package in the source tree, with the peers they measure against.
+    script = Path(__file__).parents[3] / "benchmarks" / "run.py"
+    if not script.exists():
+        raise InputError(
+            "benchmarks are part of the source tree; run them from a checkout installed with `pip install -e .`"
+        )
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _shown_doctor(found: Report) -> Shown:
+    return Shown(found.to_dict(), "\n".join(found.lines()), status=0 if found.ok else 2, as_text=True)
+
+
+@command("Watch", show=_shown_doctor)
+def doctor() -> Report:
+    """Check the installation: what fits together, what does not and how to fix it."""
+    from rayrec.environment.doctor import doctor as examine
+
+    return examine()

@@ -1,0 +1,122 @@
+"""Commands that serve models: serve, and the function serving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rayrec.commands.data import _console
+from rayrec.commands.declaration import Argument, command
+from rayrec.config import InputError
+
+if TYPE_CHECKING:
+    from rayrec.observe.console import Console
+    from rayrec.serve.config import Follow
+    from rayrec.serve.server import Server
+
+
+@command(
+    "Serve",
+    options=[("", "rayrec.serve.config:ServeConfig")],
+    examples=("rayrec serve runs/demo --port 8000", "rayrec serve exports/new --swap --cluster.address auto"),
+)
+def serve(
+    model: Annotated[
+        str | None,
+        Argument(
+            "folder of a checkpoint, of a run (then the checkpoint its summary names, else the newest), or of an export",
+            "CHECKPOINT_OR_EXPORT",
+        ),
+    ] = None,
+    *,
+    follow: Annotated[
+        Follow,
+        Argument(
+            "the model is a run; change over to its newest or best checkpoint as they appear",
+            type="rayrec.serve.config:Follow",
+        ),
+    ] = "no",
+    shadow: Annotated[
+        str | None,
+        Argument("score every row with this model too; how far the scores differ is in /metrics", "MODEL"),
+    ] = None,
+    swap: Annotated[bool, Argument("give the running server the model, without losing a request")] = False,
+    rollback: Annotated[bool, Argument("give the running server back the model before")] = False,
+    no_shadow: Annotated[bool, Argument("end the running server's use of its shadow model")] = False,
+    stop: Annotated[bool, Argument("end the running server, also one whose own process was killed")] = False,
+    cluster_address: Annotated[
+        str | None,
+        Argument(
+            "HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, else a local Ray", flag="cluster.address"
+        ),
+    ] = None,
+    started: Callable[[dict[str, Any]], None] | None = None,
+    console: Console | None = None,
+    **options: Any,
+) -> None:
+    """Score rows over HTTP until Ctrl-C or SIGTERM, or change a running server.
+
+    See `rayrec.serve.server.serve_forever`. With `swap`, `rollback`, `no_shadow`, or `shadow` and no model, tells the server
+    that runs on the Ray cluster at `cluster_address` to change, with `stop` to end; nothing else is given then. `options` are
+    the fields of `rayrec.serve.config.ServeConfig`.
+
+    `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
+    """
+    from rayrec.serve import client, server
+    from rayrec.serve.config import ServeConfig
+
+    address, tell = cluster_address, started or (lambda told: None)
+    config = ServeConfig().updated(options)
+    wishes = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
+    asked = [name for name, wish in wishes.items() if wish]
+    if len(asked) > 1:
+        raise InputError("swap, rollback, no_shadow and stop: one at a time")
+    if asked or (model is None and shadow):
+        settings = [name for name, value in vars(ServeConfig()).items() if getattr(config, name) != value]
+        unused = ["shadow"] * bool(asked and shadow) + ["follow"] * (follow != "no") + settings
+        if unused:
+            raise InputError(f"{(asked or ['shadow'])[0]}: tells a running server, and takes no {', '.join(unused)}")
+    if model is None:
+        if rollback:
+            tell(client.roll_back(address=address))
+        elif stop:
+            tell(client.stop(address=address))
+        elif no_shadow or shadow:
+            tell(client.set_shadow(None if no_shadow else shadow, address=address))
+        else:
+            raise InputError("which model? give the folder of a checkpoint, a run or an export")
+    elif rollback or no_shadow or stop:
+        raise InputError(f"{model}: rollback, no_shadow and stop take no model")
+    elif swap:
+        tell(client.swap(model, address=address))
+    else:
+        server.serve_forever(
+            model,
+            config=config,
+            address=address,
+            follow=follow,
+            shadow=shadow,
+            console=_console(console),
+            started=tell,
+        )
+
+
+def serving(
+    model: str,
+    *,
+    shadow: str | None = None,
+    cluster_address: str | None = None,
+    console: Console | None = None,
+    **options: Any,
+) -> AbstractContextManager[Server]:
+    """Run a server while the context lasts: `with rayrec.serving("runs/demo", port=8123) as server: ...`.
+
+    The server's `url` takes requests. `options` are the fields of `rayrec.serve.config.ServeConfig`. Raises InputError as `serve`
+    does.
+    """
+    from rayrec.serve.config import ServeConfig
+    from rayrec.serve.server import serving as run
+
+    config = ServeConfig().updated(options)
+    return run(model, config=config, address=cluster_address, shadow=shadow, console=_console(console))

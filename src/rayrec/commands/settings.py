@@ -1,0 +1,131 @@
+"""Settings of a configuration as users give them: short names, data by its path, a schema by its file, a model by its name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from rayrec.config import CLASS, Config, InputError
+
+Settings = TypeVar("Settings", bound=Config)
+
+ALIASES = {
+    "data": ("train_data.path",),
+    "schema": ("workload.schema",),
+    "model": ("workload.model",),
+    "lr": ("workload.dense_optimizer.learning_rate", "workload.optimizer.learning_rate"),
+    "table_lr": ("workload.sparse_optimizer.learning_rate",),
+    "workers": ("scaling.num_workers",),
+    "gpus": ("scaling.num_workers", "scaling.use_gpu"),
+}
+"""Short names of a recipe's settings: the first that it has. gpus sets both of its settings."""
+WHOLE = ""
+"""Key of a text that is given for a configuration together with settings in it."""
+_WHOLE_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "PATH"}
+
+
+def whole_metavar(cls: type[Config]) -> str:
+    """What a text is that may be given for a configuration of a class; empty: its settings are given one by one."""
+    return next((_WHOLE_METAVARS[base.__name__] for base in cls.__mro__ if base.__name__ in _WHOLE_METAVARS), "")
+
+
+def aliased(config: Config, name: str) -> str | None:
+    """Return the setting with a short name; None if the configuration has none."""
+    return next((path for path in ALIASES.get(name, ()) if _has(config, path)), None)
+
+
+def _has(config: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(config, name):
+            return False
+        config = getattr(config, name)
+    return True
+
+
+def settings_of(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings from those with short names, and from dotted ones (`scaling.num_workers`)."""
+    return nest(dict(each for name, value in changes.items() for each in _written_out(config, name, value)))
+
+
+def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with dotted names as nested ones."""
+    nested: dict[str, Any] = {}
+    for path, value in settings.items():
+        _put(nested, path.split("."), value)
+    return nested
+
+
+def _written_out(config: Config, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if name not in ALIASES or hasattr(config, name):
+        yield name, value
+        return
+    path = aliased(config, name)
+    if path is None:
+        raise InputError(f"{name}: recipe {getattr(config, 'recipe', '')} has no {ALIASES[name][0]}; leave it out")
+    yield path, value
+    if name == "gpus":
+        yield "scaling.use_gpu", True
+
+
+def _put(nested: dict[str, Any], names: list[str], value: Any) -> None:
+    for name in names[:-1]:
+        inner = nested.setdefault(name, {})
+        if not isinstance(inner, dict):
+            inner = nested[name] = {WHOLE: inner}
+        nested = inner
+    inner = nested.get(names[-1])
+    if isinstance(inner, dict) and not isinstance(value, Mapping):
+        inner[WHOLE] = value
+    else:
+        nested[names[-1]] = value
+
+
+def updated(config: Settings, changes: Mapping[str, Any]) -> Settings:
+    """As `Config.updated`, but a text may be given for data (its path), a schema (its file) and a click model (its name, or
+    several: `dlrm+finalnet`); items of a list of configurations go by their number."""
+    return config.updated({name: _value(config, name, value) for name, value in changes.items()})
+
+
+def _value(config: Config, name: str, value: Any) -> Any:
+    current = getattr(config, name, None)
+    if isinstance(current, Config) and (isinstance(value, str) or (isinstance(value, Mapping) and WHOLE in value)):
+        whole, inner = (value, {}) if isinstance(value, str) else (value[WHOLE], {**value})
+        inner.pop(WHOLE, None)
+        return updated(_read(current, name, whole), inner)
+    if isinstance(value, Mapping) and isinstance(current, Config):
+        return {key: _value(current, key, inner) for key, inner in value.items()}
+    if isinstance(value, Mapping) and isinstance(current, tuple):
+        return tuple(updated(item, value.get(str(number), {})) for number, item in enumerate(current))
+    return value
+
+
+def _read(current: Config, name: str, text: str) -> Config:
+    kind = whole_metavar(type(current))
+    if kind == "FILE":
+        from rayrec import storage
+        from rayrec.schema import load_schema
+
+        return load_schema(storage.read_text(text), text)
+    if kind == "NAME":
+        return _model(current, text)
+    if kind == "PATH":
+        return current.updated({"path": text})
+    raise InputError(f"{name}: must be settings of {type(current).__name__}, got {text!r}. Set its fields.")
+
+
+def _model(current: Any, names: str) -> Config:
+    """Another of rayrec's click models, or several as an ensemble; what all models have in common stays."""
+    from rayrec.models import ranking
+    from rayrec.models.ranking.ensemble import EnsembleConfig
+
+    kinds: list[Any] = []
+    for name in names.split("+"):
+        kind = ranking.config_class(name) if name in ranking.names() else None
+        if kind is None:
+            near = difflib.get_close_matches(name, ranking.names(), n=1)
+            known = f"there are {', '.join(ranking.names())}, and your own, by a recipe"
+            raise InputError(f"model: no model {name}; {f'did you mean {near[0]}?' if near else known}")
+        kinds.append(kind)
+    made: Config = EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
+    return made
