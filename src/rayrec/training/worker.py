@@ -45,9 +45,9 @@ from rayrec.training.step_log import multiply_adds_per_s_or_zero
 from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, SaveReporter, StopWatch
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
-from rayrec.workloads.device_memory import memory_errors
 from rayrec.workloads.run_config import ScalingConfig
 from rayrec.workloads.step_timer import waits_noticed
+from rayrec.workloads.worker_setup import memory_errors
 
 Log = Callable[[str, dict[str, Any]], None]
 _logger = logging.getLogger(__name__)

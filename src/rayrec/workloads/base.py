@@ -147,12 +147,6 @@ def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> 
     return per_worker if config.scaling.batch_policy == "per_worker" else -(-per_worker * most // world_size)
 
 
-def learning_rate_factor(scaling: ScalingConfig, *, world_size: int) -> float:
-    """What learning rates are multiplied by with `world_size` workers. Pure."""
-    share = world_size / scaling.max_workers
-    return {"constant": 1.0, "linear": share, "sqrt": share**0.5}[scaling.learning_rate_policy]
-
-
 @dataclass(frozen=True)
 class RunContext:
     """What the driver knows when a workload prepares its data."""

@@ -13,8 +13,9 @@ from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalmlp import FinalMLPConfig
 from rayrec.schema import Schema
-from rayrec.workloads.base import effective_batch_size, learning_rate_factor
+from rayrec.workloads.base import effective_batch_size
 from rayrec.workloads.run_config import ScalingConfig
+from rayrec.workloads.worker_setup import learning_rate_factor
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
-from rayrec.workloads.seeding import seed_generators, step_seed
+from rayrec.workloads.worker_setup import seed_generators, step_seed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -22,12 +22,11 @@ from rayrec.ingest.order import Share
 from rayrec.ingest.row_order import RowOrder, RowPlace, RowPlan
 from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics
-from rayrec.optim.config import NamedOptimizer, learning_rates, set_learning_rates
-from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
+from rayrec.optim.config import NamedOptimizer
+from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
-from rayrec.workloads.device_memory import memory_errors
-from rayrec.workloads.seeding import seed_generators, step_seed
 from rayrec.workloads.step_timer import NoClock, StepClock, notice_exchange, step_clock
+from rayrec.workloads.worker_setup import memory_errors, step_start
 
 
 def train_loader(
@@ -71,21 +70,13 @@ def set_up(workload: DataParallelWorkload, context: WorkerContext, prepared: Any
     optimizer = workload.optimizer.build_named(dict(model.named_parameters()))
     clock = step_clock(context.device, measure=config.observe.times)
     pipeline = RowPipeline(workload, model, wrapped, optimizer, context, clock)
-    factor = learning_rate_factor(config.scaling, world_size=context.world_size)
-    base_rates = [rate * factor for rate in learning_rates(optimizer)]
-    schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
-
-    def begin_step(step: int, total: int) -> None:
-        set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
-        seed_generators(step_seed(config.seed, step, context.rank), context.device)
-
     return WorkerSetup(
         model=model,
         optimizer=optimizer,
         pipeline=pipeline,
         clock=clock,
         multiply_adds_per_row=cost,
-        begin_step=begin_step,
+        begin_step=step_start(context, optimizer, workload.schedule),
         eval_batches={name: partial(eval_batches, source, context) for name, source in sets.items()},
         make_metrics=lambda: RowMetrics(workload.metrics, context.device),
         described={

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -36,19 +36,18 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.cost import network_multiply_adds
 from rayrec.models.embeddings import initialize_shards
 from rayrec.models.sharded_model import own_name
-from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig, learning_rates, set_learning_rates
+from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.optim.optimizer import JointlyClippedOptimizer, data_parallel_optimizer
 from rayrec.optim.table_adam import TableAdam, leave_to_own_rule
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
-from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size, learning_rate_factor
-from rayrec.workloads.device_memory import memory_errors
+from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.seeding import seed_generators, step_seed
 from rayrec.workloads.step_timer import NoClock, StepClock, TimedOptimizer, notice_exchange, step_clock, time_forward
+from rayrec.workloads.worker_setup import memory_errors, step_start
 
 if TYPE_CHECKING:
     from rayrec.workloads.recsys.workload import Prepared
@@ -177,9 +176,6 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
             dense=workload.dense_optimizer,
             max_gradient_norm=workload.max_gradient_norm,
         )
-    factor = learning_rate_factor(config.scaling, world_size=context.world_size)
-    base_rates = [rate * factor for rate in learning_rates(optimizer)]
-    schedule_for = lru_cache(maxsize=1)(workload.schedule.for_steps)
 
     preprocessor = prepared.open_preprocessor()
     counts = EvaluationCounts(
@@ -195,10 +191,6 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         finally:
             loader.close()  # an evaluation that is ended leaves a thread that cuts and pins batches
 
-    def begin_step(step: int, total: int) -> None:
-        seed_generators(step_seed(config.seed, step, context.rank), context.device)
-        set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
-
     clock = step_clock(context.device, measure=config.observe.times)
     return WorkerSetup(
         model=sharded,
@@ -206,7 +198,7 @@ def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) 
         pipeline=make_pipeline(sharded, optimizer, context, clock),
         clock=clock,
         multiply_adds_per_row=cost,
-        begin_step=begin_step,
+        begin_step=step_start(context, optimizer, workload.schedule),
         eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
         make_metrics=counts.make_metrics,
         make_samples=counts.shown,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayrec.config import InputError
-from rayrec.workloads.device_memory import memory_errors
+from rayrec.workloads.worker_setup import memory_errors
 
 CUDA = torch.device("cuda", 3)
 FULL = torch.OutOfMemoryError(

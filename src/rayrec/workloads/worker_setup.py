@@ -1,16 +1,52 @@
-"""What a worker whose GPU is full says: what fills it, and what to change."""
+"""What the set-up of every worker needs: how a step begins, and what a worker whose GPU is full says."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 
 from rayrec.config import InputError
+from rayrec.optim.config import LearningRateSchedule, learning_rates, set_learning_rates
 from rayrec.quantities import size_text
+from rayrec.workloads.base import WorkerContext
+from rayrec.workloads.run_config import ScalingConfig
+
+
+def step_start(context: WorkerContext, optimizer: Any, schedule: LearningRateSchedule) -> Callable[[int, int], None]:
+    """Return `WorkerSetup.begin_step`: learning rates by the schedule, from those that the optimizer has now and the number of
+    workers, and seeds of the step, so that dropout and augmentation are the same if it is repeated after a crash."""
+    config = context.config
+    factor = learning_rate_factor(config.scaling, world_size=context.world_size)
+    base_rates = [rate * factor for rate in learning_rates(optimizer)]
+    schedule_for = lru_cache(maxsize=1)(schedule.for_steps)
+
+    def begin_step(step: int, total: int) -> None:
+        seed_generators(step_seed(config.seed, step, context.rank), context.device)
+        set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
+
+    return begin_step
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of random numbers within a step."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_generators(number: int, device: torch.device) -> None:
+    """Seeds the generators of the CPU and of `device`, as torch.manual_seed(number) does, but without its
+    stack trace for every kind of device that is not in use, which takes 0.4 ms."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)
+
 
 _LARGEST: Final = 3
 """Tables that are named."""
@@ -72,3 +108,9 @@ def _held(tables: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[str, int
             shape = f"{table['num_embeddings']:,} x {table['embedding_dim']}"
             found.append((f"{table['table']} ({shape})", int(held), table["device_share"] < 1))
     return sorted(found, key=lambda table: -table[1])
+
+
+def learning_rate_factor(scaling: ScalingConfig, *, world_size: int) -> float:
+    """What learning rates are multiplied by with `world_size` workers. Pure."""
+    share = world_size / scaling.max_workers
+    return {"constant": 1.0, "linear": share, "sqrt": share**0.5}[scaling.learning_rate_policy]
