@@ -28,6 +28,7 @@ from rows import emit, part, say
 
 from rayrec.config import InputError
 from rayrec.models.ensemble import build_network
+from rayrec.workloads.recsys.scorer import load_scorer
 
 PARTS: Final = ("train", "dcnv2", "checkpoint", "memory", "uvm", "trace", "scores")
 PRECISIONS: Final[dict[str, dict[str, Any]]] = {
@@ -419,8 +420,12 @@ def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     rows = preprocessor.encode(raw, np.arange(SCORED_ROWS))
     with tempfile.TemporaryDirectory() as storage:
         _, summary, _ = trained(config, storage)
-        scorer = config.workload.load_scorer(
-            config, checkpoint=summary["checkpoint"], preprocessor=preprocessor, device=on
+        scorer = load_scorer(
+            config.workload.model,
+            precision=config.precision,
+            checkpoint=summary["checkpoint"],
+            preprocessor=preprocessor,
+            device=on,
         )
         spent = []
         for _ in range(measured.calls + 20):

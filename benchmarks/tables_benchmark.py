@@ -56,7 +56,7 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
     from rayrec.ingest.block_order import BlockOrder, Part
     from rayrec.recipes import criteo_kaggle
     from rayrec.workloads.base import WorkerContext
-    from rayrec.workloads.recsys.workload import Prepared
+    from rayrec.workloads.recsys.settings import Prepared
 
     config = criteo_kaggle("").replace(
         batch_size=batch_size, workload={"sparse_optimizer": {"kind": kind, "learning_rate": 0.001}}

@@ -137,7 +137,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     from rayrec.ingest.block_order import BlockOrder, Part
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
-    from rayrec.workloads.recsys.workload import Prepared
+    from rayrec.workloads.recsys.settings import Prepared
 
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)

@@ -27,6 +27,7 @@ from rayrec.ingest.batches import sparse_features
 from rayrec.ingest.block_order import blocks_of_epoch
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys.scorer import load_scorer
 from rayrec.workloads.recsys.scoring import ScoredBlock, _BlockScorer, _Process
 
 ROWS = 10_000
@@ -134,8 +135,12 @@ def test_predict(
         frequency_columns=(),
         stretches=(),
     )
-    scorer = config.workload.load_scorer(  # type: ignore[attr-defined]
-        config, checkpoint=checkpoint, preprocessor=Preprocessor.load(f"{checkpoint}/preprocessor"), device="cpu"
+    scorer = load_scorer(
+        config.workload.model,  # type: ignore[attr-defined]
+        precision=config.precision,
+        checkpoint=checkpoint,
+        preprocessor=Preprocessor.load(f"{checkpoint}/preprocessor"),
+        device="cpu",
     )
     score = _BlockScorer(process, preprocessor, blocks, scorer)
     tables = [score(number) for number in range(len(blocks))]

@@ -11,7 +11,8 @@ from rayrec.checkpoint.writer import join
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.workloads.recsys.scorer import click_settings, joined, load_preprocessor
-from rayrec.workloads.recsys.workload import ClickWorkload, other_preprocessor
+from rayrec.workloads.recsys.settings import other_preprocessor
+from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

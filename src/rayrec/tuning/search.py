@@ -31,7 +31,8 @@ from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.tuning.trials import HerePool, Pool, Standing, cost, folder_of, run_waves, shares_of, validations_in
 from rayrec.workloads.base import RunContext, TrainConfig
-from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
+from rayrec.workloads.recsys.settings import Prepared
+from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import ClusterConfig
 
 SEARCH: Final = "search.json"

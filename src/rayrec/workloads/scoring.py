@@ -6,12 +6,9 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
-
-if TYPE_CHECKING:
-    pass
 
 Device = Literal["cpu", "cuda"]
 

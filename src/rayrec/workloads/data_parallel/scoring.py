@@ -20,7 +20,7 @@ from rayrec.workloads.scoring import Device, Scoring
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.data_parallel.workload import DataParallelWorkload
+    from rayrec.workloads.data_parallel.model import DataParallelModel
 
 _PREFIX = "model."
 _BLOCK_BATCHES = 8
@@ -29,7 +29,7 @@ _LEAST_BLOCKS = 16
 """Blocks that rows are cut into at least, if they fill as many batches, so that all processes have something to do."""
 
 
-def open_scoring(workload: DataParallelWorkload, context: ScoringContext) -> Scoring:
+def open_scoring(workload: DataParallelModel, context: ScoringContext) -> Scoring:
     """See `Workload.open_scoring`: the columns of `predict`, or those of `measure` where labels are to be compared with."""
     process = _Process(
         workload=workload,
@@ -58,7 +58,7 @@ def open_scoring(workload: DataParallelWorkload, context: ScoringContext) -> Sco
 class _Process:
     """What every scoring process is told."""
 
-    workload: DataParallelWorkload
+    workload: DataParallelModel
     config: TrainConfig
     checkpoint: str
     path: str
@@ -117,7 +117,7 @@ def _column(values: np.ndarray | list[str]) -> pa.Array:
 
 
 def load_model(
-    workload: DataParallelWorkload, config: TrainConfig, *, checkpoint: str, device: str = "cpu"
+    workload: DataParallelModel, config: TrainConfig, *, checkpoint: str, device: str = "cpu"
 ) -> torch.nn.Module:
     """The trained model of a checkpoint's folder, in eval mode and without gradients. Every checksum is verified.
 

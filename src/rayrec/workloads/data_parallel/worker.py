@@ -24,13 +24,13 @@ from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
-from rayrec.workloads.data_parallel.workload import DataParallelWorkload
+from rayrec.workloads.data_parallel.model import DataParallelModel
 from rayrec.workloads.step_timer import NoClock, StepClock, notice_exchange, step_clock
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
 
 def train_loader(
-    workload: DataParallelWorkload, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+    workload: DataParallelModel, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
 ) -> Loader[RowPlace, RowPlan]:
     """The training batches from a stored position on."""
     config, data = context.config, context.config.train_data
@@ -52,12 +52,12 @@ def train_loader(
     )
 
 
-def _batch_size(workload: DataParallelWorkload, context: WorkerContext, prepared: Any) -> int:
+def _batch_size(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> int:
     rows = workload.set_rows(prepared)["train"]
     return effective_batch_size(context.config, rows=rows, world_size=context.world_size)
 
 
-def set_up(workload: DataParallelWorkload, context: WorkerContext, prepared: Any) -> WorkerSetup:
+def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> WorkerSetup:
     """Everything the loop needs."""
     config = context.config
     torch.manual_seed(config.seed)  # of the initial weights: the same on every worker
@@ -131,7 +131,7 @@ class RowPipeline:
 
     def __init__(
         self,
-        workload: DataParallelWorkload,
+        workload: DataParallelModel,
         model: torch.nn.Module,
         wrapped: torch.nn.Module,
         optimizer: NamedOptimizer,
@@ -228,7 +228,7 @@ class RowPipeline:
 
 @torch.no_grad()
 def multiply_adds_per_row(
-    workload: DataParallelWorkload, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
+    workload: DataParallelModel, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
 ) -> float | None:
     """Multiply-adds of one row's forward pass in matrix products, convolutions and attention, as torch counts them; None where
     no evaluation set has a row to measure with, and with a warning where torch cannot count."""

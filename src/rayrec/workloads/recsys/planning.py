@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rayrec.models.cost import NetworkCost
     from rayrec.models.sharded_model import ClickModel
     from rayrec.workloads.base import TrainConfig
-    from rayrec.workloads.recsys.workload import ClickWorkload
+    from rayrec.workloads.recsys.settings import ClickSettings
 
 _UNKNOWN_BYTES: Final = 2**50
 """More than any tables take."""
@@ -40,7 +40,7 @@ NOT_CHECKED: Final = (
 
 
 def plan(
-    workload: ClickWorkload,
+    workload: ClickSettings,
     config: TrainConfig,
     num_embeddings: list[int],
     *,
@@ -93,7 +93,7 @@ def available_host_bytes() -> int:
     return machine.memory().available
 
 
-def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:
+def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:
     """The model with its tables on the meta device and their optimizer applied, from which TorchRec's planner computes the
     bytes of its state."""
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -114,7 +114,7 @@ def build_model(workload: ClickWorkload, num_embeddings: list[int], *, inputs: S
 
 
 def cut_to_fit(
-    workload: ClickWorkload,
+    workload: ClickSettings,
     config: TrainConfig,
     num_embeddings: list[int],
     *,
@@ -153,7 +153,7 @@ class Tables:
 
 
 def tables_of(
-    workload: ClickWorkload,
+    workload: ClickSettings,
     config: TrainConfig,
     num_embeddings: list[int],
     *,
@@ -214,7 +214,7 @@ def tables_of(
     return Tables(text, held, tuple(memories), traffic)
 
 
-def batch_bytes(workload: ClickWorkload, config: TrainConfig, cost: NetworkCost, *, values: int) -> int:
+def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int) -> int:
     """Activations of a step, whose rows have so many values of embeddings each; an evaluation keeps none for a backward pass, so
     that half of its rows count."""
     copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule  # gradients by row
@@ -223,7 +223,7 @@ def batch_bytes(workload: ClickWorkload, config: TrainConfig, cost: NetworkCost,
 
 
 def lookups_of(
-    workload: ClickWorkload, inputs: ModelInputs, hotness: Sequence[int | None] | None
+    workload: ClickSettings, inputs: ModelInputs, hotness: Sequence[int | None] | None
 ) -> dict[str, list[Lookup]]:
     """What a row looks up in each table. A list of any number of ids counts as its max_length, or 20."""
     from rayrec.models.cost import USUAL_LENGTH

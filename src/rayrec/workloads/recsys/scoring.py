@@ -32,21 +32,21 @@ from rayrec.metrics.means import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.schema import Schema
 from rayrec.workloads.base import ScoringContext
-from rayrec.workloads.recsys.scorer import load_preprocessor
-from rayrec.workloads.recsys.workload import check_grouped
+from rayrec.workloads.recsys.scorer import load_preprocessor, load_scorer
+from rayrec.workloads.recsys.settings import check_grouped
 from rayrec.workloads.scoring import GROUP, KEY, Device, Scoring
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.recsys.scorer import ClickScorer
-    from rayrec.workloads.recsys.workload import ClickWorkload
+    from rayrec.workloads.recsys.settings import ClickSettings
 
 DAY = "day"
 FREQUENCY = "frequency:"
 _BATCH_ROWS = 8192
 
 
-def open_scoring(workload: ClickWorkload, context: ScoringContext) -> Scoring:
+def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     """See `Workload.open_scoring`: columns `score` and `logit` float32 and, if the log has labels, `label`; for each further
     label L also `score_L`, `logit_L` and `label_L`. A faulty line has a place in the log but no score."""
     preprocessor = load_preprocessor(context.checkpoint)
@@ -205,7 +205,7 @@ class ScoredBlock:
 class _Process:
     """What every scoring process is told."""
 
-    workload: ClickWorkload
+    workload: ClickSettings
     config: TrainConfig
     checkpoint: str
     preprocessor: Shared[Preprocessor]
@@ -221,8 +221,12 @@ class _Process:
 
     def load(self, device: Device) -> _BlockScorer:
         preprocessor = self.preprocessor.get()
-        scorer = self.workload.load_scorer(
-            self.config, checkpoint=self.checkpoint, preprocessor=preprocessor, device=device
+        scorer = load_scorer(
+            self.workload.model,
+            precision=self.config.precision,
+            checkpoint=self.checkpoint,
+            preprocessor=preprocessor,
+            device=device,
         )
         return _BlockScorer(self, preprocessor, self.blocks.get(), scorer)
 

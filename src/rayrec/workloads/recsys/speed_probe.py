@@ -31,7 +31,7 @@ from rayrec.workloads.recsys.planning import Tables, cut_to_fit, memory_here, me
 
 if TYPE_CHECKING:
     from rayrec.batch import Batch
-    from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
+    from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 _REPEATS: Final = 3
 """Of the data stages; the quickest counts."""
@@ -54,7 +54,7 @@ class _Slice:
 
 
 def probe_speed(
-    workload: ClickWorkload, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool
+    workload: ClickSettings, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool
 ) -> MeasuredSpeed:
     """`local_workers` train here, side by side, on the CPUs or (one) on this machine's GPU; nobody does where the target's speed
     is known. Tables that are too large for this machine are cut for that.
@@ -104,7 +104,7 @@ def probe_speed(
 
 
 def _tables_there(
-    workload: ClickWorkload, config: TrainConfig, piece: _Slice, target: Target
+    workload: ClickSettings, config: TrainConfig, piece: _Slice, target: Target
 ) -> tuple[Tables, list[str]]:
     """The tables over the target's workers, and what is to be said of it."""
     memory_bytes, notes = memory_of_target(config, target)
@@ -127,7 +127,7 @@ def _tables_there(
     return tables, notes
 
 
-def _read_slice(workload: ClickWorkload, config: TrainConfig) -> _Slice:
+def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
     data = config.train_data
     assert data.path is not None
     if materialized.is_preprocessed(data.path):
@@ -215,7 +215,7 @@ def _one_openmp_thread() -> Iterator[None]:
 
 def prepared_for_rows(preprocessor: Preprocessor, index: LogIndex, rows: int, *, folder: str) -> Prepared:
     """What a worker is set up with that trains on so many rows, and is handed its batches."""
-    from rayrec.workloads.recsys.workload import Prepared
+    from rayrec.workloads.recsys.settings import Prepared
 
     order = BlockOrder((Part(index.segments[0], 0, rows),), "none", 0, 1)  # only its number of rows is looked at
     return Prepared(
@@ -245,7 +245,7 @@ def _rank(
     import torch
 
     from rayrec.native import keep_freed_memory
-    from rayrec.workloads.recsys.workload import ClickWorkload
+    from rayrec.workloads.recsys.settings import ClickSettings
 
     keep_freed_memory()
     torch.set_num_threads(threads)
@@ -261,7 +261,7 @@ def _rank(
     )
     context = WorkerContext(config, rank, workers, device, ThreadEngine(1))
     workload = config.workload
-    assert isinstance(workload, ClickWorkload)
+    assert isinstance(workload, ClickSettings)
     setup = workload.set_up(context, prepared)
     setup.model.train()
     size = setup.described["batch_size"]

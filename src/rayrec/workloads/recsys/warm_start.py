@@ -17,7 +17,7 @@ from rayrec.workloads.recsys.scorer import click_settings, empty_model, load_pre
 from rayrec.workloads.warm_start import require_same_optimizer, require_same_weights, stored_settings
 
 if TYPE_CHECKING:
-    from rayrec.workloads.recsys.workload import ClickWorkload, Prepared
+    from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 _TOKENS_AT_ONCE: Final = 1 << 20
 """Categories that are looked up at a time."""
@@ -39,7 +39,7 @@ class Carried:
         return {"kept": self.kept, "fresh": self.fresh, "dropped": self.dropped}
 
 
-def warm_start(workload: ClickWorkload, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
+def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
     """See `Workload.warm_start`. Memory of the driver: the checkpoint's Preprocessor, a sorted copy of one of its vocabularies,
     and 4 bytes (8 beyond 2^31 rows) for each row of tables whose old ids are not all kept."""
     config = context.config

@@ -45,12 +45,12 @@ from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_si
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys.planning import build_model
-from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.recsys.settings import ClickSettings
 from rayrec.workloads.step_timer import NoClock, StepClock, TimedOptimizer, notice_exchange, step_clock, time_forward
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
 if TYPE_CHECKING:
-    from rayrec.workloads.recsys.workload import Prepared
+    from rayrec.workloads.recsys.settings import Prepared
 
 _MEMORY_WAIT_S: Final = 60.0
 """For which a start waits for memory that other processes hold: those of a failed attempt take some seconds to end."""
@@ -95,7 +95,7 @@ def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
 
 
 def shared_plan(
-    workload: ClickWorkload, context: WorkerContext, model: torch.nn.Module, *, batch_size: int
+    workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int
 ) -> ShardingPlan:
     """The sharding plan that rank 0 makes for all ranks; collective. Processes of an attempt before this one may still hold
     memory: if the tables fit the machine but not what is free of it, this waits for up to a minute. Raises InputError on every
@@ -115,7 +115,7 @@ def shared_plan(
 
 
 def _plan_or_wait(
-    workload: ClickWorkload, model: torch.nn.Module, places: list[Place], *, batch_size: int, patient: bool
+    workload: ClickSettings, model: torch.nn.Module, places: list[Place], *, batch_size: int, patient: bool
 ) -> ShardingPlan | None:
     """The plan; None if the tables would fit once other processes have freed their memory."""
 
@@ -141,7 +141,7 @@ def _plan_or_wait(
         return None
 
 
-def set_up(workload: ClickWorkload, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
+def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
     """Everything the loop needs; collective."""
     config, inputs = context.config, prepared.inputs
     batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
@@ -256,7 +256,7 @@ def _loader(
     max_steps: int | None = None,
 ) -> Loader[Position, BlockPlan]:
     workload, learns = context.config.workload, name == "train"
-    assert isinstance(workload, ClickWorkload)
+    assert isinstance(workload, ClickSettings)
     data = context.config.train_data if learns else context.config.eval_data
     order, prefetch_blocks = prepared.sets[name], context.config.train_data.prefetch_blocks
     source: TaskSource | MappedSource
