@@ -126,7 +126,7 @@ def table_sizes(most: int) -> tuple[int, ...]:
 def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
     """Folder of a Preprocessor with tables of these rows. Its ids are hashes, so that tables are larger than a vocabulary of
     the log would make them."""
-    from rayrec.data.encoding.multi_hot import MultiHot
+    from rayrec.data.encoding.encoder import MultiHot
     from rayrec.data.encoding.presets import NVT, make_preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
@@ -263,7 +263,7 @@ def best_s(call: Callable[[], Any], *, on: str, repeats: int = 20) -> float:
 
 def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, float]:
     """Bytes of device memory that one row moves at least, by what they are for."""
-    from rayrec.data.encoding.multi_hot import MLPERF_SIZES
+    from rayrec.data.encoding.encoder import MLPERF_SIZES
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.models.base import ModelInputs
     from rayrec.models.cost import network_cost
@@ -405,7 +405,7 @@ def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     import numpy as np
 
     from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.logs.text_parser import parse
     from rayrec.datasets.criteo import SCHEMA
 
     measured = Sizes(**sizes)
@@ -414,8 +414,7 @@ def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     with open(path, "rb") as file:
         text = file.read(400 * SCORED_ROWS)
     text = text[: text.rindex(b"\n") + 1]
-    raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
-    parse_into(raw, padded(text), len(text))
+    raw, _ = parse(SCHEMA, text)
     preprocessor = Preprocessor.load(config.workload.preprocessor)
     rows = preprocessor.encode(raw, np.arange(SCORED_ROWS))
     with tempfile.TemporaryDirectory() as storage:

@@ -66,15 +66,14 @@ def any_log(rows: int, suffix: str) -> str:
 def preprocessor_of(path: str) -> str:
     """Folder of a Kaggle-format log's Preprocessor, made once: all candidates have the same tables and the same ids."""
     from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-    from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.logs.text_parser import parse
     from rayrec.datasets.criteo import SCHEMA
 
     folder = os.path.join(os.path.dirname(path), "preprocessor")
     if not os.path.exists(os.path.join(folder, "preprocessor.json")):
         with open(path, "rb") as file:
             text = file.read()
-        raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
-        parse_into(raw, padded(text), len(text))
+        raw, _ = parse(SCHEMA, text)
         preset = RAYREC.replace(min_count=10)
         counts = preset.counting(SCHEMA).empty()
         counts.add_rows(raw, 0)

@@ -110,7 +110,7 @@ def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool
     from peers.bare_forward import BareDLRM
 
     from rayrec.checkpoint import Checkpoint, full_tensors
-    from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.logs.text_parser import parse
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.inference.model import open_served
     from rayrec.native import keep_freed_memory
@@ -121,8 +121,7 @@ def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool
     with open(path, "rb") as file:
         text = file.read(64 << 20)
     text = text[: text.rindex(b"\n") + 1]
-    raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
-    parse_into(raw, padded(text), len(text))
+    raw, _ = parse(SCHEMA, text)
     weights = {name.removeprefix("model."): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), "model.")}
     model = BareDLRM(weights, SCHEMA.sparse)
     encoded: list[Any] = [

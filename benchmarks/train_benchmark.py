@@ -78,7 +78,7 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
 
     from rayrec.batch import Batch
     from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
+    from rayrec.data.logs.text_parser import parse
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.ingest.batches import sparse_features
 
@@ -86,8 +86,7 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
     with open(path, "rb") as file:
         text = file.read(300 * batch_size * number)
     text = text[: text.rindex(b"\n") + 1]
-    raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
-    parse_into(raw, padded(text), len(text))
+    raw, _ = parse(SCHEMA, text)
     order = np.random.default_rng(0).permutation(raw.rows)
     batches = []
     for start in range(0, batch_size * number, batch_size):

@@ -26,6 +26,7 @@ import rayrec
 from rayrec import storage
 from rayrec.cluster import connection
 from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, count_log
+from rayrec.data.encoding.encoder import look_up
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
@@ -35,7 +36,7 @@ from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, r
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.spark_engine import environment
-from rayrec.native import keep_freed_memory, library
+from rayrec.native import keep_freed_memory
 from rayrec.prepare.config import cache_folder
 from rayrec.schema import Schema
 
@@ -137,17 +138,11 @@ def lookup_ns(entries: int) -> float:
         tokens=tokens,
         constants={},
     )
-    wanted, found = random.choice(tokens, 4_000_000), np.empty(4_000_000, np.int32)
-    columns = preprocessor.c_sparse_columns()
+    wanted, slots = random.choice(tokens, 4_000_000), preprocessor.slots
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
-        library().rayrec_look_up(
-            ctypes.c_void_p(wanted.ctypes.data),
-            ctypes.c_int64(len(wanted)),
-            columns,
-            ctypes.c_void_p(found.ctypes.data),
-        )
+        found = look_up(wanted, slots, 0)
         best = min(best, time.perf_counter() - start)
     assert (tokens[found - 2] == wanted).all()
     return best / len(wanted) * 1e9

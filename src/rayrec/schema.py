@@ -179,6 +179,11 @@ class Schema(Config):
         times = (self.timestamp,) if self.timestamp else ()
         return named + self.dense + self.sparse + self.list_weights + labels + times
 
+    @cached_property
+    def singles(self) -> tuple[str, ...]:
+        """Those of `sparse` that have at most one category a row."""
+        return tuple(name for name in self.sparse if name not in self.lists)
+
     @property
     def list_weights(self) -> tuple[str, ...]:
         """The columns of lists' weights."""

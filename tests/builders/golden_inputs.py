@@ -23,7 +23,7 @@ import rayrec
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoding.counts import count_log
-from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, make_preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine

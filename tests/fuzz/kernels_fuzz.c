@@ -78,15 +78,13 @@ static void encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, int6
             tokens[i] = i && !below(50) ? tokens[below(i)] : below(3) ? (uint32_t)i : (uint32_t)next();
             ids[i] = (int32_t)below(INT32_MAX);
         }
-        const int built = rayrec_build_slots(tokens, ids, count, slots[s], size);
-        sparse[s] = (rayrec_sparse_column){.slots = below(3) ? slots[s] : NULL, .mask = (uint64_t)size - 1, .shift = 32 - 6,
+        const int built = rayrec_build_slots(tokens, 4, ids, count, slots[s], size);
+        sparse[s] = (rayrec_sparse_column){.slots = below(3) ? slots[s] : NULL, .num_slots = size,
                                            .modulo = (uint64_t)below(1000) + 1, .base = below(3), .missing_id = 1,
                                            .hash = (int64_t)below(4), .token_modulo = (uint32_t)below(2) * 1000};
         if (!built && count) {
             int32_t *found = buffer(4 * count);
-            rayrec_sparse_column plain = sparse[s];
-            plain.slots = slots[s];
-            rayrec_look_up(tokens, count, &plain, found);
+            rayrec_look_up(tokens, 4, count, slots[s], size, -1, found);
             CHECK(!memcmp(found, ids, (size_t)count * 4));
             free(found);
         }
@@ -96,11 +94,11 @@ static void encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, int6
     const int64_t rows = raw_rows ? below(below(20) ? 600 : 3000) : 0, id_bytes = below(2) ? 4 : 8;
     int64_t *order = buffer(8 * rows);
     for (int64_t i = 0; i < rows; i++) order[i] = below(raw_rows);
-    float *dense_out = buffer(4 * rows * num_dense), *labels = layout->has_label ? buffer(4 * rows) : NULL;
+    float *dense_out = buffer(4 * rows * num_dense);
     void *ids_out = buffer(id_bytes * rows * num_sparse);
-    rayrec_encode(raw, layout, order, rows, bucketed, dense, sparse, dense_out, ids_out, id_bytes, rows, labels);
+    rayrec_encode(raw, layout, order, rows, bucketed, dense, sparse, dense_out, ids_out, id_bytes, rows);
     for (int s = 0; s < num_sparse; s++) free(slots[s]);
-    free(order), free(dense_out), free(labels), free(ids_out);
+    free(order), free(dense_out), free(ids_out);
 }
 
 static void fuzz_parse_and_encode(void) {
@@ -112,7 +110,7 @@ static void fuzz_parse_and_encode(void) {
     uint8_t *text = text_of(pieces, sizeof pieces / sizeof *pieces, 600, &length, RAYREC_TEXT_PADDING);
     const int64_t shortest = 2 * layout.has_label + layout.num_dense + layout.num_sparse, capacity = length / shortest + 1;
     rayrec_raw_rows rows = {buffer(8 * capacity * layout.num_dense), buffer(4 * capacity * layout.num_sparse),
-                            buffer(8 * capacity), buffer(capacity), capacity};
+                            buffer(8 * capacity), buffer(4 * capacity), capacity};
     rayrec_fault *faults = buffer(3 * (int64_t)sizeof *faults);
     const int64_t good = rayrec_parse(text, length, &layout, &rows, counts, faults, 3, &found);
     CHECK(good >= 0 && found <= 3 && rayrec_last_line_start(text, length) <= length);
@@ -187,8 +185,8 @@ static void fuzz_wide_look_up(void) {
         tokens[i] = below(2) ? (uint64_t)i << below(50) | (uint64_t)i : next();
         ids[i] = (int32_t)below(INT32_MAX);
     }
-    if (!rayrec_build_wide_slots(tokens, ids, count, table, slots)) {
-        rayrec_look_up_wide(tokens, count, table, slots, -1, found);
+    if (!rayrec_build_slots(tokens, 8, ids, count, table, slots)) {
+        rayrec_look_up(tokens, 8, count, table, slots, -1, found);
         CHECK(!count || !memcmp(ids, found, (size_t)count * 4));
     }
     free(tokens), free(table), free(ids), free(found);
@@ -223,7 +221,8 @@ static void fuzz_gather(void) {
 static void fuzz_format(void) { /* what is written is parsed again as the same rows */
     const int32_t num_dense = (int32_t)below(4), num_sparse = (int32_t)below(4) + (num_dense == 0);
     const int64_t rows = below(40), most = rows * (2 + num_dense * 12 + num_sparse * 9), room = below(2) ? most : below(most + 1);
-    uint8_t *labels = buffer(rows), *text = buffer(room), *labels_back = buffer(rows + 1);
+    uint8_t *labels = buffer(rows), *text = buffer(room);
+    float *labels_back = buffer(4 * (rows + 1));
     int32_t *dense = buffer(4 * rows * num_dense);
     uint32_t *tokens = buffer(4 * rows * num_sparse), *tokens_back = buffer(4 * (rows + 1) * num_sparse);
     uint64_t *missing = buffer(8 * rows), *missing_back = buffer(8 * (rows + 1));
@@ -240,8 +239,9 @@ static void fuzz_format(void) { /* what is written is parsed again as the same r
         const rayrec_raw_rows back = {integers, tokens_back, missing_back, labels_back, rows + 1};
         int64_t counts[FAULT_KINDS] = {0}, found = 0;
         CHECK(rayrec_parse(padded, written, &layout, &back, counts, NULL, 0, &found) == rows);
-        CHECK(!rows || (!memcmp(labels, labels_back, (size_t)rows) && !memcmp(missing, missing_back, (size_t)rows * 8)));
+        CHECK(!rows || !memcmp(missing, missing_back, (size_t)rows * 8));
         for (int64_t i = 0; i < rows; i++) {
+            CHECK(labels_back[i] == labels[i]);
             for (int d = 0; d < num_dense; d++)
                 CHECK(missing[i] >> d & 1 || integers[i * num_dense + d] == dense[d * rows + i]);
             for (int s = 0; s < num_sparse; s++)

@@ -25,7 +25,7 @@ from torch import distributed
 import rayrec
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.collectives import group_arguments, use_device
-from rayrec.data.logs.text_parser import RawRows, max_rows_in, padded, parse_into
+from rayrec.data.logs.text_parser import parse
 from rayrec.data.synthetic import generate
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.model import open_served
@@ -165,8 +165,7 @@ def test_a_served_model_scores_as_on_the_cpu(log: str, tmp_path: Path) -> None:
     train(config(log, tmp_path, "served", gpu=True))
     text = Path(log).read_bytes()[:60_000]
     text = text[: text.rindex(b"\n") + 1]
-    raw = RawRows(SCHEMA, max_rows_in(SCHEMA, len(text)))
-    parse_into(raw, padded(text), len(text))
+    raw, _ = parse(SCHEMA, text)
     found = []
     for device in ("cpu", DEVICE):
         served = open_served(str(tmp_path / "served"), device=device)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ class EncodedRows:
     row_numbers: np.ndarray | None = None
     """int64 (rows): each row's number in the log, given to it where it was read; None if nobody asked for it"""
     groups: np.ndarray | None = None
-    """int64 (rows): keys of the rows' groups (`rayrec.data.groups`), None where the schema has no group"""
+    """int64 (rows): keys of the rows' groups (`RawBlock.group_keys`), None where the schema has no group"""
     more_labels: tuple[np.ndarray, ...] = ()
     """float32 (rows) for each of the schema's `labels`, NaN if missing; none for an unlabelled log"""
     timestamps: np.ndarray | None = None

@@ -15,6 +15,7 @@ from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.arrow import arrow_texts
 from rayrec.data.engine import Engine
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import (
     CachedIndex,
     Chunk,
@@ -30,7 +31,6 @@ from rayrec.data.logs.index import (
     unpacked_path,
 )
 from rayrec.data.logs.table_log import index_tables, is_table
-from rayrec.data.logs.text_parser import Faults
 from rayrec.schema import Schema
 
 CHUNK_BYTES = 32 << 20

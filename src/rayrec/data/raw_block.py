@@ -1,55 +1,57 @@
-"""Raw columns of any click log: numbers, categories of any kind as 64-bit tokens, lists of them, weights."""
+"""Rows of a click log in the form in which every reader gives them: numbers, categories, lists of categories, labels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
-from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.logs.column_values import look_up
+from rayrec.hashing import mix64
 from rayrec.schema import Schema
 
-if TYPE_CHECKING:
-    from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.data.encoding.rules import SparseColumn
+_OFFSET: Final = np.uint64(0x5851F42D4C957F2D)
+"""Moves the one category whose key would be 0 to where no integer of a log is."""
+
+
+def number_type(schema: Schema) -> np.dtype:
+    """Return the dtype of a block's numbers: int64 in a log of hexadecimal tokens, else float64."""
+    return np.dtype(np.int64 if schema.tokens == "hexadecimal" else np.float64)
+
+
+def category_type(schema: Schema) -> np.dtype:
+    """Return the dtype of a block's categories: uint32 in a log of hexadecimal tokens, else uint64."""
+    return np.dtype(np.uint32 if schema.tokens == "hexadecimal" else np.uint64)
 
 
 @dataclass(frozen=True)
-class RawSparse:
-    """One sparse column: a token a row, or with `lengths` any number a row."""
+class RawList:
+    """One column of lists of categories."""
 
-    tokens: np.ndarray
-    """uint64 (rows), or the tokens of row after row; 0 where missing"""
-    missing: np.ndarray | None
-    """bool (rows): rows without a value; None for lists, whose empty rows have length 0"""
-    lengths: np.ndarray | None = None
-    """int32 (rows), for lists"""
+    categories: np.ndarray
+    """Categories of row after row, uint64."""
+    lengths: np.ndarray
+    """Number of categories of each row, int32 [rows]."""
     weights: np.ndarray | None = None
-    """float32, one for each of `tokens`, for lists whose categories have weights"""
+    """Weight of each category, float32. None if the column has no weights."""
 
-    def take(self, rows: np.ndarray) -> RawSparse:
-        """The given rows (int64), in that order."""
-        if self.lengths is None:
-            assert self.missing is not None
-            return RawSparse(self.tokens[rows], self.missing[rows])
+    def take(self, rows: np.ndarray) -> RawList:
+        """Return the given rows (int64), in that order."""
         starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
         lengths = self.lengths[rows]
         return self._of_places(places_of(starts[rows], lengths), lengths)
 
-    def last(self, most: int) -> RawSparse:
-        """Of a column of lists, the last `most` categories of each row."""
-        assert self.lengths is not None
+    def last(self, most: int) -> RawList:
+        """Return the last `most` categories of each row."""
         if not len(self.lengths) or self.lengths.max() <= most:
             return self
         ends, lengths = np.cumsum(self.lengths, dtype=np.int64), np.minimum(self.lengths, np.int32(most))
         return self._of_places(places_of(ends - lengths, lengths), lengths)
 
-    def _of_places(self, places: np.ndarray, lengths: np.ndarray) -> RawSparse:
+    def _of_places(self, places: np.ndarray, lengths: np.ndarray) -> RawList:
         weights = None if self.weights is None else self.weights[places]
-        return RawSparse(self.tokens[places], None, lengths, weights)
+        return RawList(self.categories[places], lengths, weights)
 
 
 def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -59,169 +61,172 @@ def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class RawColumns:
-    """Raw rows of a log whose schema has tokens "any"."""
+class RawBlock:
+    """Rows as a log gives them.
+
+    Matrices have a row of the log each. Those of a log of hexadecimal tokens are row-major, since kernels take rows at random
+    places, and `missing` has a bit for each column. Other logs come and are encoded by columns: their matrices are
+    column-major, and `missing` is bool [rows, columns]. `is_missing` reads both.
+    """
 
     schema: Schema
-    rows: int
-    dense: tuple[np.ndarray, ...]
-    """float64 (rows) each, finite; 0 where missing"""
-    dense_missing: tuple[np.ndarray, ...]
-    """bool (rows) each"""
-    sparse: tuple[RawSparse, ...]
-    labels: np.ndarray | None
-    """uint8 (rows), 0 or 1"""
-    weights: np.ndarray | None
-    """float32 (rows)"""
-    more_labels: tuple[np.ndarray, ...] = ()
-    """float32 (rows) for each of `schema.labels`; NaN if missing"""
-    timestamps: np.ndarray | None = None
-    """int64 (rows): microseconds since 1970-01-01 00:00 UTC"""
+    numbers: np.ndarray
+    """`number_type` [rows, columns of schema.dense], 0 where missing."""
+    categories: np.ndarray
+    """`category_type` [rows, columns of schema.singles], 0 where missing."""
+    missing: np.ndarray
+    """Columns of schema.dense and then of schema.singles that have no value: bits of uint64 [rows], or bool [rows, columns]."""
+    lists: tuple[RawList, ...] = ()
+    """The columns of lists, in the order of schema.sparse."""
+    labels: dict[str, np.ndarray] = field(default_factory=dict)
+    """Labels by name, float32 [rows], NaN where missing. Empty for an unlabelled log."""
+    weights: np.ndarray | None = None
+    """float32 [rows]"""
+    times: np.ndarray | None = None
+    """Microseconds since 1970-01-01 00:00 UTC, int64 [rows]."""
+    files: tuple[tuple[str, int, int], ...] = ()
+    """Runs of rows of one file: (path, first row, row behind the last). Empty if not known."""
 
-    def take(self, rows: np.ndarray) -> RawColumns:
-        """The given rows (int64; any, also repeated), in that order."""
-        return RawColumns(
-            self.schema,
-            len(rows),
-            tuple(values[rows] for values in self.dense),
-            tuple(missing[rows] for missing in self.dense_missing),
-            tuple(column.take(rows) for column in self.sparse),
-            None if self.labels is None else self.labels[rows],
-            None if self.weights is None else self.weights[rows],
-            tuple(values[rows] for values in self.more_labels),
-            None if self.timestamps is None else self.timestamps[rows],
+    @classmethod
+    def empty(cls, schema: Schema) -> RawBlock:
+        """Return no rows of an unlabelled log."""
+        columns = len(schema.dense) + len(schema.singles)
+        hexadecimal = schema.tokens == "hexadecimal"
+        return cls(
+            schema,
+            np.zeros((0, len(schema.dense)), number_type(schema)),
+            np.zeros((0, len(schema.singles)), category_type(schema)),
+            np.zeros(0, np.uint64) if hexadecimal else np.zeros((0, columns), bool),
+            (RawList(np.zeros(0, np.uint64), np.zeros(0, np.int32)),) * len(schema.lists),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.missing)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        of_lists = [array for each in self.lists for array in (each.categories, each.lengths, each.weights)]
+        arrays = (
+            self.numbers,
+            self.categories,
+            self.missing,
+            *of_lists,
+            *self.labels.values(),
+            self.weights,
+            self.times,
+        )
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def column(self, name: str) -> np.ndarray | RawList:
+        """Return the values of a column of schema.dense or schema.sparse, 0 where missing: [rows], or the lists."""
+        schema = self.schema
+        if name in schema.lists:
+            return self.lists[[each for each in schema.sparse if each in schema.lists].index(name)]
+        if name in schema.dense:
+            return self.numbers[:, schema.dense.index(name)]
+        return self.categories[:, schema.singles.index(name)]
+
+    def is_missing(self, name: str) -> np.ndarray:
+        """Return which rows have no value in a column of schema.dense or schema.sparse, bool [rows]."""
+        found = self.column(name)
+        if isinstance(found, RawList):
+            return found.lengths == 0
+        place = (*self.schema.dense, *self.schema.singles).index(name)
+        if self.missing.ndim == 2:
+            return self.missing[:, place]
+        return self.missing & np.uint64(1 << place) != 0
+
+    def singles_missing(self) -> np.ndarray:
+        """Return which rows have no value in each column of schema.singles, bool [rows, columns]."""
+        first = len(self.schema.dense)
+        if self.missing.ndim == 2:
+            return self.missing[:, first:]
+        bits = np.arange(first, first + len(self.schema.singles), dtype=np.uint64)
+        return self.missing[:, None] >> bits & np.uint64(1) != 0
+
+    def take(self, rows: np.ndarray) -> RawBlock:
+        """Return the given rows (int64; any, also repeated), in that order. Their files are not known."""
+        return replace(
+            self,
+            numbers=self._taken(self.numbers, rows),
+            categories=self._taken(self.categories, rows),
+            missing=self._taken(self.missing, rows),
+            lists=tuple(each.take(rows) for each in self.lists),
+            labels={name: values[rows] for name, values in self.labels.items()},
+            weights=None if self.weights is None else self.weights[rows],
+            times=None if self.times is None else self.times[rows],
+            files=(),
+        )
+
+    def _taken(self, matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return rows of a matrix in its own layout."""
+        return np.take(matrix.T, rows, axis=1).T if self.missing.ndim == 2 else matrix[rows]
+
+    def cut(self, start: int, stop: int) -> RawBlock:
+        """Return rows [start, stop), without a copy of what is not in lists."""
+        if (start, stop) == (0, self.rows):
+            return self
+        rows = slice(start, stop)
+        files = ((path, max(low - start, 0), min(high, stop) - start) for path, low, high in self.files)
+        return replace(
+            self,
+            numbers=self.numbers[rows],
+            categories=self.categories[rows],
+            missing=self.missing[rows],
+            lists=tuple(each.take(np.arange(start, stop)) for each in self.lists),
+            labels={name: values[rows] for name, values in self.labels.items()},
+            weights=None if self.weights is None else self.weights[rows],
+            times=None if self.times is None else self.times[rows],
+            files=tuple(run for run in files if run[1] < run[2]),
         )
 
     @classmethod
-    def concatenated(cls, parts: Sequence[RawColumns]) -> RawColumns:
-        """The rows of one or more parts of one schema, one part after the other."""
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
+    def concatenated(cls, blocks: Sequence[RawBlock]) -> RawBlock:
+        """Return the rows of one or more blocks of one schema, one block after the other."""
+        if len(blocks) == 1:
+            return blocks[0]
+        starts = np.cumsum([0, *(block.rows for block in blocks)]).tolist()
         return cls(
-            first.schema,
-            sum(part.rows for part in parts),
-            tuple(np.concatenate(columns) for columns in zip(*(part.dense for part in parts), strict=True)),
-            tuple(np.concatenate(columns) for columns in zip(*(part.dense_missing for part in parts), strict=True)),
-            tuple(_concatenated(columns) for columns in zip(*(part.sparse for part in parts), strict=True)),
-            _concatenated_or_none([part.labels for part in parts]),
-            _concatenated_or_none([part.weights for part in parts]),
-            tuple(np.concatenate(columns) for columns in zip(*(part.more_labels for part in parts), strict=True)),
-            _concatenated_or_none([part.timestamps for part in parts]),
+            blocks[0].schema,
+            np.concatenate([block.numbers for block in blocks]),
+            np.concatenate([block.categories for block in blocks]),
+            np.concatenate([block.missing for block in blocks]),
+            tuple(map(_joined_lists, zip(*(block.lists for block in blocks), strict=True))),
+            {name: np.concatenate([block.labels[name] for block in blocks]) for name in blocks[0].labels},
+            _joined([block.weights for block in blocks]),
+            _joined([block.times for block in blocks]),
+            tuple(
+                (path, start + low, start + high)
+                for start, block in zip(starts, blocks, strict=False)
+                for path, low, high in block.files
+            ),
         )
 
+    def group_keys(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """int64: for each of `rows` (int64; None: all), a key of its value in column `schema.group`: equal values have equal
+        keys, different ones different keys, and a missing value has 0. Keys are of the raw values, so that categories too rare
+        for the vocabulary are groups of their own."""
+        name = self.schema.group
+        assert name is not None
+        categories, missing = self.column(name), self.is_missing(name)
+        assert isinstance(categories, np.ndarray), "schema.group is refused for lists"
+        if rows is not None:
+            categories, missing = categories[rows], missing[rows]
+        return np.where(missing, np.uint64(0), mix64(categories.astype(np.uint64) + _OFFSET)).view(np.int64)
 
-def _concatenated(columns: Sequence[RawSparse]) -> RawSparse:
-    return RawSparse(
-        np.concatenate([column.tokens for column in columns]),
-        _concatenated_or_none([column.missing for column in columns]),
-        _concatenated_or_none([column.lengths for column in columns]),
-        _concatenated_or_none([column.weights for column in columns]),
+
+def _joined_lists(columns: Sequence[RawList]) -> RawList:
+    return RawList(
+        np.concatenate([column.categories for column in columns]),
+        np.concatenate([column.lengths for column in columns]),
+        _joined([column.weights for column in columns]),
     )
 
 
-def _concatenated_or_none(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     there = [array for array in arrays if array is not None]
     assert len(there) in (0, len(arrays))
     return np.concatenate(there) if there else None
-
-
-# Encoding ------------------------------------------------------------------------------------------------------------
-
-
-def encode_columns(preprocessor: Preprocessor, raw: RawColumns, order: np.ndarray | None = None) -> EncodedRows:
-    """Encodes rows `order` (int64, default all in order) of `raw`: a one-hot column to (rows) ids, a list to Bags, in which
-    a row without a category has the one id missing_id, of weight 1."""
-    assert not preprocessor.integer_buckets, "the preset is checked when the preprocessor is built"
-    assert preprocessor.file_minimum is None
-    if order is not None:
-        raw = raw.take(np.asarray(order, np.int64))
-    dense = np.empty((raw.rows, len(preprocessor.dense)), np.float32)
-    for d, (column, values, missing) in enumerate(zip(preprocessor.dense, raw.dense, raw.dense_missing, strict=True)):
-        dense[:, d] = column.encode(values, missing)
-    ids: Sequence[Ids] = [
-        _encode_sparse(column, preprocessor.slots_of(number), raw_column, preprocessor.id_dtype)
-        for number, (column, raw_column) in enumerate(zip(preprocessor.sparse, raw.sparse, strict=True))
-    ]
-    if preprocessor.multi_hot is not None:
-        one_hot = [column for column in ids if isinstance(column, np.ndarray)]
-        assert len(one_hot) == len(ids), "the preset is checked when the preprocessor is built"
-        ids = preprocessor.multi_hot.expand(one_hot, preprocessor.num_embeddings)
-    return EncodedRows(
-        dense,
-        ids,
-        None if raw.labels is None else raw.labels.astype(np.float32),
-        raw.weights,
-        more_labels=raw.more_labels,
-        timestamps=raw.timestamps,
-    )
-
-
-def _encode_sparse(column: SparseColumn, slots: np.ndarray | None, raw: RawSparse, dtype: np.dtype) -> Ids:
-    def known(tokens: np.ndarray) -> np.ndarray:
-        assert slots is not None
-        return look_up(tokens, slots, column.unknown_id)
-
-    ids = column.encode(raw.tokens, raw.missing, known, dtype)
-    if raw.lengths is None:
-        return ids
-    lengths = np.maximum(raw.lengths, 1)
-    if len(ids) == lengths.sum():  # no list is empty
-        return Bags(ids, lengths, raw.weights)
-    values = np.full(lengths.sum(), column.missing_id, dtype)
-    places = places_of(np.cumsum(lengths, dtype=np.int64) - lengths, raw.lengths)
-    values[places] = ids
-    if raw.weights is None:
-        return Bags(values, lengths)
-    weights = np.ones(len(values), np.float32)
-    weights[places] = raw.weights
-    return Bags(values, lengths, weights)
-
-
-# Counting ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ColumnTokens:
-    """What there is to count in a sparse column."""
-
-    tokens: np.ndarray
-    """uint64, contiguous: all of them, those of lists too"""
-    rows: np.ndarray | None
-    """int64: the row each is of; None where not asked for"""
-    missing: int
-    """Rows that have none."""
-    first_missing: int | None
-    """The first such row."""
-
-
-def column_tokens(raw: RawColumns, number: int, *, first_row: int = 0, with_rows: bool = False) -> ColumnTokens:
-    """The tokens of sparse column `number`; row r is number first_row + r."""
-    column = raw.sparse[number]
-    absent = column.missing if column.lengths is None else column.lengths == 0
-    assert absent is not None
-    absent_rows = np.flatnonzero(absent)
-    numbers = np.arange(first_row, first_row + raw.rows, dtype=np.int64) if with_rows else None
-    if column.lengths is not None:
-        tokens = column.tokens
-        rows = None if numbers is None else np.repeat(numbers, column.lengths)
-    elif len(absent_rows):
-        tokens = column.tokens[~absent]
-        rows = None if numbers is None else numbers[~absent]
-    else:
-        tokens, rows = column.tokens, numbers
-    first_missing = first_row + int(absent_rows[0]) if len(absent_rows) else None
-    return ColumnTokens(np.ascontiguousarray(tokens), rows, len(absent_rows), first_missing)
-
-
-def dense_moments(raw: RawColumns, *, units: int, low_bits: int) -> np.ndarray:
-    """int64 (num_dense, 4): present values, sum of q, and sums of the upper part and of the lower `low_bits` bits of q * q,
-    where q = sign(x) ln(1 + |x|), rounded to float32 as for integer columns, in units of 1 / units."""
-    moments = np.zeros((len(raw.dense), 4), np.int64)
-    for out, values, missing in zip(moments, raw.dense, raw.dense_missing, strict=True):
-        x = values[~missing]
-        logarithms = np.copysign(np.log1p(np.abs(x)), x).astype(np.float32)
-        fixed = np.rint(logarithms.astype(np.float64) * units).astype(np.int64)
-        squares = fixed * fixed
-        out[:] = len(fixed), fixed.sum(), (squares >> low_bits).sum(), (squares & ((1 << low_bits) - 1)).sum()
-    return moments

@@ -20,8 +20,8 @@ from rayrec.data.logs.index import LogIndex, Part, Segment, select
 from rayrec.data.logs.lines import good_lines, line_starts, read_text
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.data.logs.text_parser import RawRows, parse
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.logs.text_parser import parse
+from rayrec.data.raw_block import RawBlock
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.inference.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.metrics.binary import auroc
@@ -206,7 +206,7 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
     return {"rows": count, "origin": "drawn values" if drawn else rows.origin, "failure": failure}
 
 
-RawValues = tuple[RawRows | RawColumns, list[dict[str, Any]]]
+RawValues = tuple[RawBlock, list[dict[str, Any]]]
 """Rows as the Preprocessor takes them, and the same ones as an Encoder does."""
 
 
@@ -269,7 +269,7 @@ def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
 
 
 def _encoder_failure(
-    encoder: Any, preprocessor: Preprocessor, raw: RawRows | RawColumns, values: list[dict[str, Any]]
+    encoder: Any, preprocessor: Preprocessor, raw: RawBlock, values: list[dict[str, Any]]
 ) -> str | None:
     """The first difference between what an Encoder makes of rows and what the Preprocessor does."""
     expected, inputs = preprocessor.encode(raw), preprocessor.inputs

@@ -76,7 +76,7 @@ int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *l
                 kind = FAULT_LABEL;
                 goto refused;
             }
-            out->labels[row] = (uint8_t)(*p - '0');
+            out->labels[row] = (float)(*p - '0');
             p += 2;
             column = 1;
         }
@@ -250,7 +250,7 @@ static inline void ids_of_tile(uint32_t *tokens, int count, const rayrec_sparse_
         const uint32_t modulo = column->token_modulo;
         if (modulo)
             for (int i = 0; i < count; i++) tokens[i] %= modulo;
-        rayrec_look_up(tokens, count, column, ids);
+        rayrec_look_up(tokens, sizeof *tokens, count, column->slots, column->num_slots, (int32_t)column->unknown_id, ids);
     } else {
         for (int i = 0; i < count; i++) ids[i] = (int32_t)hashed_id(tokens[i], column);
     }
@@ -305,11 +305,10 @@ static inline void write_bucket_ids(const int64_t *const *integers, int count, c
 }
 
 /* Encodes raw rows order[0..rows) into dense_out float32 (rows, num_dense), ids_out int32 or int64 (`id_bytes` 4 or 8) with
- * column s at ids_out + s * ids_stride, and labels_out float32 (rows) (NULL where the log has none). With `bucketed`, integers are
- * categories (see `bucket`) and the first num_dense sparse columns; dense_columns and dense_out are not used then. */
+ * column s at ids_out + s * ids_stride. With `bucketed`, integers are categories (see `bucket`) and the first num_dense sparse columns; dense_columns and dense_out are not used then. */
 void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows, int32_t bucketed,
                    const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
-                   float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride, float *labels_out) {
+                   float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride) {
     const int num_dense = layout->num_dense, num_sparse = layout->num_sparse;
     const int num_floats = bucketed ? 0 : num_dense, num_buckets = bucketed ? num_dense : 0;
     union {
@@ -352,7 +351,6 @@ void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, cons
                 else out[d] = (float)transform(integers[d], &dense_columns[d]);
             }
             integers_of[i] = integers;
-            if (labels_out) labels_out[base + i] = (float)raw->labels[row];
         }
         uint8_t *out = (uint8_t *)ids_out + base * id_bytes;
         for (int d = 0; d < num_buckets; d++, out += ids_stride * id_bytes) {

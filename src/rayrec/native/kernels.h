@@ -1,7 +1,7 @@
 /* Kernels of the click-log path: parse text to raw columns, count and look up categories, encode to model inputs.
  *
  * Raw rows are row-major: integers int64 (rows, num_dense), tokens uint32 (rows, num_sparse), missing uint64 (rows) with
- * bit d for dense column d and bit num_dense + s for sparse column s, labels uint8 (rows).
+ * bit d for dense column d and bit num_dense + s for sparse column s, labels float32 (rows).
  */
 #ifndef RAYREC_KERNELS_H
 #define RAYREC_KERNELS_H
@@ -39,7 +39,7 @@ typedef struct {
     int64_t *integers;
     uint32_t *tokens;
     uint64_t *missing;
-    uint8_t *labels;
+    float *labels;
     int64_t capacity; /* rows there is room for */
 } rayrec_raw_rows;
 
@@ -54,15 +54,15 @@ static inline uint64_t rayrec_mix(uint64_t x) {
 
 /* How one sparse column turns a token into an id: the rule of SparseColumn in data/encoding/rules.py. */
 typedef struct {
-    const uint64_t *slots;  /* open addressing: token << 32 | id + 1, 0 where free; NULL: hashed, id = base + token % modulo */
-    uint64_t mask;          /* number of slots - 1 */
+    const uint64_t *slots;  /* the table of rayrec_build_slots; NULL: hashed, id = base + token % modulo */
+    int64_t num_slots;
     uint64_t modulo;        /* where hashed */
     int64_t base;           /* where hashed */
     int64_t missing_id;
     int64_t unknown_id;
     int64_t hash;           /* where hashed: flags of rayrec_hash, applied to tokens first in their order */
     uint32_t token_modulo;  /* tokens are taken modulo this before they are looked up; 0: as they are */
-    int32_t shift;          /* 32 - log2(number of slots) */
+    int32_t padding;
 } rayrec_sparse_column;
 
 enum rayrec_dense_kind { DENSE_SIGNED_LOG, DENSE_LOG, DENSE_IDENTITY };
@@ -236,7 +236,7 @@ int64_t rayrec_last_line_start(const uint8_t *text, int64_t length);
 
 void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows, int32_t bucketed,
                    const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
-                   float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride, float *labels_out);
+                   float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride);
 void rayrec_bucket_integers(const int64_t *integers, int64_t count, uint32_t *out, int64_t columns, int64_t out_columns);
 void rayrec_transform_dense(const int64_t *values, int64_t count, const rayrec_dense_column *column, float *out);
 
@@ -255,8 +255,10 @@ void rayrec_small_logs(double units, int32_t *out);
 void rayrec_dense_moments(const int64_t *integers, const uint64_t *missing, int64_t rows, int32_t columns, double units,
                           int32_t low_bits, const int32_t *small, int64_t *moments);
 
-int32_t rayrec_build_slots(const uint32_t *tokens, const int32_t *ids, int64_t count, uint64_t *out, int64_t slots);
-void rayrec_look_up(const uint32_t *tokens, int64_t count, const rayrec_sparse_column *column, int32_t *out);
+int32_t rayrec_build_slots(const void *tokens, int32_t token_bytes, const int32_t *ids, int64_t count, uint64_t *table,
+                           int64_t slots);
+void rayrec_look_up(const void *tokens, int32_t token_bytes, int64_t count, const uint64_t *table, int64_t slots,
+                    int32_t unknown_id, int32_t *out);
 
 void rayrec_expand_bags(const void *ids, int64_t rows, int64_t id_bytes, int64_t size, int64_t num_embeddings,
                         uint64_t seed, int64_t column, int32_t pareto, void *out);
@@ -281,9 +283,6 @@ void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const
                               uint64_t *out, uint8_t *status);
 void rayrec_text_whole(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                        uint8_t *status);
-int32_t rayrec_build_wide_slots(const uint64_t *tokens, const int32_t *ids, int64_t count, uint64_t *out, int64_t slots);
-void rayrec_look_up_wide(const uint64_t *tokens, int64_t count, const uint64_t *table, int64_t slots, int32_t unknown_id,
-                         int32_t *out);
 
 int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t trim, int64_t max_bytes,
                          int64_t max_lines, int32_t columns, const int32_t *places, int32_t kept, int64_t capacity,

@@ -1,47 +1,79 @@
-/* Builds and reads the open-addressing tables that map categories to ids. */
+/* Builds and reads the open-addressing tables that map categories to ids: of 32-bit tokens a word a slot (token << 32 | id + 1), of
+ * 64-bit tokens two (token, id + 1); 0 where free. */
 
 #include "kernels.h"
 
 #include <stddef.h>
 
-/* Fills `out` (slots entries, zeroed, a power of two above count) so that token i has id ids[i].
- * Returns 0, or -1 where a token comes twice. */
-int32_t rayrec_build_slots(const uint32_t *tokens, const int32_t *ids, int64_t count, uint64_t *out, int64_t slots) {
+#define INLINE static inline __attribute__((always_inline)) /* `wide` is a constant where these are inlined */
+
+INLINE uint64_t token_at(const void *tokens, int64_t i, const int wide) {
+    return wide ? ((const uint64_t *)tokens)[i] : ((const uint32_t *)tokens)[i];
+}
+
+/* Folding the upper half in lets tokens that differ only there spread too; the high bits of a product are the mixed ones. */
+INLINE uint64_t position_of(uint64_t token, int bits, const int wide) {
+    return wide ? (token ^ token >> 32) * 0x9E3779B97F4A7C15ULL >> (64 - bits)
+                : (uint64_t)((uint32_t)token * 2654435769U >> (32 - bits));
+}
+
+/* id + 1, 0 where the slot is free. */
+INLINE uint32_t id_of(const uint64_t *slot, const int wide) { return (uint32_t)slot[wide]; }
+
+INLINE uint64_t token_of(const uint64_t *slot, const int wide) { return wide ? *slot : *slot >> 32; }
+
+INLINE int32_t build(const void *tokens, const int32_t *ids, int64_t count, uint64_t *out, int64_t slots, const int wide) {
     const uint64_t mask = (uint64_t)slots - 1;
-    const int shift = 32 - __builtin_ctzll((uint64_t)slots);
+    const int bits = __builtin_ctzll((uint64_t)slots);
     for (int64_t i = 0; i < count; i++) {
-        uint64_t position = (uint32_t)(tokens[i] * 2654435769U) >> shift;
-        while (out[position] != 0) {
-            if ((uint32_t)(out[position] >> 32) == tokens[i]) return -1;
-            position = (position + 1) & mask;
-        }
-        out[position] = (uint64_t)tokens[i] << 32 | ((uint32_t)ids[i] + 1u);
+        const uint64_t token = token_at(tokens, i, wide), id = (uint32_t)ids[i] + 1u;
+        uint64_t position = position_of(token, bits, wide), *slot;
+        for (; slot = out + (position << wide), id_of(slot, wide) != 0; position = (position + 1) & mask)
+            if (token_of(slot, wide) == token) return -1;
+        if (wide) slot[0] = token, slot[1] = id;
+        else *slot = token << 32 | id;
     }
     return 0;
 }
 
+/* Fills `table` (zeroed, a power of two of slots, above count) so that token i, of `token_bytes` 4 or 8, has id ids[i].
+ * Returns 0, or -1 where a token comes twice. */
+int32_t rayrec_build_slots(const void *tokens, int32_t token_bytes, const int32_t *ids, int64_t count, uint64_t *table,
+                           int64_t slots) {
+    return token_bytes == 8 ? build(tokens, ids, count, table, slots, 1) : build(tokens, ids, count, table, slots, 0);
+}
+
 enum { AHEAD = 64 };
 
-/* Ids of present tokens of one vocabulary column. */
-void rayrec_look_up(const uint32_t *tokens, int64_t count, const rayrec_sparse_column *column, int32_t *out) {
+INLINE void look_up(const void *tokens, int64_t count, const uint64_t *table, int64_t slots, int32_t unknown_id, int32_t *out,
+                    const int wide) {
+    const uint64_t mask = (uint64_t)slots - 1;
+    const int bits = __builtin_ctzll((uint64_t)slots);
     uint64_t positions[AHEAD];
     for (int64_t base = 0; base < count; base += AHEAD) {
         const int n = (int)(count - base < AHEAD ? count - base : AHEAD);
         for (int i = 0; i < n; i++) {
-            positions[i] = (uint32_t)(tokens[base + i] * 2654435769U) >> column->shift;
-            __builtin_prefetch(&column->slots[positions[i]]);
+            positions[i] = position_of(token_at(tokens, base + i, wide), bits, wide);
+            __builtin_prefetch(&table[positions[i] << wide]);
         }
         for (int i = 0; i < n; i++) {
-            uint64_t position = positions[i], slot;
-            int32_t id = (int32_t)column->unknown_id;
-            while ((slot = column->slots[position]) != 0) {
-                if ((uint32_t)(slot >> 32) == tokens[base + i]) {
-                    id = (int32_t)((uint32_t)slot - 1u);
+            const uint64_t token = token_at(tokens, base + i, wide), *slot;
+            int32_t found = unknown_id;
+            for (uint64_t position = positions[i]; slot = table + (position << wide), id_of(slot, wide) != 0;
+                 position = (position + 1) & mask) {
+                if (token_of(slot, wide) == token) {
+                    found = (int32_t)(id_of(slot, wide) - 1u);
                     break;
                 }
-                position = (position + 1) & column->mask;
             }
-            out[base + i] = id;
+            out[base + i] = found;
         }
     }
+}
+
+/* Ids of tokens of `token_bytes` 4 or 8 in a table that rayrec_build_slots made; unknown_id where they have none. */
+void rayrec_look_up(const void *tokens, int32_t token_bytes, int64_t count, const uint64_t *table, int64_t slots,
+                    int32_t unknown_id, int32_t *out) {
+    if (token_bytes == 8) look_up(tokens, count, table, slots, unknown_id, out, 1);
+    else look_up(tokens, count, table, slots, unknown_id, out, 0);
 }

@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from rayrec.config import Config, InputError
-from rayrec.data.logs.text_parser import Fault, Faults
+from rayrec.data.logs.faults import Fault, Faults
 from rayrec.observe.console import Console
 
 SUSPICIOUS_AUROC = 0.85

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -10,11 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.data.arrow import arrow_bytes
-from rayrec.data.encoding.preprocessor import num_slots
-from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
-from rayrec.data.logs.column_values import build_slots, look_up
-from rayrec.data.logs.text_parser import RawRows, max_rows_in, parse_into
-from rayrec.data.raw_block import RawColumns, RawSparse
+from rayrec.data.encoding.counts import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.encoding.encoder import build_slots, look_up, num_slots
+from rayrec.data.raw_block import RawBlock, RawList
 from rayrec.schema import Schema
 
 TOP = 100
@@ -105,21 +102,22 @@ class Tally:
                 mine += np.frombuffer(buffer, np.int64).reshape(mine.shape)
         return np.frombuffer(found["hashes"], np.uint64)
 
-    def count(self, raw: RawRows | RawColumns, job: TallyJob, slice_number: int, first_row: int) -> None:
+    def count(self, block: RawBlock, job: TallyJob, slice_number: int, first_row: int) -> None:
         """Adds rows of one slice; row r is number first_row + r of the log."""
-        columns = as_columns(raw)
-        outcome = np.zeros(columns.rows, np.int64) if columns.labels is None else columns.labels.astype(np.int64)
-        self.rows[slice_number] += columns.rows
+        schema, labels = block.schema, block.labels.get(block.schema.label or "")
+        outcome = np.zeros(block.rows, np.int64) if labels is None else labels.astype(np.int64)
+        self.rows[slice_number] += block.rows
         self.clicks[slice_number] += outcome.sum()
-        numbers = np.arange(first_row, first_row + columns.rows, dtype=np.int64).view(np.uint64)
+        numbers = np.arange(first_row, first_row + block.rows, dtype=np.int64).view(np.uint64)
         outcome += 2 * (_mixed(numbers) >> np.uint64(62) == 0)  # a quarter is held out
-        for d, (values, missing) in enumerate(zip(columns.dense, columns.dense_missing, strict=True)):
-            self._count_dense(d, values, missing, outcome, job, slice_number)
-        for s, column in enumerate(columns.sparse):
-            self._count_sparse(s, column, outcome, job, slice_number)
-        if columns.weights is not None:
-            self._count_range(-1, columns.weights.astype(np.float64))
-        hashes = row_hashes(columns)
+        for d, name in enumerate(schema.dense):
+            values = block.numbers[:, d].astype(np.float64)  # integers beyond 2^53 are rounded
+            self._count_dense(d, values, block.is_missing(name), outcome, job, slice_number)
+        for s, name in enumerate(schema.sparse):
+            self._count_sparse(s, block.column(name), block.is_missing(name), outcome, job, slice_number)
+        if block.weights is not None:
+            self._count_range(-1, block.weights.astype(np.float64))
+        hashes = row_hashes(block)
         if job.hash_shift:
             hashes = hashes[hashes >> np.uint64(64 - job.hash_shift) == 0]
         self.hashes = np.concatenate([self.hashes, hashes])
@@ -147,14 +145,21 @@ class Tally:
         self.dense_bins[number, d, :DECILES] += by_code[:-1].reshape(DECILES, _FINER).sum(axis=1)
         self.dense_bins[number, d, DECILES] += by_code[-1]
 
-    def _count_sparse(self, s: int, column: RawSparse, outcome: np.ndarray, job: TallyJob, number: int) -> None:
-        missing = column.missing if column.lengths is None else column.lengths == 0
-        assert missing is not None
+    def _count_sparse(
+        self,
+        s: int,
+        column: np.ndarray | RawList,
+        missing: np.ndarray,
+        outcome: np.ndarray,
+        job: TallyJob,
+        number: int,
+    ) -> None:
+        tokens = (column.categories if isinstance(column, RawList) else column).astype(np.uint64)
         self.missing[number, len(job.schema.dense) + s] += np.count_nonzero(missing)
-        codes = look_up(column.tokens, _slots(job.top[s]), -1).astype(np.int64)
-        rest = TOP + (column.tokens * _MIX[0] >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64)
+        codes = look_up(tokens, _slots(job.top[s]), -1).astype(np.int64)
+        rest = TOP + (tokens * _MIX[0] >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64)
         codes = np.where(codes < 0, rest, codes)
-        if column.lengths is None:
+        if not isinstance(column, RawList):
             codes[missing] = _SPARSE_CODES - 1
         else:  # one entry a value, and one a row without any
             codes = np.concatenate([codes, np.full(np.count_nonzero(missing), _SPARSE_CODES - 1)])
@@ -186,27 +191,9 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def as_columns(raw: RawRows | RawColumns) -> RawColumns:
-    """Raw rows of either kind as columns of their own; integers beyond 2^53 are rounded."""
-    if isinstance(raw, RawColumns):
-        return raw
-    schema, rows = raw.schema, raw.rows
-    bits = raw.missing[:rows]
-    missing = [
-        (bits >> np.uint64(c) & np.uint64(1)).astype(bool) for c in range(len(schema.dense) + len(schema.sparse))
-    ]
-    dense = tuple(raw.integers[:rows, d].astype(np.float64) for d in range(len(schema.dense)))
-    sparse = tuple(
-        RawSparse(raw.tokens[:rows, s].astype(np.uint64), missing[len(schema.dense) + s])
-        for s in range(len(schema.sparse))
-    )
-    labels = raw.labels[:rows] if schema.label is not None else None
-    return RawColumns(schema, rows, dense, tuple(missing[: len(schema.dense)]), sparse, labels, None)
-
-
-def row_hashes(columns: RawColumns) -> np.ndarray:
+def row_hashes(block: RawBlock) -> np.ndarray:
     """uint64 (rows): a hash of all that a row holds, label and weight too; different rows share one with probability 2^-64."""
-    hashes = np.zeros(columns.rows, np.uint64)
+    hashes = np.zeros(block.rows, np.uint64)
     salt = 0
 
     def add(values: np.ndarray, missing: np.ndarray | None) -> None:
@@ -217,23 +204,26 @@ def row_hashes(columns: RawColumns) -> np.ndarray:
             mixed[missing] = 0
         np.add(hashes, mixed, out=hashes)
 
-    for values, missing in zip(columns.dense, columns.dense_missing, strict=True):
-        add((values + 0.0).view(np.uint64), missing)  # -0.0 is 0.0
-    for column in columns.sparse:
-        if column.lengths is None:
-            add(column.tokens, column.missing)
+    for d, name in enumerate(block.schema.dense):
+        values = block.numbers[:, d].astype(np.float64) + 0.0  # -0.0 is 0.0; integers beyond 2^53 are rounded
+        add(values.view(np.uint64), block.is_missing(name))
+    for name in block.schema.sparse:
+        column, missing = block.column(name), block.is_missing(name)
+        if not isinstance(column, RawList):
+            add(column.astype(np.uint64), missing)
             continue
         ends = np.cumsum(column.lengths, dtype=np.int64)
         starts = ends - column.lengths
-        place = np.arange(len(column.tokens), dtype=np.int64) - np.repeat(starts, column.lengths)
+        place = np.arange(len(column.categories), dtype=np.int64) - np.repeat(starts, column.lengths)
         values = np.concatenate(
-            [[np.uint64(0)], np.cumsum(_mixed(column.tokens ^ _mixed(place.view(np.uint64) + _MIX[1])))]
+            [[np.uint64(0)], np.cumsum(_mixed(column.categories ^ _mixed(place.view(np.uint64) + _MIX[1])))]
         )
-        add(values[ends] - values[starts], column.lengths == 0)
-    if columns.labels is not None:
-        add(columns.labels.astype(np.uint64), None)
-    if columns.weights is not None:
-        add(columns.weights.astype(np.float64).view(np.uint64), None)
+        add(values[ends] - values[starts], missing)
+    label = block.labels.get(block.schema.label or "")
+    if label is not None:
+        add(label.astype(np.uint64), None)
+    if block.weights is not None:
+        add(block.weights.astype(np.float64).view(np.uint64), None)
     return _mixed(hashes)
 
 
@@ -243,20 +233,3 @@ def quantile_edges(columns: Sequence[np.ndarray]) -> np.ndarray:
     shares = np.arange(1, DECILES * _FINER) / (DECILES * _FINER)
     edges = [np.quantile(x, shares, method="inverted_cdf") if len(x) else np.zeros(len(shares)) for x in columns]
     return np.array(edges, np.float64).reshape(-1, len(shares))
-
-
-def faults_by_column(schema: Schema, text: np.ndarray, length: int) -> Counter[tuple[str, str]]:
-    """(kind, column) of every refused line of text[:length], uint8 with padding behind it as in `parse_into`."""
-    raw, found = RawRows(schema, max_rows_in(schema, length)), Counter[tuple[str, str]]()
-    waiting = [(0, length)]
-    while waiting:
-        start, stop = waiting.pop()
-        raw.rows = 0
-        faults = parse_into(raw, text[start:], stop - start)
-        if faults.total > len(faults.first):  # more than it names: of either half, then
-            newlines = np.flatnonzero(text[start:stop] == ord("\n"))
-            middle = start + int(newlines[len(newlines) // 2 - 1]) + 1
-            waiting += [(start, middle), (middle, stop)]
-        else:
-            found.update((fault.kind, fault.column) for fault in faults.first)
-    return found

@@ -12,8 +12,6 @@ import numpy as np
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.raw_block import RawColumns, RawSparse
 from rayrec.prepare.log_statistics import TOP, Tally
 from rayrec.schema import Schema
 
@@ -128,15 +126,8 @@ def collision_rate(
     Preprocessor's own rule. `vocabulary`: the column's tokens in id order; `tokens`: distinct ones."""
     wide = tokens.dtype == np.uint64
     schema = Schema(label=None, sparse=("column",), tokens="any" if wide else "hexadecimal")
-    encoder = Preprocessor("report", schema, (), (column,), vocabulary)
-    raw: RawRows | RawColumns
-    if wide:
-        raw = RawColumns(schema, len(tokens), (), (), (RawSparse(tokens, np.zeros(len(tokens), bool)),), None, None)
-    else:
-        raw = RawRows(schema, len(tokens))
-        raw.rows = len(tokens)
-        raw.tokens[:, 0], raw.missing[:] = tokens, 0
-    ids = np.asarray(encoder.encode(raw).ids[0])
+    encoder = Preprocessor("report", schema, (), (column,), vocabulary).encoder
+    ids = encoder.ids(tokens, 0)
     if column.num_tokens is not None:
         known = np.isin(column.looked_up(tokens), vocabulary)
         ids, counts = ids[known], counts[known]

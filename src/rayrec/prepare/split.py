@@ -24,10 +24,10 @@ from rayrec.data.arrow import json_of, numpy_of
 from rayrec.data.engine import Engine
 from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.log_source import refuse_foreign
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
-from rayrec.data.logs.text_parser import Faults
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
 from rayrec.prepare.split_tasks import (

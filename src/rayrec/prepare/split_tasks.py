@@ -20,14 +20,14 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
-from rayrec.data.groups import group_keys
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed, checksum, is_gzip
 from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
-from rayrec.data.logs.text_parser import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_lines
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.logs.text_parser import PADDING_BYTES, TextParser, max_rows_in
+from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
@@ -142,18 +142,18 @@ def _text_of(segment: Segment) -> tuple[npt.NDArray[np.uint8], int]:
     return text, size
 
 
-def _lines(segment: Segment, schema: Schema) -> tuple[RawRows, _Lines]:
+def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
     """The good rows of a segment, and their lines."""
     text, size = _text_of(segment)
-    raw = RawRows(schema, max_rows_in(schema, size))
+    parser = TextParser(schema, max_rows_in(schema, size))
     starts = np.concatenate([[0], np.flatnonzero(text[:size] == ord("\n")) + 1])
     starts = starts[starts < size]
     stops = np.append(starts[1:], size)
-    faulty = parse_lines(raw, text, size, most_faults=len(starts))
-    good = ~np.isin(starts, faulty)
-    if raw.rows != segment.rows or int(good.sum()) != raw.rows:
+    faults = parser.parse(text, size, most_faults=len(starts))
+    good = ~np.isin(starts, np.array([fault.byte for fault in faults.first], np.int64))
+    if parser.rows != segment.rows or int(good.sum()) != parser.rows:
         raise changed(segment.path, segment.start, segment.stop, "bytes")
-    return raw, _Lines(text, starts[good], stops[good])
+    return parser.block(), _Lines(text, starts[good], stops[good])
 
 
 # Examining -----------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
             faults.add(wrong)
             first += len(table)
             if job.by in ("group", "last-out"):
-                missing += int(np.count_nonzero(group_keys(raw, np.arange(raw.rows)) == 0))
+                missing += int(np.count_nonzero(raw.group_keys() == 0))
             if keys is not None:
                 keys.add(raw, rows)
             rows += raw.rows
@@ -204,12 +204,12 @@ class _Keys:
         self.sizes: list[list[int]] = []
         """For last-out, of each chunk: the events of every partition."""
 
-    def add(self, raw: RawRows | RawColumns, first_row: int) -> None:
+    def add(self, raw: RawBlock, first_row: int) -> None:
         """Adds rows that begin with number `first_row` of the task."""
         if self._job.by == "time":
             self._file.write(np.ascontiguousarray(_times(raw)).data)
             return
-        users = group_keys(raw, np.arange(raw.rows))
+        users = raw.group_keys()
         events = np.empty(raw.rows, EVENT)
         events["user"], events["time"] = users, _times(raw)
         events["row"] = np.arange(first_row, first_row + raw.rows)
@@ -228,10 +228,9 @@ class _Keys:
             self.sizes.append(np.bincount(partition_of, minlength=self._job.partitions).tolist())
 
 
-def _times(raw: RawRows | RawColumns) -> Numbers:
-    assert isinstance(raw, RawColumns)
-    assert raw.timestamps is not None
-    return raw.timestamps
+def _times(raw: RawBlock) -> Numbers:
+    assert raw.times is not None
+    return raw.times
 
 
 def _partitions(users: Numbers, partitions: int) -> npt.NDArray[np.intp]:
@@ -335,14 +334,14 @@ class _Chooser:
                     marks.append(read_array(job.place("marks", number), MARK, start, count))
         self._marks = np.sort(np.concatenate(marks), order="row")
 
-    def __call__(self, raw: RawRows | RawColumns) -> npt.NDArray[np.uint8]:
+    def __call__(self, raw: RawBlock) -> npt.NDArray[np.uint8]:
         """uint8 (rows): places of PARTS."""
         job, first, rows = self._job, self._row, raw.rows
         self._row += rows
         if job.by == "rows":
             return part_of_hash(np.arange(first, first + rows, dtype=np.uint64), job)
         if job.by == "group":
-            keys = group_keys(raw, np.arange(rows))
+            keys = raw.group_keys()
             return np.where(keys == 0, 0, part_of_hash(keys.view(np.uint64), job)).astype(np.uint8)
         if job.by == "time":
             validation, test = job.times
@@ -368,7 +367,7 @@ def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
         for raw, piece in _pieces(task, job.schema):
             parts = chooser(raw)
             if task.segments and job.by == "group":
-                missing += int(np.count_nonzero(group_keys(raw, np.arange(raw.rows)) == 0))
+                missing += int(np.count_nonzero(raw.group_keys() == 0))
             rows += np.bincount(parts, minlength=len(PARTS))
             writer.add(piece, parts)
         writer.finish()
@@ -388,7 +387,7 @@ class _Lines:
     stops: Numbers
 
 
-def _pieces(task: SplitTask, schema: Schema) -> Iterator[tuple[RawRows | RawColumns, pa.Table | _Lines]]:
+def _pieces(task: SplitTask, schema: Schema) -> Iterator[tuple[RawBlock, pa.Table | _Lines]]:
     for segment in task.segments:
         yield _lines(segment, schema)
     if task.segments:

@@ -17,20 +17,23 @@ from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.arrow import arrow_numbers, arrow_texts, numpy_of
 from rayrec.data.encoding.counts import Counts, count_log
-from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.encoding.derivation import Derivation
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, Part, Segment
+from rayrec.data.logs.lines import read_text
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, parts_of, slices_of
-from rayrec.data.logs.text_parser import PADDING_BYTES
+from rayrec.data.logs.text_parser import TextParser, max_rows_in
+from rayrec.data.raw_block import RawBlock
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
 from rayrec.prepare import report_figures
 from rayrec.prepare.config import PreparationConfig, cache_folder, engine
 from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
-from rayrec.prepare.log_statistics import Tally, TallyJob, as_columns, faults_by_column, quantile_edges
+from rayrec.prepare.log_statistics import Tally, TallyJob, quantile_edges
 from rayrec.schema import Schema
 
 
@@ -61,7 +64,7 @@ def examine_categories(
     difference. Memory is bounded as for `rayrec vocabulary`, but for one column's categories at a time."""
     buckets = given is not None and given.integer_buckets
     # Each column by itself, also those that share a vocabulary.
-    job = replace(RAYREC.counting(config.schema.unshared()), prepare=bucket_integers if buckets else None)
+    job = replace(RAYREC.counting(config.schema.unshared()), derivation=Derivation(buckets=buckets))
     shift = len(config.schema.dense) if buckets else 0  # they come first among the counted columns
 
     def count(start: int, what: str) -> Counts:
@@ -174,12 +177,9 @@ def _tasks(batches: Sequence[Batch], limit: int) -> list[list[Batch]]:
     return tasks
 
 
-def _read(parts: Sequence[Part], schema: Schema) -> Any:
-    columns = as_columns(read_raw([part.segment for part in parts], schema))
-    before, behind = parts[0].start, parts[-1].segment.rows - parts[-1].stop  # only the ends may be cut
-    if before or behind:
-        columns = columns.take(np.arange(before, columns.rows - behind))
-    return columns
+def _read(parts: Sequence[Part], schema: Schema) -> RawBlock:
+    block = read_raw([part.segment for part in parts], schema)
+    return block.cut(parts[0].start, block.rows - (parts[-1].segment.rows - parts[-1].stop))  # only the ends may be cut
 
 
 def _tally_task(batches: Sequence[Batch], *, job: TallyJob) -> pa.Table:
@@ -191,8 +191,11 @@ def _tally_task(batches: Sequence[Batch], *, job: TallyJob) -> pa.Table:
 
 
 def _values_task(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
-    columns = _read(parts, schema)
-    values = [arrow_numbers(x, missing) for x, missing in zip(columns.dense, columns.dense_missing, strict=True)]
+    block = _read(parts, schema)
+    values = [
+        arrow_numbers(numbers.astype(np.float64), block.is_missing(name))
+        for numbers, name in zip(block.numbers.T, schema.dense, strict=True)
+    ]
     return pa.table(values, names=list(schema.dense))
 
 
@@ -200,9 +203,8 @@ def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
     found = Counter[tuple[str, str]]()
     for segment in segments:
         size = segment.stop - segment.start
-        text = np.zeros(size + PADDING_BYTES, np.uint8)
-        storage.read_into(segment.path, segment.start, text[:size])
-        found += faults_by_column(schema, text, size)
+        faults = TextParser(schema, max_rows_in(schema, size)).parse(read_text(segment), size, most_faults=size)
+        found.update((fault.kind, fault.column) for fault in faults.first)
     return pa.table({"found": arrow_texts([json.dumps([[*place, rows] for place, rows in found.items()])])})
 
 

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Final, final
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.raw_block import RawColumns, RawSparse
+from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
 from rayrec.serve.protocol import ReplicaState, Source, Status, Wanted
 from rayrec.serve.requests import Body, RequestError
 from rayrec.serve.responses import BatchScorer, ScoreResponse
-from rayrec.serve.row_readers import Raw
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -187,7 +185,7 @@ class Shadow:
 
     def __init__(self, answerer: BatchScorer, counters: Counters) -> None:
         self._answerer, self._counters = answerer, counters
-        self._batches: queue.Queue[tuple[Raw, np.ndarray] | None] = queue.Queue(_SHADOW_BATCHES)
+        self._batches: queue.Queue[tuple[RawBlock, np.ndarray] | None] = queue.Queue(_SHADOW_BATCHES)
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
@@ -197,9 +195,9 @@ class Shadow:
     def version(self) -> str:
         return self._answerer.model.version
 
-    def offer(self, raw: Raw, logits: np.ndarray) -> None:
+    def offer(self, raw: RawBlock, logits: np.ndarray) -> None:
         """Never waits."""
-        num_bytes = _num_bytes(raw)
+        num_bytes = raw.nbytes
         try:
             if self._waiting_bytes + num_bytes > _SHADOW_BYTES:
                 raise queue.Full
@@ -225,7 +223,7 @@ class Shadow:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while (batch := self._batches.get()) is not None:
             raw, logits = batch
-            self._add(-_num_bytes(raw))
+            self._add(-raw.nbytes)
             try:
                 scores = sigmoid(self._answerer.score(raw))
             except Exception:  # it must not harm what is answered
@@ -235,17 +233,3 @@ class Shadow:
             self._counters.shadow_rows.labels(self.version).inc(len(logits))
             difference = np.abs(scores - sigmoid(logits)).astype(np.float64)
             self._counters.shadow_score_difference.observe(difference)
-
-
-def _num_bytes(raw: object) -> int:
-    """Of all the arrays in it."""
-    if isinstance(raw, np.ndarray):
-        return raw.nbytes
-    parts = (
-        raw
-        if isinstance(raw, tuple)
-        else vars(raw).values()
-        if isinstance(raw, RawRows | RawColumns | RawSparse)
-        else ()
-    )
-    return sum(map(_num_bytes, parts))

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import orjson
 
-from rayrec.data.encoding.oov import UnknownTokens
+from rayrec.data.encoding.known_categories import UnknownCategories
+from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
 from rayrec.serve.requests import Body, RequestError
-from rayrec.serve.row_readers import Outcome, Raw, make_reader, take
+from rayrec.serve.row_readers import Outcome, make_reader, take
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -29,7 +30,7 @@ class ScoreResponse:
     more_scores: Mapping[str, np.ndarray]
     """float32 (rows), by `score_L` for each label L other than the main one: a probability, or the number that is predicted"""
     unknown: np.ndarray
-    """int32 (rows, num_sparse), see UnknownTokens"""
+    """int32 (rows, num_sparse), see UnknownCategories"""
     columns: tuple[str, ...]
     """Names of the sparse columns."""
     model: str
@@ -59,12 +60,12 @@ class BatchScorer:
     def __init__(self, model: ServedModel, counters: Counters) -> None:
         self.model = model
         self._reader = make_reader(model.preprocessor.schema)
-        self._unknown = UnknownTokens(model.preprocessor)
+        self._unknown = UnknownCategories(model.preprocessor)
         self._columns = model.preprocessor.inputs.sparse
         self._more_labels = model.preprocessor.inputs.labels
         self._counters = counters
 
-    def answer(self, bodies: Sequence[Body]) -> tuple[list[ScoreResponse | RequestError], Raw, np.ndarray]:
+    def answer(self, bodies: Sequence[Body]) -> tuple[list[ScoreResponse | RequestError], RawBlock, np.ndarray]:
         """The answers, one a body; then the rows of all good bodies and their logits."""
         start = time.perf_counter()
         raw, outcomes = self._reader.read(bodies)
@@ -81,7 +82,7 @@ class BatchScorer:
         self._count(raw.rows, unknown, time.perf_counter() - start)
         return answers, raw, logits
 
-    def score(self, raw: Raw) -> np.ndarray:
+    def score(self, raw: RawBlock) -> np.ndarray:
         """float32 (rows): the logits of rows read already."""
         return self.model.score(self.model.preprocessor.encode(raw))
 

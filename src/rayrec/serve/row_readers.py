@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, final
 
@@ -13,9 +14,10 @@ import pyarrow as pa
 
 from rayrec.config import InputError
 from rayrec.data.logs.csv_reader import read_csv_text
+from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.data.logs.text_parser import Fault, RawRows, padded, parse_into
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.logs.text_parser import TextParser, padded
+from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
 from rayrec.serve.requests import Body, RequestError, delimiter_of, row_ends, shown
 
@@ -25,10 +27,8 @@ MAX_NUMBER = 10**18
 """As in text, where 18 digits are taken."""
 _LINE_START = re.compile(rb"(?m)^")
 _A_LABEL = "label of rows without one"
-_LABEL_FAULT = "label is not 0 or 1"
 
 
-Raw = RawRows | RawColumns
 Outcome = slice | RequestError
 """Of one body: which of the rows read together are its own, or what is wrong with it."""
 
@@ -43,7 +43,7 @@ class RowReader(ABC):
         self._known = {*self.schema.columns, *self._ignored}
 
     @abstractmethod
-    def read(self, bodies: Sequence[Body]) -> tuple[Raw, list[Outcome]]:
+    def read(self, bodies: Sequence[Body]) -> tuple[RawBlock, list[Outcome]]:
         """The good bodies' rows one after the other, without labels, and what became of each body."""
 
     def _check_names(self, row: Any, number: int) -> None:
@@ -90,11 +90,11 @@ class HexadecimalReader(RowReader):
         super().__init__(schema)
         self._labelled = schema if schema.label else schema.replace(label=_A_LABEL)
 
-    def read(self, bodies: Sequence[Body]) -> tuple[RawRows, list[Outcome]]:
-        raw = RawRows(self.schema, sum(body.num_rows for body in bodies))
+    def read(self, bodies: Sequence[Body]) -> tuple[RawBlock, list[Outcome]]:
+        parser = TextParser(self._labelled, sum(body.num_rows for body in bodies))
         outcomes: list[Outcome] = []
         for body in bodies:
-            start = raw.rows
+            start = parser.rows
             try:
                 if body.format == "csv":
                     raise RequestError(415, "rows of this model come as application/json or text/tab-separated-values")
@@ -102,26 +102,22 @@ class HexadecimalReader(RowReader):
                     # Of one column a missing value is an empty line, which is no row; behind a label it is one.
                     single = len(self.schema.columns) == 1
                     text = self._as_text(body.rows)
-                    self._parse(raw, _LINE_START.sub(b"0\t", text) if single else text, labelled=single)
+                    self._parse(parser, _LINE_START.sub(b"0\t", text) if single else text, labelled=single)
                 else:
                     found = 1 + body.text.partition(b"\n")[0].count(b"\t")
-                    self._parse(raw, body.text, labelled=self._is_labelled(body, found))
-                outcomes.append(slice(start, raw.rows))
+                    self._parse(parser, body.text, labelled=self._is_labelled(body, found))
+                outcomes.append(slice(start, parser.rows))
             except RequestError as error:
-                raw.rows = start
+                parser.drop_after(start)
                 outcomes.append(error)
-        return raw, outcomes
+        return replace(parser.block(), schema=self.schema, labels={}), outcomes
 
-    def _parse(self, raw: RawRows, text: bytes, *, labelled: bool) -> None:
-        start = raw.rows
-        raw.schema = self._labelled if labelled else self.schema  # says only whether a line begins with a label
-        try:
-            faults = parse_into(raw, padded(text), len(text))
-        finally:
-            raw.schema = self.schema
-        if labelled and _LABEL_FAULT in faults.counts:  # it is ignored, whatever it is
-            raw.rows = start
-            self._parse(raw, re.sub(rb"(?m)^[^\t\n]*\t", b"", text), labelled=False)
+    def _parse(self, parser: TextParser, text: bytes, *, labelled: bool) -> None:
+        start = parser.rows
+        faults = parser.parse(padded(text), len(text), labelled=labelled)
+        if labelled and LABEL_FAULT in faults.counts:  # it is ignored, whatever it is
+            parser.drop_after(start)
+            self._parse(parser, re.sub(rb"(?m)^[^\t\n]*\t", b"", text), labelled=False)
         elif faults.total:
             fault = faults.first[0]
             raise _refusal(fault, text.count(b"\n", 0, fault.byte or 0))
@@ -190,8 +186,8 @@ def _hexadecimal_text(value: Any, name: str, number: int) -> str:
 class AnyReader(RowReader):
     """Rows of a log of any tokens: JSON and text become Arrow columns, as files of such a log do."""
 
-    def read(self, bodies: Sequence[Body]) -> tuple[RawColumns, list[Outcome]]:
-        parts: list[RawColumns] = []
+    def read(self, bodies: Sequence[Body]) -> tuple[RawBlock, list[Outcome]]:
+        parts: list[RawBlock] = []
         outcomes: list[Outcome] = []
         rows = 0
         for body in bodies:
@@ -207,16 +203,10 @@ class AnyReader(RowReader):
             if faults.total:
                 outcomes.append(_refusal(faults.first[0], faults.first[0].row or 0))
                 continue
-            assert isinstance(raw, RawColumns)
             outcomes.append(slice(rows, rows + raw.rows))
             rows += raw.rows
             parts.append(raw)
-        return RawColumns.concatenated(parts or [self._nothing()]), outcomes
-
-    def _nothing(self) -> RawColumns:
-        raw, _ = parse_table(self._table([]), self.schema)
-        assert isinstance(raw, RawColumns)
-        return raw
+        return RawBlock.concatenated(parts or [RawBlock.empty(self.schema)]), outcomes
 
     def _table(self, rows: list[Any]) -> pa.Table:
         for number, row in enumerate(rows):

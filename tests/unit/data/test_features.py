@@ -22,7 +22,7 @@ from rayrec.data.frames import transform
 from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.raw_block import RawBlock
 from rayrec.ingest.batches import Slicer
 from rayrec.models.base import ModelInputs
 from rayrec.schema import Feature, Label, Schema, load_schema
@@ -55,14 +55,13 @@ ROWS = pa.table(
 )
 
 
-def parsed(table: pa.Table = ROWS, schema: Schema = SCHEMA) -> RawColumns:
+def parsed(table: pa.Table = ROWS, schema: Schema = SCHEMA) -> RawBlock:
     raw, faults = parse_table(table, schema)
     assert not faults.total, faults.first
-    assert isinstance(raw, RawColumns)
     return raw
 
 
-def preprocessor_of(raw: RawColumns, schema: Schema = SCHEMA) -> Preprocessor:
+def preprocessor_of(raw: RawBlock, schema: Schema = SCHEMA) -> Preprocessor:
     preset = Preset(min_count=1)
     counts = preset.counting(schema).empty()
     counts.add_rows(raw, 0)
@@ -149,7 +148,7 @@ def test_aligned_lists_have_categories_at_the_same_places() -> None:
     assert [(fault.kind, fault.column, fault.row) for fault in faults.first] == [
         ("categories are not at the places of the list that it is aligned with", "shops", row) for row in (3, 4, 5)
     ]
-    assert [column.lengths.tolist() for column in raw.sparse] == [[2, 0, 1, 1]] * 2  # type: ignore[union-attr]
+    assert [column.lengths.tolist() for column in raw.lists] == [[2, 0, 1, 1]] * 2
 
 
 def test_an_earlier_schemas_description_stays_the_same() -> None:
@@ -163,19 +162,17 @@ def test_an_earlier_schemas_description_stays_the_same() -> None:
 
 def test_labels_with_missing_values_and_times_are_read() -> None:
     raw = parsed()
-    like, seconds = raw.more_labels
+    like, seconds = raw.labels["like"], raw.labels["seconds"]
     np.testing.assert_array_equal(like, np.array([1, np.nan, 0, np.nan], np.float32))
     np.testing.assert_array_equal(seconds, np.array([1.5, 0, 2, 3], np.float32))
-    assert raw.timestamps is not None
-    assert raw.timestamps.tolist() == [0, 1, 2, 3_000_000]
+    assert raw.times is not None
+    assert raw.times.tolist() == [0, 1, 2, 3_000_000]
 
 
 def test_a_list_keeps_its_last_items_and_the_weights_of_its_items() -> None:
     raw = parsed()
-    history, tags = raw.sparse[2], raw.sparse[3]
-    assert history.lengths is not None
-    assert (history.tokens.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
-    assert tags.lengths is not None
+    history, tags = raw.lists
+    assert (history.categories.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
     assert tags.weights is not None
     assert (tags.lengths.tolist(), tags.weights.tolist()) == ([2, 1, 0, 2], [0.5, 2.0, 1.0, 3.0, 4.0])
 
@@ -225,8 +222,8 @@ def test_a_faulty_value_is_counted_with_its_row_and_column(name: str, values: pa
 )
 def test_times_in_text(text: str, microseconds: int) -> None:
     raw = parsed(column("at", pa.array([text, "0", text, "1"])))
-    assert raw.timestamps is not None
-    assert raw.timestamps.tolist() == [microseconds, 0, microseconds, 1_000_000]
+    assert raw.times is not None
+    assert raw.times.tolist() == [microseconds, 0, microseconds, 1_000_000]
 
 
 def test_other_types_of_time() -> None:
@@ -237,8 +234,8 @@ def test_other_types_of_time() -> None:
         pa.array([0.0, 1.0, 2.0, 3.0]),
     ):
         raw = parsed(column("at", values))
-        assert raw.timestamps is not None
-        assert raw.timestamps.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
+        assert raw.times is not None
+        assert raw.times.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
     with pytest.raises(InputError, match="a time is a date"):
         parse_table(column("at", pa.array([True] * 4)), SCHEMA)
 
@@ -254,7 +251,6 @@ def test_csv_gives_the_same_rows(tmp_path: Path) -> None:
     )
     raw, faults = parse_table(pa.concat_tables(read_csv(str(file), SCHEMA)), SCHEMA)
     assert not faults.total, faults.first
-    assert isinstance(raw, RawColumns)
     assert_equal(preprocessor_of(parsed()).encode(raw), preprocessor_of(parsed()).encode(parsed()))
 
 
@@ -275,7 +271,7 @@ def assert_equal(left: EncodedRows, right: EncodedRows) -> None:
 def test_rows_are_taken_and_joined_with_everything_they_have() -> None:
     raw = parsed()
     order = np.array([3, 0, 0, 2])
-    parts = RawColumns.concatenated([raw.take(order[:1]), raw.take(order[1:])])
+    parts = RawBlock.concatenated([raw.take(order[:1]), raw.take(order[1:])])
     preprocessor = preprocessor_of(raw)
     assert_equal(preprocessor.encode(parts), preprocessor.encode(raw, order))
 
@@ -307,7 +303,7 @@ def test_a_category_is_counted_over_all_columns_of_its_vocabulary() -> None:
     merged = preset.counting(SCHEMA).empty()
     merged.add(counts.to_table())
     assert make_preprocessor(preset, SCHEMA, merged).vocabulary(2).tolist() == [20]
-    alone = CountingJob(SCHEMA.unshared(), dtype="uint64").empty()
+    alone = CountingJob(SCHEMA.unshared()).empty()
     alone.add_rows(parsed(schema=SCHEMA.unshared()), 0)
     assert make_preprocessor(preset, SCHEMA.unshared(), alone).vocabulary(2).tolist() == []
 
@@ -398,7 +394,6 @@ def test_sequences_are_in_a_field_of_their_own(encoded: tuple[Preprocessor, Enco
 def test_a_schema_without_any_of_this_is_unchanged() -> None:
     schema = Schema(label="click", sparse=("user",), tokens="any")
     raw, _ = parse_table(ROWS.select(["click", "user"]), schema)
-    assert isinstance(raw, RawColumns)
     rows = preprocessor_of(raw, schema).encode(raw)
     assert (rows.more_labels, rows.timestamps) == ((), None)
     (batch,) = [Slicer(iter([rows]), schema).take(4, loss_weight=1.0)]

@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 
 from rayrec.config import InputError
-from rayrec.data.groups import group_keys
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
 from rayrec.schema import Schema
@@ -19,7 +18,7 @@ def test_keys_of_hexadecimal_categories() -> None:
     lines = ["1\t3\t0000000a\t0000000b", "0\t\t\t0000000b", "0\t3\t0000000a\t00000000", "1\t3\t0000000a\t"]
     raw, faults = parse(HEXADECIMAL, ("\n".join(lines) + "\n").encode())
     assert not faults.total
-    keys = group_keys(raw, np.array([0, 1, 2, 3, 0]))
+    keys = raw.group_keys(np.array([0, 1, 2, 3, 0]))
     assert keys.dtype == np.int64
     assert keys[0] == keys[1] == keys[4]
     assert keys[3] == 0
@@ -32,7 +31,7 @@ def test_keys_of_any_categories() -> None:
     table = pa.table({"click": [0, 1, 0, 1, 1], "item": [1, 2, 3, 4, 5], "user": users})
     raw, faults = parse_table(table, schema, path="x")
     assert not faults.total
-    keys = group_keys(raw, np.arange(5))
+    keys = raw.group_keys()
     assert keys[0] == keys[3] != keys[1]
     assert keys[2] == keys[4] == 0
     assert 0 not in keys[[0, 1]]

@@ -11,9 +11,10 @@ import pytest
 
 from rayrec import cli
 from rayrec.config import InputError
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.head import check_head
 from rayrec.data.logs.index import LogIndex
-from rayrec.data.logs.text_parser import Faults, parse
+from rayrec.data.logs.text_parser import parse
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label="rating", sparse=("user",), tokens="any", delimiter=",")

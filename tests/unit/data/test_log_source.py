@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -110,12 +109,12 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
         assert len(storage.list_files(f"{tmp_path}/log{glob}")) == 6
     schema = CLICKS.replace(dense=("price", "hour"), sparse=("shop", "dt"))
     index = open_index(f"{tmp_path}/log{glob}", schema, segment_bytes=1 << 20, cache=str(tmp_path / "cache"))
-    raw: Any = read_raw(index.segments, schema)
-    assert raw.dense[0].tolist() == [
+    raw = read_raw(index.segments, schema)
+    assert raw.numbers[:, 0].tolist() == [
         100.0 * day + 10 * part + i for day in (1, 2, 10) for part in (0, 1) for i in range(5)
     ]
-    assert raw.dense[1].tolist() == [day for day in (1.0, 2.0, 10.0) for _ in range(10)]
-    days = raw.sparse[1].tokens.tolist()
+    assert raw.numbers[:, 1].tolist() == [day for day in (1.0, 2.0, 10.0) for _ in range(10)]
+    days = raw.categories[:, 1].tolist()
     assert days[0] == days[9] != days[10] == days[19] != days[20]
     what, slices = slices_of(index)
     assert what == "file"

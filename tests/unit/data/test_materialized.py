@@ -21,7 +21,7 @@ from builders.torchrec_scripts import torchrec_criteo
 from rayrec.config import InputError
 from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
@@ -310,8 +310,8 @@ def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path)
     rows = np.fromfile(tmp_path / "out" / "day_2.bin", np.int32).reshape(-1, 40)
     segments = [segment for segment in days.segments if segment.path.endswith("day_2")]
     raw = read_raw(segments, SCHEMA)
-    assert (rows[:, 0] == raw.labels[: raw.rows]).all()
-    assert (rows[:, 1:14] == np.maximum(raw.integers[: raw.rows], 0)).all()
+    assert (rows[:, 0] == raw.labels["label"]).all()
+    assert (rows[:, 1:14] == np.maximum(raw.numbers, 0)).all()
     assert (rows[:, 14:] == np.stack(v1.encode(raw).ids).T).all()
     assert (tmp_path / "out" / "day_2.bin").stat().st_size == 160 * 899
 

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import materialized
-from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, unpack
 from rayrec.data.logs.splits import Split
-from rayrec.data.logs.text_parser import Faults
 from rayrec.data.materialized.files import WRITTEN, combine
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA

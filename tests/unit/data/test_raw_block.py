@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from builders.raw_blocks import block_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
+from rayrec.data.encoding.category_counter import NO_ROW
+from rayrec.data.encoding.counts import CountingJob
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import parse
-from rayrec.data.raw_block import RawColumns, RawSparse, column_tokens, dense_moments, encode_columns
+from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
 
 SCHEMA = Schema(
@@ -41,24 +46,14 @@ def make(num_embeddings: int = LARGE) -> Preprocessor:
     )
 
 
-def columns_of(rows: list[Row], schema: Schema = SCHEMA) -> RawColumns:
-    sparse = []
-    for s, name in enumerate(schema.sparse):
-        cells: list[Any] = [row[3][s] for row in rows]
-        if name in schema.lists:
-            tokens = np.array([token for cell in cells for token in cell], np.uint64)
-            sparse.append(RawSparse(tokens, None, np.array([len(cell) for cell in cells], np.int32)))
-        else:
-            missing = np.array([cell is None for cell in cells], bool)
-            sparse.append(RawSparse(np.array([cell or 0 for cell in cells], np.uint64), missing))
-    return RawColumns(
+def raw_of(rows: list[Row], schema: Schema = SCHEMA) -> RawBlock:
+    columns = {name: [row[2][d] for row in rows] for d, name in enumerate(schema.dense)}
+    columns |= {name: [row[3][s] for row in rows] for s, name in enumerate(schema.sparse)}
+    return block_of(
         schema,
-        len(rows),
-        tuple(np.array([row[2][d] or 0.0 for row in rows], np.float64) for d in range(2)),
-        tuple(np.array([row[2][d] is None for row in rows], bool) for d in range(2)),
-        tuple(sparse),
-        np.array([row[0] for row in rows], np.uint8) if schema.label else None,
-        np.array([row[1] for row in rows], np.float32) if schema.weight else None,
+        columns,
+        labels={"y": np.array([row[0] for row in rows], np.float32)} if schema.label else {},
+        weights=np.array([row[1] for row in rows], np.float32) if schema.weight else None,
     )
 
 
@@ -80,7 +75,7 @@ def ids_of(encoded: EncodedRows, column: int) -> list[Any]:
 
 def check(rows: list[Row], order: list[int] | None, num_embeddings: int = LARGE) -> None:
     preprocessor = make(num_embeddings)
-    raw = columns_of(rows)
+    raw = raw_of(rows)
     encoded = preprocessor.encode(raw, None if order is None else np.array(order, np.int64))
     rows = rows if order is None else [rows[i] for i in order]
     assert len(encoded) == len(rows)
@@ -132,18 +127,18 @@ def test_large_tables_have_int64_ids() -> None:
     row: Row = (1, 1.0, [0.0, 0.0], [2**40, [], 2**33 - 3, []])
     preprocessor = make(size)
     assert preprocessor.id_dtype == np.int64
-    assert ids_of(preprocessor.encode(columns_of([row])), 2) == [size - 1]
+    assert ids_of(preprocessor.encode(raw_of([row])), 2) == [size - 1]
     check([row, row], [1, 0], size)
 
 
 def test_ids_above_2_to_the_24_survive() -> None:
     rows: list[Row] = [(1, 1.0, [0.0, 0.0], [None, [2**24 + 1], t, []]) for t in (2**24 + 1, 2**24 + 2, 2**25 + 1)]
-    assert ids_of(make().encode(columns_of(rows)), 2) == [2**24 + 3, 2**24 + 4, 2**25 + 3]
+    assert ids_of(make().encode(raw_of(rows)), 2) == [2**24 + 3, 2**24 + 4, 2**25 + 3]
 
 
 def test_unlabelled_rows_have_neither_labels_nor_weights() -> None:
-    raw = columns_of([(0, 1.0, [1.0, None], [5, [], None, [3, 4]])], SCHEMA.unlabelled())
-    encoded = encode_columns(make(), raw)
+    raw = raw_of([(0, 1.0, [1.0, None], [5, [], None, [3, 4]])], SCHEMA.unlabelled())
+    encoded = make().encode(raw)
     assert encoded.labels is None
     assert encoded.weights is None
 
@@ -157,8 +152,7 @@ def test_tokens_may_be_taken_modulo() -> None:
         sparse=(SparseColumn(4, 2, token_modulo=10),),
         tokens=np.array([3, 9], np.uint64),
     )
-    raw = RawColumns(schema, 3, (), (), (RawSparse(np.array([13, 9, 5], np.uint64), np.zeros(3, bool)),), None, None)
-    encoded = preprocessor.encode(raw)
+    encoded = preprocessor.encode(block_of(schema, {"s": [13, 9, 5]}))
     assert encoded.dense.shape == (3, 0)
     assert ids_of(encoded, 0) == [2, 3, 0]
 
@@ -167,57 +161,66 @@ def test_tokens_may_be_taken_modulo() -> None:
 @given(rows_strategy, st.integers(0, 8), st.integers(0, 8), st.randoms(use_true_random=False))
 def test_take_and_concatenate(rows: list[Row], low: int, high: int, rng: random.Random) -> None:
     low, high = sorted((min(low, len(rows)), min(high, len(rows))))
-    joined = RawColumns.concatenated([columns_of(rows[:low]), columns_of(rows[low:high]), columns_of(rows[high:])])
-    same(joined, columns_of(rows))
+    joined = RawBlock.concatenated([raw_of(rows[:low]), raw_of(rows[low:high]), raw_of(rows[high:])])
+    same(joined, raw_of(rows))
+    same(joined.cut(low, high), raw_of(rows[low:high]))
     order = [rng.randrange(len(rows)) for _ in range(5)] if rows else []
-    same(joined.take(np.array(order, np.int64)), columns_of([rows[i] for i in order]))
+    same(joined.take(np.array(order, np.int64)), raw_of([rows[i] for i in order]))
 
 
-def same(one: RawColumns, other: RawColumns) -> None:
+def test_files_follow_their_rows() -> None:
+    rows: list[Row] = [(0, 1.0, [1.0, None], [5, [], None, [3, 4]])] * 3
+    first = replace(raw_of(rows), files=(("a", 0, 2), ("b", 2, 3)))
+    joined = RawBlock.concatenated([first, replace(raw_of(rows), files=(("c", 0, 3),))])
+    assert joined.files == (("a", 0, 2), ("b", 2, 3), ("c", 3, 6))
+    assert joined.cut(1, 4).files == (("a", 0, 1), ("b", 1, 2), ("c", 2, 3))
+    assert joined.cut(3, 5).files == (("c", 0, 2),)
+
+
+def same(one: RawBlock, other: RawBlock) -> None:
     assert one.rows == other.rows
-    pairs: list[tuple[Any, Any]] = [
-        *zip(one.dense, other.dense, strict=True),
-        *zip(one.dense_missing, other.dense_missing, strict=True),
-    ]
-    pairs += [(one.labels, other.labels), (one.weights, other.weights)]
-    for a, b in zip(one.sparse, other.sparse, strict=True):
-        pairs += [(a.tokens, b.tokens), (a.missing, b.missing), (a.lengths, b.lengths)]
+    pairs: list[tuple[Any, Any]] = [(getattr(one, name), getattr(other, name)) for name in ("numbers", "categories")]
+    pairs += [(one.missing, other.missing), (one.labels["y"], other.labels["y"]), (one.weights, other.weights)]
+    for a, b in zip(one.lists, other.lists, strict=True):
+        pairs += [(a.categories, b.categories), (a.lengths, b.lengths)]
     for left, right in pairs:
-        assert (left is None) == (right is None)
-        if left is not None and right is not None:
-            assert left.dtype == right.dtype
-            assert left.tolist() == right.tolist()
+        assert left.dtype == right.dtype
+        assert left.tolist() == right.tolist()
 
 
 @settings(max_examples=100, deadline=None)
 @given(rows_strategy, st.integers(0, 2**40))
 def test_what_is_counted(rows: list[Row], first_row: int) -> None:
-    raw = columns_of(rows)
-    for s in range(4):
-        pairs, absent = [], []
-        for number, row in enumerate(rows, first_row):
-            cell = row[3][s]
-            found = cell if isinstance(cell, list) else [] if cell is None else [cell]
-            pairs += [(token, number) for token in found]
-            absent += [] if found else [number]
-        for with_rows in (False, True):
-            made = column_tokens(raw, s, first_row=first_row, with_rows=with_rows)
-            assert made.tokens.tolist() == [token for token, _ in pairs]
-            assert (made.tokens.dtype, made.tokens.flags.c_contiguous) == (np.uint64, True)
-            assert (made.missing, made.first_missing) == (len(absent), absent[0] if absent else None)
-            assert (made.rows is not None) == with_rows
-            assert made.rows is None or made.rows.tolist() == [number for _, number in pairs]
+    raw = raw_of(rows)
+    for with_rows in (False, True):
+        counts = CountingJob(SCHEMA, first_rows=with_rows).empty()
+        counts.add_rows(raw, first_row)
+        for s, counter in enumerate(counts.tokens):
+            pairs, absent = [], []
+            for number, row in enumerate(rows, first_row):
+                cell = row[3][s]
+                found = cell if isinstance(cell, list) else [] if cell is None else [cell]
+                pairs += [(token, number) for token in found]
+                absent += [] if found else [number]
+            tokens, amounts, first = counter.items()
+            assert dict(zip(tokens.tolist(), amounts.tolist(), strict=True)) == Counter(token for token, _ in pairs)
+            assert counts.missing[s].tolist() == [len(absent), min(absent, default=NO_ROW)]
+            if with_rows:
+                assert first is not None
+                assert dict(zip(tokens.tolist(), first.tolist(), strict=True)) == dict(reversed(pairs))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(numbers))
 def test_dense_moments(values: list[float | None]) -> None:
-    raw = columns_of([(0, 1.0, [x, None], [None, [], None, []]) for x in values])
+    raw = raw_of([(0, 1.0, [x, None], [None, [], None, []]) for x in values])
     present = [x for x in values if x is not None]
     logs = np.array([math.copysign(math.log1p(abs(x)), x) for x in present]).astype(np.float32).astype(float)
     q = [round(x * 2**20) for x in logs]
     wanted = [len(q), sum(q), sum(x * x >> 26 for x in q), sum(x * x & (2**26 - 1) for x in q)]
-    found = dense_moments(raw, units=1 << 20, low_bits=26)
+    counts = CountingJob(SCHEMA).empty()
+    counts.add_rows(raw, 0)
+    found = counts.dense_moments
     assert found.dtype == np.int64
     assert found[1].tolist() == [0, 0, 0, 0]
     if wanted[0] == 0 or found[0].tolist() == wanted:
@@ -227,8 +230,6 @@ def test_dense_moments(values: list[float | None]) -> None:
 
 
 def test_integers_have_the_moments_that_integer_columns_have() -> None:
-    from rayrec.data.encoding.counts import CountingJob
-
     rng = random.Random(0)
     values = [
         rng.choice([None, rng.randrange(-20, 20_000), rng.randrange(10**6), -rng.randrange(10**17)])
@@ -239,7 +240,9 @@ def test_integers_have_the_moments_that_integer_columns_have() -> None:
     counts = CountingJob(schema).empty()
     counts.add_rows(parse(schema, text)[0], 0)
     rows: list[Row] = [(0, 1.0, [None if x is None else float(x), None], [None, [], None, []]) for x in values]
-    assert dense_moments(columns_of(rows), units=1 << 20, low_bits=26)[0].tolist() == counts.dense_moments[0].tolist()
+    other = CountingJob(SCHEMA).empty()
+    other.add_rows(raw_of(rows), 0)
+    assert other.dense_moments[0].tolist() == counts.dense_moments[0].tolist()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5000])

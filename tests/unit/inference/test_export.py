@@ -26,12 +26,12 @@ from rayrec import cli, recipes
 from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags
-from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.index import Segment
 from rayrec.data.logs.text_parser import parse
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.raw_block import RawList
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.encoder_source import Encoder
 from rayrec.inference.export import encoder_program, export
@@ -775,8 +775,10 @@ def test_the_encoder_reads_categories_of_any_kind(tmp_path: Path) -> None:
     ]
     raw, outcomes = make_reader(schema).read([Body("json", len(rows), 0, rows=rows)])
     assert outcomes == [slice(0, len(rows))]
-    assert isinstance(raw, RawColumns)
-    columns = [np.unique(column.tokens)[::2] for column in raw.sparse]
+    columns = [
+        np.unique(column.categories if isinstance(column, RawList) else column)[::2]
+        for column in map(raw.column, schema.sparse)
+    ]
     sparse = tuple(SparseColumn(len(tokens) + 2, len(tokens)) for tokens in columns)
     hashed = (SparseColumn(1000, None), sparse[1], sparse[2])
     for own, tokens in ((sparse, columns), (hashed, columns[1:])):

@@ -24,8 +24,9 @@ from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Part, read_segments, select
-from rayrec.data.logs.text_parser import Faults, parse
+from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches, Slicer, sparse_features
 from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position

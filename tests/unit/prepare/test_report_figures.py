@@ -9,13 +9,14 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from builders.raw_blocks import block_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.data.logs.text_parser import padded, parse
-from rayrec.data.raw_block import RawColumns, RawSparse
+from rayrec.data.logs.text_parser import TextParser, max_rows_in, padded, parse
+from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import murmur3
 from rayrec.prepare import report_figures
 from rayrec.prepare.log_statistics import (
@@ -23,8 +24,6 @@ from rayrec.prepare.log_statistics import (
     TOP,
     Tally,
     TallyJob,
-    as_columns,
-    faults_by_column,
     quantile_edges,
     row_hashes,
 )
@@ -48,23 +47,13 @@ ROWS = st.lists(
 )
 
 
-def columns_of(rows: Sequence[Row]) -> RawColumns:
+def block_of_rows(rows: Sequence[Row]) -> RawBlock:
     labels, a, s, tags, weights = zip(*rows, strict=True)
-    return RawColumns(
+    return block_of(
         LISTS,
-        len(rows),
-        (np.array([0.0 if x is None else x for x in a]),),
-        (np.array([x is None for x in a]),),
-        (
-            RawSparse(np.array([x or 0 for x in s], np.uint64), np.array([x is None for x in s])),
-            RawSparse(
-                np.array([x for bag in tags for x in bag], np.uint64),
-                None,
-                np.array([len(bag) for bag in tags], np.int32),
-            ),
-        ),
-        np.array(labels, np.uint8),
-        np.array(weights, np.float32),
+        {"a": a, "s": s, "tags": tags},
+        labels={"y": np.array(labels, np.float32)},
+        weights=np.array(weights, np.float32),
     )
 
 
@@ -83,7 +72,7 @@ def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject
     tally = Tally.empty(JOB)
     for number, part, first_row in ((0, rows[:cut], 0), (1, rows[cut:], cut)):
         if part:
-            tally.count(columns_of(part), JOB, number, first_row)
+            tally.count(block_of_rows(part), JOB, number, first_row)
     slices = [rows[:cut], rows[cut:]]
     assert tally.rows.tolist() == [len(part) for part in slices]
     assert tally.clicks.tolist() == [sum(row[0] for row in part) for part in slices]
@@ -119,12 +108,12 @@ def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject
 @given(ROWS, st.data())
 def test_a_tally_does_not_depend_on_the_division(rows: list[Row], data: st.DataObject) -> None:
     whole = Tally.empty(JOB)
-    whole.count(columns_of(rows), JOB, 0, 17)
+    whole.count(block_of_rows(rows), JOB, 0, 17)
     total, hashes, start = Tally.empty(JOB), [], 0
     while start < len(rows):
         stop = data.draw(st.integers(start + 1, len(rows)))
         part = Tally.empty(JOB)
-        part.count(columns_of(rows[start:stop]), JOB, 0, 17 + start)
+        part.count(block_of_rows(rows[start:stop]), JOB, 0, 17 + start)
         hashes.append(total.add(part.to_table()))
         start = stop
     total.hashes = np.concatenate(hashes)
@@ -134,12 +123,11 @@ def test_a_tally_does_not_depend_on_the_division(rows: list[Row], data: st.DataO
 
 def test_text_and_columns_are_tallied_alike() -> None:
     raw, _ = parse(SCHEMA, b"1\t5\t\t0000000a\n0\t-7\t1\t\n0\t0\t999999999\tffffffff\n")
-    columns = as_columns(raw)
-    assert [x.tolist() for x in columns.dense] == [[5, -7, 0], [0, 1, 999999999]]
-    assert [x.tolist() for x in columns.dense_missing] == [[False] * 3, [True, False, False]]
-    assert columns.sparse[0].tokens.tolist() == [10, 0, 2**32 - 1]
-    assert columns.sparse[0].missing is not None
-    assert columns.sparse[0].missing.tolist() == [False, True, False]
+    columns = block_of(
+        SCHEMA.replace(tokens="any"),
+        {"a": [5, -7, 0], "b": [None, 1, 999999999], "s": [10, None, 2**32 - 1]},
+        labels={"y": np.array([1, 0, 0], np.float32)},
+    )
     job = job_of(SCHEMA, top=[[10]])
     one, other = Tally.empty(job), Tally.empty(job)
     one.count(raw, job, 0, 0)
@@ -150,7 +138,7 @@ def test_text_and_columns_are_tallied_alike() -> None:
 @settings(max_examples=100, deadline=None)
 @given(ROWS)
 def test_rows_have_the_same_hash_where_they_are_the_same(rows: list[Row]) -> None:
-    hashes = row_hashes(columns_of(rows)).tolist()
+    hashes = row_hashes(block_of_rows(rows)).tolist()
     plain = [(*row[:3], tuple(row[3]), row[4]) for row in rows]
     assert len(set(hashes)) == len(set(plain))
     assert len(set(zip(plain, hashes, strict=True))) == len(set(plain))
@@ -167,16 +155,16 @@ def test_a_value_is_not_hashed_like_the_same_one_elsewhere() -> None:
         (0, None, None, [2, 1], 0.0),
         (1, None, None, [], 0.0),
     ]
-    assert len(set(row_hashes(columns_of(rows)).tolist())) == len(rows)
-    negative_zero = columns_of([(0, -0.0, None, [], 0.0)])
-    assert row_hashes(negative_zero)[0] == row_hashes(columns_of(rows))[1]
+    assert len(set(row_hashes(block_of_rows(rows)).tolist())) == len(rows)
+    negative_zero = block_of_rows([(0, -0.0, None, [], 0.0)])
+    assert row_hashes(negative_zero)[0] == row_hashes(block_of_rows(rows))[1]
 
 
 def test_a_sample_of_hashes_keeps_all_copies_of_a_row() -> None:
     rows: list[Row] = [(0, float(i % 500), None, [], 1.0) for i in range(2000)]
     job = job_of(LISTS, top=[[], []], hash_shift=2)
     tally = Tally.empty(job)
-    tally.count(columns_of(rows), job, 0, 0)
+    tally.count(block_of_rows(rows), job, 0, 0)
     assert 300 < len(tally.hashes) < 700  # a quarter
     assert set(Counter(tally.hashes.tolist()).values()) == {4}
     assert report_figures.duplicate_rate(tally.hashes) == 0.75
@@ -208,7 +196,8 @@ def test_every_faulty_line_is_found_with_its_column(kinds: list[int], newline: b
     text = b"".join((BAD_LINES[k] if k >= 0 else b"1\t1\t1\tdeadbeef") + b"\n" for k in kinds)
     if kinds and kinds[-1] != 0 and not newline:
         text = text[:-1]
-    found = faults_by_column(SCHEMA, padded(text), len(text))
+    faults = TextParser(SCHEMA, max_rows_in(SCHEMA, len(text))).parse(padded(text), len(text), most_faults=len(text))
+    found = Counter((fault.kind, fault.column) for fault in faults.first)
     assert found == Counter(KIND_AND_COLUMN[k] for k in kinds if k >= 0)
 
 

@@ -18,9 +18,9 @@ from builders.logs import learn, open_index
 
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.splits import MAX_SLICES, parts_of, slices_of
-from rayrec.data.logs.text_parser import Faults
 from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 from rayrec.prepare import validate as module

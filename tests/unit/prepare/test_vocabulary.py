@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rayrec import recipes
@@ -15,9 +14,9 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import ThreadEngine
-from rayrec.data.logs import index
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Part, select
-from rayrec.data.logs.text_parser import Faults, RawRows
+from rayrec.data.logs.text_parser import TextParser
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index
 from rayrec.prepare.preprocess import preprocess, vocabulary
@@ -37,13 +36,13 @@ class Parsed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.segments: Counter[int] = Counter()
-        parse_into = index.parse_into
+        parse = TextParser.parse
 
-        def noted(raw: RawRows, text: np.ndarray, length: int, *, path: str, first_byte: int) -> Faults:
+        def noted(parser: TextParser, *text: Any, path: str, first_byte: int) -> Faults:
             self.segments[first_byte] += 1
-            return parse_into(raw, text, length, path=path, first_byte=first_byte)
+            return parse(parser, *text, path=path, first_byte=first_byte)
 
-        monkeypatch.setattr(index, "parse_into", noted)
+        monkeypatch.setattr(TextParser, "parse", noted)
 
     def beyond(self, times: int) -> float:
         """All segments were parsed at least so often; how many were parsed beyond that, as a share of all."""

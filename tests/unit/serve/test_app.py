@@ -34,7 +34,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
@@ -738,7 +738,7 @@ def test_metrics() -> None:
 def test_a_failure_is_a_failure_of_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(MODEL)
     with monkeypatch.context() as patch:
-        patch.setattr("rayrec.serve.responses.UnknownTokens.count", lambda *_: 1 / 0)
+        patch.setattr("rayrec.serve.responses.UnknownCategories.count", lambda *_: 1 / 0)
         error = error_of(post(app, TEXT), 500)
         assert "division" not in json.dumps(error)
     assert post(app, TEXT).status == 200

@@ -20,8 +20,8 @@ from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs import index as log_module
 from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered
+from rayrec.data.logs.text_parser import TextParser
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches
@@ -208,8 +208,8 @@ def test_a_log_far_away(prepared: tuple[LogIndex, Preprocessor], monkeypatch: py
 
 
 def test_a_log_dear_to_parse(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = log_module.parse_into
-    monkeypatch.setattr(log_module, "parse_into", lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
+    plain = TextParser.parse
+    monkeypatch.setattr(TextParser, "parse", lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
     found = click_run(prepared)
     assert (found.bottleneck, found.cause) == ("data", "parse")
     assert "more CPU" in found.text

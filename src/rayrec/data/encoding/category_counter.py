@@ -14,6 +14,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.raw_block import RawBlock
 from rayrec.native import library
 
 Items = tuple[np.ndarray, np.ndarray, np.ndarray | None]
@@ -88,10 +89,6 @@ class TokenCounter:
     def num_bytes_with(self, tokens: int) -> int:
         """Size of the table once there is room for so many more tokens."""
         return self._slots_with(tokens) * self._slots.shape[1] * 8
-
-    def count(self, raw: Any, column: int, first_row: int = 0) -> None:
-        """Adds the present tokens of sparse column number `column` of RawRows; its row r is number first_row + r."""
-        count_columns([self], raw, first_row, np.array([[0, NO_ROW]]), first_column=column)
 
     def count_values(self, tokens: np.ndarray, rows: np.ndarray | None = None) -> None:
         """Adds tokens (uint32 or uint64), one each; `rows` (int64) are their row numbers where first rows are kept."""
@@ -178,12 +175,10 @@ def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
     return np.require(array, dtype, ["C", "A"])
 
 
-def count_columns(
-    counters: Sequence[TokenCounter], raw: Any, first_row: int, absences: np.ndarray, *, first_column: int = 0
-) -> None:
-    """Counts sparse columns of RawRows, side by side from `first_column` on, one counter each. Adds to `absences` int64
+def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: int, absences: np.ndarray) -> None:
+    """Counts the columns of categories of a log of hexadecimal tokens, one counter each. Adds to `absences` int64
     (columns, 2) how many rows have no value and lowers it to the first such row; row r is number first_row + r."""
-    tokens, done = raw.tokens, 0
+    tokens, done = raw.categories, 0
     if not counters:
         return
     assert tokens.flags.c_contiguous
@@ -191,12 +186,12 @@ def count_columns(
     while True:
         pointers = (ctypes.c_void_p * len(counters))(*(ctypes.addressof(counter._c) for counter in counters))
         done += kernel("rayrec_count_rows")(
-            ctypes.c_void_p(tokens.ctypes.data + (done * tokens.shape[1] + first_column) * tokens.itemsize),
+            ctypes.c_void_p(tokens.ctypes.data + done * tokens.shape[1] * tokens.itemsize),
             ctypes.c_int32(tokens.itemsize),
             ctypes.c_void_p(raw.missing.ctypes.data + 8 * done),
             ctypes.c_int64(raw.rows - done),
             ctypes.c_int64(tokens.shape[1]),
-            ctypes.c_int32(len(raw.schema.dense) + first_column),
+            ctypes.c_int32(len(raw.schema.dense)),
             ctypes.c_int32(len(counters)),
             ctypes.c_int64(first_row + done),
             pointers,

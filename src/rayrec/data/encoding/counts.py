@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,18 +26,17 @@ from rayrec.data.encoding.category_counter import (
     narrow,
     pointer,
 )
-from rayrec.data.encoding.preprocessor import file_key
-from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.encoding.derivation import Derivation, file_key
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import Part, Segment
 from rayrec.data.logs.reading import read_raw
-from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.raw_block import RawColumns, column_tokens, dense_moments
+from rayrec.data.raw_block import RawBlock, RawList, category_type
 from rayrec.native import keep_freed_memory, library
 from rayrec.schema import Schema
 
-TokenType = Literal["uint32", "uint64"]
-
+DENSE_UNITS = 1 << 20
+"""Units of the fixed-point numbers whose exact sums give mean and variance; see Counts.dense_moments."""
+DENSE_LOW_BITS = 26
 _MEMORY_SHARE = 0.25
 """Share of the available memory that tables of counts get by default: Ray's object store and the system need the rest."""
 
@@ -58,24 +57,14 @@ class CountingJob:
     """What is counted; travels to the tasks."""
 
     schema: Schema
-    prepare: Callable[[RawRows], RawRows] | None = None
-    """Makes the columns that are counted of those that were read (also of no rows at all); None: counts these."""
-    dtype: TokenType = "uint32"
-    """Of the tokens."""
+    derivation: Derivation = field(default_factory=Derivation)
+    """Makes the columns that are counted of those that were read."""
     first_rows: bool = False
     """Whether to note the first row of every token."""
 
     def empty(self, *, spill: Spill | None = None) -> Counts:
-        schema = self.prepare(RawRows(self.schema, 0)).schema if self.prepare else self.schema
-        return Counts.empty(
-            len(schema.dense), len(schema.sparse), dtype=self.dtype, first_rows=self.first_rows, spill=spill
-        )
-
-    def prepared(self, raw: RawRows | RawColumns) -> RawRows | RawColumns:
-        if self.prepare is None:
-            return raw
-        assert isinstance(raw, RawRows), "the preset is checked when it is chosen"
-        return self.prepare(raw)
+        inputs, dtype = self.derivation.inputs(self.schema), category_type(self.schema)
+        return Counts.empty(len(inputs.dense), len(inputs.sparse), dtype=dtype, first_rows=self.first_rows, spill=spill)
 
     def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:
         return self.empty(spill=Spill(spill_folder, default_memory_bytes() if memory_bytes is None else memory_bytes))
@@ -166,19 +155,40 @@ class Counts:
     def table_bytes(self) -> int:
         return sum(counter.num_bytes for counter in self.tokens)
 
-    def add_rows(self, raw: RawRows | RawColumns, first_row: int) -> None:
-        """Adds the columns of raw rows; row r is number first_row + r of the log."""
+    def add_rows(self, block: RawBlock, first_row: int) -> None:
+        """Adds the counted columns of rows; row r is number first_row + r of the log."""
         assert self.spill is None, "only `add` keeps memory bounded"
-        self.rows += raw.rows
-        if isinstance(raw, RawColumns):
-            self._add_columns(raw, first_row)
+        self.rows += block.rows
+        if block.schema.tokens == "hexadecimal":
+            count_columns(self.tokens, block, first_row, self.missing)
+            self._add_integers(block)
             return
-        count_columns(self.tokens, raw, first_row, self.missing)
+        numbers = np.arange(first_row, first_row + block.rows, dtype=np.int64)
+        for column, (name, owner) in enumerate(zip(block.schema.sparse, block.schema.vocabulary_owners, strict=True)):
+            self._add_column(column, self.tokens[owner], block.column(name), block.is_missing(name), numbers)
+        for moments, values, name in zip(self.dense_moments, block.numbers.T, block.schema.dense, strict=True):
+            _add_moments(moments, values[~block.is_missing(name)])
+
+    def _add_column(
+        self, column: int, counter: TokenCounter, values: np.ndarray | RawList, missing: np.ndarray, numbers: np.ndarray
+    ) -> None:
+        absent = numbers[missing]
+        if isinstance(values, RawList):
+            rows = np.repeat(numbers, values.lengths) if counter.first_rows else None
+            counter.count_values(values.categories, rows)
+        elif len(absent):
+            counter.count_values(values[~missing], numbers[~missing] if counter.first_rows else None)
+        else:
+            counter.count_values(values, numbers)
+        if len(absent):
+            self.missing[column] = self.missing[column, 0] + len(absent), min(self.missing[column, 1], absent[0])
+
+    def _add_integers(self, block: RawBlock) -> None:
         if len(self.dense_moments):
             library().rayrec_dense_moments(
-                pointer(raw.integers),
-                pointer(raw.missing),
-                ctypes.c_int64(raw.rows),
+                pointer(block.numbers),
+                pointer(block.missing),
+                ctypes.c_int64(block.rows),
                 ctypes.c_int32(len(self.dense_moments)),
                 ctypes.c_double(DENSE_UNITS),
                 ctypes.c_int32(DENSE_LOW_BITS),
@@ -186,22 +196,14 @@ class Counts:
                 pointer(self.dense_moments),
             )
 
-    def _add_columns(self, raw: RawColumns, first_row: int) -> None:
-        for column, owner in enumerate(raw.schema.vocabulary_owners):
-            counter = self.tokens[owner]
-            found = column_tokens(raw, column, first_row=first_row, with_rows=counter.first_rows)
-            counter.count_values(found.tokens, found.rows)
-            first = NO_ROW if found.first_missing is None else found.first_missing
-            self.missing[column] = self.missing[column, 0] + found.missing, min(self.missing[column, 1], first)
-        self.dense_moments += dense_moments(raw, units=DENSE_UNITS, low_bits=DENSE_LOW_BITS)
-
-    def add_source(self, raw: RawRows | RawColumns, path: str) -> None:
+    def add_source(self, block: RawBlock, path: str) -> None:
         """Adds the labels of rows as they were read from a file, and the file's least integer."""
-        if raw.schema.label is not None and raw.labels is not None:
-            clicks = int(np.count_nonzero(raw.labels[: raw.rows]))
-            self.labels += raw.rows - clicks, clicks
-        if isinstance(raw, RawRows) and raw.rows and raw.schema.dense:
-            self._lower(file_key(path), int(raw.integers[: raw.rows].min()))  # the parser stores 0 for a missing one
+        labels = block.labels.get(block.schema.label or "")
+        if labels is not None:
+            clicks = int(np.count_nonzero(labels))
+            self.labels += block.rows - clicks, clicks
+        if block.schema.tokens == "hexadecimal" and block.numbers.size:
+            self._lower(file_key(path), int(block.numbers.min()))  # the parser stores 0 for a missing one
 
     def _lower(self, name: str, value: int) -> None:
         self.file_minimum[name] = min(value, self.file_minimum.get(name, value))
@@ -270,6 +272,15 @@ class Counts:
             yield slice(low, high)
 
 
+def _add_moments(moments: np.ndarray, numbers: np.ndarray) -> None:
+    """Add numbers of any kind to a row of Counts.dense_moments; logarithms are rounded to float32 as for integer columns."""
+    logarithms = np.copysign(np.log1p(np.abs(numbers)), numbers).astype(np.float32)
+    fixed = np.rint(logarithms.astype(np.float64) * DENSE_UNITS).astype(np.int64)
+    squares = fixed * fixed
+    low = squares & ((1 << DENSE_LOW_BITS) - 1)
+    moments += len(fixed), fixed.sum(), (squares >> DENSE_LOW_BITS).sum(), low.sum()
+
+
 def problems_of(counts: Counts, inputs: Schema) -> list[str]:
     """Sentences on counted rows that a model can learn little from: labels of one class, columns without a value. `inputs` are
     the counted columns."""
@@ -307,9 +318,9 @@ class Packer:
         self._counts = counting.empty()
         self._packed: list[pa.Table] = []
 
-    def add(self, raw: RawRows | RawColumns, path: str, first_row: int) -> None:
-        self._counts.add_source(raw, path)
-        self._counts.add_rows(self._counting.prepared(raw), first_row)
+    def add(self, block: RawBlock, path: str, first_row: int) -> None:
+        self._counts.add_source(block, path)
+        self._counts.add_rows(self._counting.derivation.counted(block), first_row)
         if self._counts.table_bytes > _TASK_TABLE_BYTES:
             self._packed.append(self._counts.to_table())
             self._counts = self._counting.empty()
@@ -323,20 +334,9 @@ def count_parts(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
     keep_freed_memory()
     packer = Packer(counting)
     for part in parts:
-        raw = read_raw([part.segment], counting.schema)
-        if (part.start, part.stop) != (0, part.segment.rows):
-            raw = _rows_of(raw, part.start, part.stop)
-        packer.add(raw, part.segment.path, part.segment.first_row + part.start)
+        block = read_raw([part.segment], counting.schema).cut(part.start, part.stop)
+        packer.add(block, part.segment.path, part.segment.first_row + part.start)
     return packer.table()
-
-
-def _rows_of(raw: RawRows | RawColumns, start: int, stop: int) -> RawRows | RawColumns:
-    if isinstance(raw, RawColumns):
-        return raw.take(np.arange(start, stop))
-    raw.rows = stop - start
-    for name in ("integers", "tokens", "missing", "labels"):
-        setattr(raw, name, getattr(raw, name)[start:stop])
-    return raw
 
 
 def count_log(

@@ -1,17 +1,22 @@
-"""How often a category was counted, told by its id: a handful of numbers a column, since ids go by falling frequency."""
+"""Which categories a Preprocessor knows, and how often they were counted.
+
+A category's id gives how often: a handful of numbers a column are kept for it, since ids go by falling frequency."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 
 from rayrec.config import InputError
-
-if TYPE_CHECKING:
-    from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoding.encoder import Encoder
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.encoding.rules import SparseColumn
+from rayrec.data.raw_block import RawBlock
 
 ENDS: Final = "frequency_ends"
 """Among a Preprocessor's constants: by sparse column, how many of its tokens were counted in at least 1, 2, 10, 100, ... rows."""
@@ -71,3 +76,60 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
         )
     ends: list[int] = found[column]
     return ends
+
+
+@final
+class UnknownCategories:
+    """Counts, row by row and column by column, the categories that are there and that the vocabulary does not hold. A hashed
+    column knows every category."""
+
+    def __init__(self, preprocessor: Preprocessor) -> None:
+        self._preprocessor = preprocessor
+        inputs, columns = preprocessor.inputs, preprocessor.sparse
+        self._singles = [place for place, name in enumerate(inputs.sparse) if name not in inputs.lists]
+        self._lists = [place for place, name in enumerate(inputs.sparse) if name in inputs.lists]
+        self._with_vocabulary = np.array([column.num_tokens is not None for column in columns], np.int32)
+        self._unknown_ids = np.array([column.unknown_id for column in columns], np.int64)
+        self._told_apart: Encoder | None = None
+        if any(map(_shares_unknown_id, columns)):
+            self._unknown_ids[:] = -1
+            self._told_apart = self._encoder()
+
+    def count(self, block: RawBlock, encoded: EncodedRows) -> np.ndarray:
+        """int32 (rows, num_sparse) over the columns of `preprocessor.inputs`; `encoded` is what `encode` made of `block`. About
+        0.1 microseconds a Criteo row."""
+        ids = encoded.ids if self._told_apart is None else self._told_apart.encode(block).ids
+        if self._preprocessor.integer_buckets:
+            block = self._preprocessor.derivation.applied(block)
+        unknown = np.zeros((block.rows, len(self._unknown_ids)), np.int32)
+        if self._singles:
+            first = np.stack([_one_hot(ids[place]) for place in self._singles])
+            found = (self._unknown_ids[self._singles] == first.T) & ~block.singles_missing()
+            if not self._lists:
+                return found * self._with_vocabulary
+            unknown[:, self._singles] = found
+        for place, column in zip(self._lists, block.lists, strict=True):
+            bags = ids[place]
+            assert isinstance(bags, Bags)
+            rows = np.repeat(np.arange(block.rows), bags.lengths)
+            there = (bags.values == self._unknown_ids[place]) & (column.lengths > 0)[rows]
+            unknown[:, place] = np.bincount(rows[there], minlength=block.rows)
+        return unknown * self._with_vocabulary
+
+    def _encoder(self) -> Encoder:
+        """An Encoder that differs in the ids of unknown categories, -1: for columns where a known one has their id."""
+        old = self._preprocessor
+        columns = [replace(column, unknown_id=-1) if column.num_tokens is not None else column for column in old.sparse]
+        slots = [old.slots_of(column) for column in range(len(columns))]
+        return Encoder(old.dense, columns, slots, derivation=old.derivation, multi_hot=None)
+
+
+def _shares_unknown_id(column: SparseColumn) -> bool:
+    """Whether a known category has the id of unknown ones, as where ids are taken modulo the table's rows."""
+    return column.num_tokens is not None and bool((column.ids() == column.unknown_id).any())
+
+
+def _one_hot(ids: Ids) -> np.ndarray:
+    """Return one id a row: of a made-up bag the first, which is the category's own."""
+    assert isinstance(ids, np.ndarray)
+    return ids if ids.ndim == 1 else ids[:, 0]

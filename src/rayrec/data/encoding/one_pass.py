@@ -16,6 +16,7 @@ from rayrec.data.arrow import arrow_texts
 from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, Counts, Packer, count_log, tasks_of
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import CHUNK_BYTES
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import (
     CachedIndex,
     Chunk,
@@ -28,7 +29,6 @@ from rayrec.data.logs.index import (
     said_of,
     select,
 )
-from rayrec.data.logs.text_parser import Faults
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
 import itertools
@@ -17,13 +16,11 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.encoding.multi_hot import MultiHot
+from rayrec.data.encoding.derivation import Derivation
+from rayrec.data.encoding.encoder import DENSE_KINDS, Encoder, MultiHot, build_slots, id_type, num_slots
 from rayrec.data.encoding.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.engine import Shared, StreamEngine
-from rayrec.data.logs.index import source_of
-from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.raw_block import RawColumns, encode_columns
-from rayrec.native import library
+from rayrec.data.raw_block import RawBlock, category_type
 from rayrec.schema import Schema
 
 VERSION = 2
@@ -31,45 +28,12 @@ PREPROCESSOR_FOLDER: Final = "preprocessor"
 MAX_TABLE_ROWS: Final = 2**40
 """Maximum rows of an embedding table."""
 """Folder of the Preprocessor within a run, a checkpoint or an export."""
-_DENSE_KINDS = ("signed_log", "log", "identity")  # in the order of rayrec_dense_kind in native/kernels.h
-
-
-class CSparseColumn(ctypes.Structure):
-    _fields_ = [
-        ("slots", ctypes.c_void_p),
-        ("mask", ctypes.c_uint64),
-        ("modulo", ctypes.c_uint64),
-        ("base", ctypes.c_int64),
-        ("missing_id", ctypes.c_int64),
-        ("unknown_id", ctypes.c_int64),
-        ("hash", ctypes.c_int64),
-        ("token_modulo", ctypes.c_uint32),
-        ("shift", ctypes.c_int32),
-    ]
-
-
-class CDenseColumn(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_int64),
-        ("lowest", ctypes.c_int64),
-        ("shift", ctypes.c_double),
-        ("mean", ctypes.c_double),
-        ("scale", ctypes.c_double),
-        ("missing_value", ctypes.c_float),
-        ("padding", ctypes.c_float),
-    ]
-
-
-def c_dense_column(column: DenseColumn) -> CDenseColumn:
-    """Return the kernels' view of a dense column."""
-    kind = _DENSE_KINDS.index(column.kind)
-    return CDenseColumn(kind, column.lowest, column.shift, column.mean, column.scale, column.missing_value, 0.0)
 
 
 def _check_dense(name: str, column: DenseColumn) -> None:
     numbers = (column.shift, column.mean, column.scale, column.missing_value)
     if (
-        column.kind not in _DENSE_KINDS
+        column.kind not in DENSE_KINDS
         or type(column.lowest) is not int
         or abs(column.lowest) > -LOWEST_INTEGER
         or not all(type(number) in (int, float) and abs(number) < math.inf for number in numbers)
@@ -99,14 +63,6 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
         raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
 
 
-def num_slots(num_tokens: int) -> int:
-    """Slots of the open-addressing table for so many tokens: a power of two, at most two thirds full."""
-    slots = 16
-    while slots * 2 < num_tokens * 3:
-        slots *= 2
-    return slots
-
-
 @dataclass(frozen=True)
 class Preprocessor:
     """Turns raw rows of a click log into model inputs. Build it with `rayrec vocabulary`; never changed afterwards."""
@@ -133,7 +89,7 @@ class Preprocessor:
     def __post_init__(self) -> None:
         if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
             raise InputError("preprocessor: its columns are not those of its schema; build it again")
-        dtype = np.dtype(np.uint32 if self.schema.tokens == "hexadecimal" else np.uint64)
+        dtype = category_type(self.schema)
         if self.tokens.dtype != dtype or self.tokens.ndim != 1:
             raise InputError(
                 f"preprocessor: its tokens are {self.tokens.dtype} {self.tokens.shape}, not a row of {dtype}; build it again"
@@ -164,9 +120,7 @@ class Preprocessor:
     @cached_property
     def inputs(self) -> Schema:
         """What the model gets: the raw log's columns, its integers among the sparse ones where they are categories."""
-        if not self.integer_buckets:
-            return self.schema
-        return self.schema.replace(dense=(), sparse=self.schema.dense + self.schema.sparse)
+        return self.derivation.inputs(self.schema)
 
     @property
     def _stored_tokens(self) -> list[int]:
@@ -198,7 +152,7 @@ class Preprocessor:
     @cached_property
     def id_dtype(self) -> np.dtype:
         """int32, or int64 where a table has more rows than that can count."""
-        return np.dtype(np.int32 if max(self.num_embeddings, default=0) <= 2**31 else np.int64)
+        return id_type(self.sparse)
 
     @cached_property
     def slots(self) -> np.ndarray:
@@ -206,17 +160,13 @@ class Preprocessor:
 
         Raises InputError where a column holds a token twice.
         """
-        from rayrec.data.logs.column_values import build_slots as build_wide_slots
-
-        wide = self.tokens.dtype == np.uint64
         places = self._slot_places
-        slots = np.zeros((places[-1], 2) if wide else places[-1], np.uint64)
+        slots = np.zeros((places[-1], 2) if self.tokens.dtype == np.uint64 else places[-1], np.uint64)
         for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):
             out = slots[places[number] : places[number + 1]]
             if not len(out):
                 continue
-            build = build_wide_slots if wide else _build_slots
-            if not build(np.ascontiguousarray(self.vocabulary(number)), column.ids(), out):
+            if not build_slots(np.ascontiguousarray(self.vocabulary(number)), column.ids(), out):
                 raise InputError(
                     f"preprocessor: column {name} holds a token twice; build it again with `rayrec vocabulary`"
                 )
@@ -318,111 +268,24 @@ class Preprocessor:
         _ = self.slots  # built here, so that every user of this object has them
         return self
 
+    @property
+    def derivation(self) -> Derivation:
+        """How the inputs are made of a log's columns."""
+        return Derivation(buckets=self.integer_buckets, file_minimum=self.file_minimum)
+
     @cached_property
-    def _c_columns(self) -> tuple[ctypes.Array[CDenseColumn], ctypes.Array[CSparseColumn]]:
-        """Kept: to make them costs as much as to encode 300 rows, and servers encode single ones."""
-        dense = (CDenseColumn * len(self.dense))(*map(c_dense_column, self.dense))
-        return dense, self.c_sparse_columns()
+    def encoder(self) -> Encoder:
+        """The Encoder of these rules, which points into `slots`."""
+        slots = [self.slots_of(column) for column in range(len(self.sparse))]
+        return Encoder(self.dense, self.sparse, slots, derivation=self.derivation, multi_hot=self.multi_hot)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what points into this process's memory."""
-        return {name: value for name, value in self.__dict__.items() if name != "_c_columns"}
+        return {name: value for name, value in self.__dict__.items() if name != "encoder"}
 
-    def c_sparse_columns(self) -> ctypes.Array[CSparseColumn]:
-        """Descriptors for the kernels of 32-bit tokens; they point into `slots`, which must outlive them."""
-        columns = (CSparseColumn * len(self.sparse))()
-        for number, (column, out) in enumerate(zip(self.sparse, columns, strict=True)):
-            out.missing_id, out.unknown_id, out.base = column.missing_id, column.unknown_id, column.first_id
-            out.token_modulo, out.hash = column.token_modulo or 0, column.murmur3 + 2 * column.mixed
-            slots = self.slots_of(number)
-            if slots is None:
-                out.slots, out.modulo = None, column.num_embeddings - column.first_id
-                continue
-            out.slots, out.modulo = slots.ctypes.data, 1
-            out.mask, out.shift = len(slots) - 1, 32 - (len(slots).bit_length() - 1)
-        return columns
-
-    def encode(self, raw: RawRows | RawColumns, order: np.ndarray | None = None) -> EncodedRows:
-        """Encodes rows `order` (int64, default all in order) of `raw`. About 0.5 microseconds a Criteo row."""
-        if isinstance(raw, RawColumns):
-            return encode_columns(self, raw, order)
-        order = np.arange(raw.rows, dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
-        raw = adapt(raw, integer_buckets=False, file_minimum=self.file_minimum)
-        rows, labelled = len(order), raw.schema.label is not None
-        dense = np.empty((rows, len(self.dense)), np.float32)
-        ids = np.empty((len(self.sparse), rows), self.id_dtype)
-        labels = np.empty(rows, np.float32) if labelled else None
-        library().rayrec_encode(
-            ctypes.byref(raw.c_rows()),
-            ctypes.byref(raw.layout),
-            ctypes.c_void_p(order.ctypes.data),
-            ctypes.c_int64(rows),
-            ctypes.c_int32(self.integer_buckets),
-            *self._c_columns,
-            ctypes.c_void_p(dense.ctypes.data),
-            ctypes.c_void_p(ids.ctypes.data),
-            ctypes.c_int64(ids.itemsize),
-            ctypes.c_int64(rows),
-            ctypes.c_void_p(labels.ctypes.data if labels is not None else None),
-        )
-        if self.multi_hot is None:
-            return EncodedRows(dense, ids, labels)  # type: ignore[arg-type]  # a matrix is a sequence of its rows
-        return EncodedRows(dense, self.multi_hot.expand(list(ids), self.num_embeddings), labels)
-
-
-def _build_slots(tokens: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
-    failed = library().rayrec_build_slots(
-        ctypes.c_void_p(tokens.ctypes.data),
-        ctypes.c_void_p(ids.ctypes.data),
-        ctypes.c_int64(len(tokens)),
-        ctypes.c_void_p(out.ctypes.data),
-        ctypes.c_int64(len(out)),
-    )
-    return not failed
-
-
-def file_key(path: str) -> str:
-    """The name by which constants of a file are kept, in any folder, packed or not."""
-    return source_of(path)[1].removesuffix(".gz").removesuffix(".parquet")
-
-
-def adapt(raw: RawRows, *, integer_buckets: bool, file_minimum: dict[str, int] | None) -> RawRows:
-    """The raw rows as a Preprocessor's columns are made of them: with integers counted from their file's least one (a
-    missing one being 0), or turned into categories; the same rows where neither is wanted."""
-    if file_minimum is not None:
-        raw = _from_file_minimum(raw, file_minimum)
-    return bucket_integers(raw) if integer_buckets else raw
-
-
-def _from_file_minimum(raw: RawRows, file_minimum: dict[str, int]) -> RawRows:
-    out = raw.with_columns(raw.schema, integers=raw.integers[: raw.rows].copy(), missing=raw.missing[: raw.rows].copy())
-    num_dense = len(raw.schema.dense)
-    for path, start, stop in raw.files():
-        least = file_minimum.get(file_key(path), file_minimum[""])
-        out.integers[start:stop] -= least  # the parser stores 0 for a missing integer
-    out.missing &= ~np.uint64((1 << num_dense) - 1)
-    return out
-
-
-def bucket_integers(raw: RawRows) -> RawRows:
-    """Integers as further categories, before the others: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens sort as
-    the numbers do. 0 is no category (the rule of FuxiCTR on Criteo_x4)."""
-    num_dense, num_sparse = len(raw.schema.dense), len(raw.schema.sparse)
-    tokens = np.empty((raw.rows, num_dense + num_sparse), np.uint32)
-    library().rayrec_bucket_integers(
-        ctypes.c_void_p(raw.integers.ctypes.data),
-        ctypes.c_int64(raw.rows),
-        ctypes.c_void_p(tokens.ctypes.data),
-        ctypes.c_int64(num_dense),
-        ctypes.c_int64(num_dense + num_sparse),
-    )
-    tokens[:, num_dense:] = raw.tokens[: raw.rows]
-    missing = raw.missing[: raw.rows].copy()
-    for column in range(num_dense):  # 0 is no category; the parser stores it where a number is missing
-        missing |= (raw.integers[: raw.rows, column] == 0).astype(np.uint64) << np.uint64(column)
-    schema = raw.schema.replace(dense=(), sparse=raw.schema.dense + raw.schema.sparse)
-    # The bits of a row's mask keep their places: dense columns come before sparse ones there too.
-    return raw.with_columns(schema, integers=np.empty((raw.rows, 0), np.int64), tokens=tokens, missing=missing)
+    def encode(self, block: RawBlock, order: np.ndarray | None = None) -> EncodedRows:
+        """Encodes rows `order` (int64, default all in order) of a block."""
+        return self.encoder.encode(block, order)
 
 
 def share_preprocessor(preprocessor: Preprocessor, engine: StreamEngine) -> Shared[Preprocessor]:

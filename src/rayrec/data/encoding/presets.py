@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from rayrec.config import Config, InputError
+from rayrec.data.encoding.counts import DENSE_LOW_BITS, DENSE_UNITS, CountingJob, Counts
+from rayrec.data.encoding.derivation import Derivation
+from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.known_categories import ENDS, frequency_ends
-from rayrec.data.encoding.multi_hot import MultiHot
-from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import LOWEST_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.logs.splits import Split
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
-
-if TYPE_CHECKING:
-    from rayrec.data.encoding.counts import CountingJob, Counts
-    from rayrec.data.logs.text_parser import RawRows
 
 MLPERF_NUM_EMBEDDINGS = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
     *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
 """Rows of the 26 tables in MLPerf's benchmarks on Criteo 1TB: distinct categories, at most 40 million."""
-
-DENSE_UNITS = 1 << 20
-"""Units of the fixed-point numbers whose exact sums give mean and variance; see Counts.dense_moments."""
-DENSE_LOW_BITS = 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +93,13 @@ class Preset(Config):
         return self.ids == "first_seen"
 
     @property
-    def prepare(self) -> Callable[[RawRows], RawRows] | None:
-        """The step from raw rows to the rows that are counted."""
-        if self.token_modulo is not None:
-            return functools.partial(_counted_rows, buckets=self.dense == "buckets", modulo=self.token_modulo)
-        return bucket_integers if self.dense == "buckets" else None
+    def derivation(self) -> Derivation:
+        """What is made of raw rows before they are counted."""
+        return Derivation(buckets=self.dense == "buckets", modulo=self.token_modulo)
 
     def counting(self, schema: Schema) -> CountingJob:
         """What must be counted of a log of `schema`."""
-        from rayrec.data.encoding.counts import CountingJob
-
-        dtype: Literal["uint32", "uint64"] = "uint32" if schema.tokens == "hexadecimal" else "uint64"
-        return CountingJob(schema, prepare=self.prepare, dtype=dtype, first_rows=self.first_rows)
+        return CountingJob(schema, derivation=self.derivation, first_rows=self.first_rows)
 
     def check(self, schema: Schema) -> None:
         """Raises InputError where these rules cannot be followed on a log of `schema`."""
@@ -133,15 +120,7 @@ class Preset(Config):
 
     def inputs(self, schema: Schema) -> Schema:
         """The columns that are counted and that the model gets."""
-        if self.dense != "buckets":
-            return schema
-        return schema.replace(dense=(), sparse=schema.dense + schema.sparse)
-
-
-def _counted_rows(raw: RawRows, *, buckets: bool, modulo: int) -> RawRows:
-    """Raw rows whose tokens are taken modulo `modulo`, after their integers became tokens if `buckets` says so."""
-    rows = bucket_integers(raw) if buckets else raw
-    return rows.with_columns(rows.schema, tokens=rows.tokens[: rows.rows] % np.uint32(modulo))
+        return self.derivation.inputs(schema)
 
 
 def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preprocessor:

@@ -1,4 +1,4 @@
-"""Categories of any kind as 64-bit tokens, and the open-addressing tables that map these to ids.
+"""Categories of any kind as 64-bit tokens.
 
 The token of an integer is its 64-bit two's complement; that of text is the XXH64 (seed 0) of its UTF-8 bytes. Text that is
 exactly how an int64 is written in decimal (no plus, no leading zeros, no -0) counts as that integer, and an unsigned
@@ -51,6 +51,7 @@ class Text:
 
     def call(self, kernel: str, *outputs: np.ndarray) -> np.ndarray:
         """Runs a kernel over the values, into `outputs`; returns uint8 (values): VALUE, EMPTY or REFUSED."""
+        assert all(output.flags.c_contiguous or len(output) < 2 for output in outputs)
         status = np.empty(len(self), np.uint8)
         getattr(library(), kernel)(
             ctypes.c_void_p(self.offsets.ctypes.data),
@@ -62,70 +63,29 @@ class Text:
         return status
 
 
-def text_tokens(array: pa.Array, *, booleans: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens uint64, status uint8) of an Arrow array of text; what is not UTF-8 is REFUSED. Without `booleans`, true and
-    false are plain text. About 20 ns a value."""
-    text = Text.of(array)
-    tokens = np.empty(len(text), np.uint64)
-    return tokens, text.call("rayrec_text_tokens" if booleans else "rayrec_plain_text_tokens", tokens)
+def text_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> np.ndarray:
+    """Write the tokens of an Arrow array of text to `out` (contiguous uint64) and return their status, uint8; what is not UTF-8
+    is REFUSED. Without `booleans`, true and false are plain text. About 20 ns a value."""
+    return Text.of(array).call("rayrec_text_tokens" if booleans else "rayrec_plain_text_tokens", out)
 
 
-def text_integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens uint64, status uint8) of an Arrow array of text that is whole numbers of 64 bits in any form: 7, 07, +7, 7.0.
-    Blanks around a number do not count, true and false are 1 and 0, `nan` is a missing value; the rest is REFUSED."""
-    text = Text.of(array)
-    tokens = np.empty(len(text), np.uint64)
-    return tokens, text.call("rayrec_text_whole", tokens)
+def text_integers(array: pa.Array, out: np.ndarray) -> np.ndarray:
+    """Write the tokens of an Arrow array of text that is whole numbers of 64 bits in any form: 7, 07, +7, 7.0; return their
+    status. Blanks around a number do not count, true and false are 1 and 0, `nan` is a missing value; the rest is REFUSED."""
+    return Text.of(array).call("rayrec_text_whole", out)
 
 
-def integer_tokens(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens uint64, status uint8) of an Arrow array of integers of any width, or of booleans (0 and 1)."""
+def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
+    """Write the tokens of an Arrow array of integers of any width, or of booleans (0 and 1); return their status."""
     if pa.types.is_boolean(array.type):
         array = pc.cast(array, pa.uint8())
     empty = array.is_null().to_numpy(zero_copy_only=False)
     values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
-    if not pa.types.is_uint64(array.type):
-        return values.astype(np.int64).view(np.uint64), empty.astype(np.uint8)
-    tokens = values.astype(np.uint64)
-    large = np.flatnonzero(tokens >= 2**63)
-    if len(large):
-        tokens[large], _ = text_tokens(pc.cast(pa.array(tokens[large]), pa.string()))
-    return tokens, empty.astype(np.uint8)
-
-
-def build_slots(tokens: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
-    """Fills the zeroed table `out` uint64 (slots, 2), slots a power of two above the tokens' number, so that token i
-    (uint64) has id ids[i] (int32, 0 or more). False where a token comes twice. About 20 ns a token."""
-    assert tokens.dtype == out.dtype == np.uint64
-    assert ids.dtype == np.int32
-    assert len(tokens) == len(ids)
-    assert len(out) > len(tokens)
-    assert len(out) & (len(out) - 1) == 0
-    assert tokens.flags.c_contiguous
-    assert ids.flags.c_contiguous
-    assert out.flags.c_contiguous
-    failed = library().rayrec_build_wide_slots(
-        ctypes.c_void_p(tokens.ctypes.data),
-        ctypes.c_void_p(ids.ctypes.data),
-        ctypes.c_int64(len(tokens)),
-        ctypes.c_void_p(out.ctypes.data),
-        ctypes.c_int64(len(out)),
-    )
-    return not failed
-
-
-def look_up(tokens: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.ndarray:
-    """int32: the id of each token (uint64) in a table that `build_slots` made; unknown_id where it has none."""
-    assert slots.flags.c_contiguous
-    assert slots.dtype == np.uint64
-    tokens = np.ascontiguousarray(tokens, np.uint64)
-    out = np.empty(len(tokens), np.int32)
-    library().rayrec_look_up_wide(
-        ctypes.c_void_p(tokens.ctypes.data),
-        ctypes.c_int64(len(tokens)),
-        ctypes.c_void_p(slots.ctypes.data),
-        ctypes.c_int64(len(slots)),
-        ctypes.c_int32(unknown_id),
-        ctypes.c_void_p(out.ctypes.data),
-    )
-    return out
+    out.view(np.uint64 if pa.types.is_uint64(array.type) else np.int64)[:] = values
+    if pa.types.is_uint64(array.type):
+        large = np.flatnonzero(values >= 2**63)
+        if len(large):
+            tokens = np.empty(len(large), np.uint64)
+            text_tokens(pc.cast(pa.array(values[large]), pa.string()), tokens)
+            out[large] = tokens
+    return empty.astype(np.uint8)

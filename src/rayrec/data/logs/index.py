@@ -15,16 +15,9 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.text_parser import (
-    HEAD_BYTES,
-    MAX_LINE_BYTES,
-    PADDING_BYTES,
-    Faults,
-    RawRows,
-    likely_cause,
-    max_rows_in,
-    parse_into,
-)
+from rayrec.data.logs.faults import HEAD_BYTES, Faults, likely_cause
+from rayrec.data.logs.text_parser import MAX_LINE_BYTES, PADDING_BYTES, TextParser, max_rows_in
+from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
 from rayrec.native import library
 from rayrec.schema import Schema
@@ -234,10 +227,10 @@ def _find_newline(text: np.ndarray, start: int, stop: int) -> int:
     return -1
 
 
-def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[Entry, Faults, RawRows]]:
+def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[Entry, Faults, RawBlock]]:
     """Parses a chunk and cuts it into segments of about `segment_bytes`; the rows of one are overwritten by the next's."""
     text, length, first_byte = read_lines(chunk)
-    raw = RawRows(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
+    parser = TextParser(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
     start = 0
     while start < length:
         stop = length
@@ -246,11 +239,11 @@ def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterato
             if stop == start:  # no newline in a whole segment: the parser refuses that line as too long
                 newline = _find_newline(text, start, length)
                 stop = newline + 1 if newline >= 0 else length
-                raw = RawRows(schema, max(raw.capacity, max_rows_in(schema, stop - start)))
-        raw.rows = 0
+                parser = TextParser(schema, max(parser.capacity, max_rows_in(schema, stop - start)))
+        parser.drop_after(0)
         sum_ = checksum(text[start:stop])
-        faults = parse_into(raw, text[start:], stop - start, path=chunk.path, first_byte=first_byte + start)
-        yield Entry(chunk.path, first_byte + start, first_byte + stop, raw.rows, sum_), faults, raw
+        faults = parser.parse(text[start:], stop - start, path=chunk.path, first_byte=first_byte + start)
+        yield Entry(chunk.path, first_byte + start, first_byte + stop, parser.rows, sum_), faults, parser.block()
         start = stop
 
 
@@ -284,13 +277,13 @@ def changed(path: str, start: int, stop: int, unit: str) -> InputError:
     )
 
 
-def read_segments(segments: Sequence[Segment], schema: Schema) -> RawRows:
+def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     """Reads and parses segments one after the other; their faulty lines, counted before, are passed over.
 
     Raises InputError where a segment no longer holds the rows it was indexed with.
     """
     sizes = [segment.stop - segment.start for segment in segments]
-    raw = RawRows(schema, sum(max_rows_in(schema, size) for size in sizes))
+    parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
     texts = storage.ahead(
         [functools.partial(_read_text, segment) for segment in segments], of=segments[0].path if segments else ""
     )
@@ -299,13 +292,12 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawRows:
             text, got = next(texts)
         if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
             raise changed(segment.path, segment.start, segment.stop, "bytes")
-        before = raw.rows
-        raw.begin_file(segment.path)
+        before = parser.rows
         with stage("parse"):
-            parse_into(raw, text, size, path=segment.path, first_byte=segment.start)
-        if raw.rows - before != segment.rows:
+            parser.parse(text, size, path=segment.path, first_byte=segment.start)
+        if parser.rows - before != segment.rows:
             raise changed(segment.path, segment.start, segment.stop, "bytes")
-    return raw
+    return parser.block()
 
 
 def _read_text(segment: Segment) -> tuple[np.ndarray, int]:

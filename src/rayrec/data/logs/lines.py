@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +12,7 @@ from rayrec.data import materialized
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import LogIndex, Segment
 from rayrec.data.logs.table_log import good_rows
-from rayrec.data.logs.text_parser import PADDING_BYTES, Faults, RawRows, max_rows_in, parse_into
+from rayrec.data.logs.text_parser import PADDING_BYTES, TextParser, max_rows_in
 from rayrec.schema import Schema
 
 
@@ -64,24 +63,8 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
     starts = line_starts(text, length)
     if len(starts) == segment.rows:
         return np.arange(segment.rows, dtype=np.int64)
-    bounds = np.append(starts, length)
-    scratch = RawRows(schema, max_rows_in(schema, length))
-    bad = _bad_lines(text, bounds, 0, len(starts), scratch=scratch)
+    faults = TextParser(schema, max_rows_in(schema, length)).parse(text, length, most_faults=len(starts))
+    bad = np.searchsorted(starts, np.array([fault.byte for fault in faults.first], np.int64))
     good = np.delete(np.arange(len(starts), dtype=np.int64), bad)
     assert len(good) == segment.rows
     return good
-
-
-def _bad_lines(text: np.ndarray, bounds: np.ndarray, low: int, high: int, *, scratch: RawRows) -> list[int]:
-    """The faulty ones among lines [low, high), ascending: the parser names only the first few of a text, so a text with
-    more is halved."""
-    start, stop = int(bounds[low]), int(bounds[high])
-    scratch.rows = 0
-    faults = parse_into(scratch, text[start:], stop - start, first_byte=start)
-    if faults.total == high - low:
-        return list(range(low, high))
-    if faults.total <= Faults.keep:
-        return [int(line) for line in np.searchsorted(bounds, [fault.byte or 0 for fault in faults.first])]
-    middle = (low + high) // 2
-    find = functools.partial(_bad_lines, text, bounds, scratch=scratch)
-    return find(low, middle) + find(middle, high)

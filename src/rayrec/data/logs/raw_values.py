@@ -13,24 +13,17 @@ from rayrec.data.logs.index import Block, Part
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.splits import Slice
 from rayrec.data.logs.table_log import good_rows
-from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
 
 
-def values_of(block: Block, raw: RawRows | RawColumns, column: str, schema: Schema) -> pa.Array:
+def values_of(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Array:
     """One value a row of an unpermuted block whose segments `raw` holds, null where missing: uint32 for a category of 8
     hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a number."""
     order = block.order()
-    if isinstance(raw, RawRows):
-        place = (*schema.dense, *schema.sparse).index(column)
-        missing = (raw.missing[order] >> np.uint64(place)) & np.uint64(1) == 1
-        if place < len(schema.dense):
-            return pa.array(raw.integers[order, place], mask=missing)
-        return pa.array(raw.tokens[order, place - len(schema.dense)], mask=missing)
-    if column in schema.dense:
-        place = schema.dense.index(column)
-        return pa.array(raw.dense[place][order], mask=raw.dense_missing[place][order])
+    values = raw.column(column)
+    if isinstance(values, np.ndarray) and (column in schema.dense or schema.tokens == "hexadecimal"):
+        return pa.array(values[order], mask=raw.is_missing(column)[order])
     # Wide tokens do not tell what they were made of.
     return pa.concat_arrays([_text(part, column, schema) for part in block.parts]).dictionary_encode()
 

@@ -8,16 +8,14 @@ from dataclasses import dataclass, replace
 from rayrec.data import materialized
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.groups import group_keys
 from rayrec.data.logs.index import Block, Segment, read_segments, row_numbers
 from rayrec.data.logs.table_log import read_tables
-from rayrec.data.logs.text_parser import RawRows
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
 
 
-def read_raw(segments: Sequence[Segment], schema: Schema) -> RawRows | RawColumns:
+def read_raw(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     """The raw rows of segments of one log."""
     if segments and segments[0].format == "table":
         return read_tables(segments, schema)
@@ -30,7 +28,7 @@ class OpenedBlock:
 
     encode: Callable[[int, int], EncodedRows]
     """Of start and stop: rows [start, stop) of the block, permuted and encoded."""
-    raw: RawRows | RawColumns | None
+    raw: RawBlock | None
     """All rows of the block's segments, in their own order; None where they are preprocessed."""
 
 
@@ -46,7 +44,7 @@ def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = Tru
     @stage("encode")
     def encode(start: int, stop: int) -> EncodedRows:
         chosen = order[start:stop]
-        groups = group_keys(raw, chosen) if labelled and raw.schema.group else None
+        groups = raw.group_keys(chosen) if labelled and raw.schema.group else None
         return replace(preprocessor.encode(raw, chosen), row_numbers=numbers[chosen], groups=groups)
 
     return OpenedBlock(encode, raw)

@@ -18,11 +18,11 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.engine import Engine
 from rayrec.data.logs.csv_reader import csv_columns
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Segment, changed, numbered, remove_older, said_of
 from rayrec.data.logs.parquet import VERSION, Part, is_parquet, open_parquet, partitions_of, prepared, read_rows
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
-from rayrec.data.logs.text_parser import Faults, RawRows
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
 
@@ -185,26 +185,12 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def read_tables(segments: Sequence[Segment], schema: Schema) -> RawRows | RawColumns:
-    """Reads segments of one log one after the other; their faulty rows, counted before, are passed over: RawRows for
-    hexadecimal tokens, else RawColumns.
+def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
+    """Reads segments of one log one after the other; their faulty rows, counted before, are passed over.
 
     Raises InputError where a segment no longer holds the rows it was indexed with.
     """
-    assert segments
-    read = list(_read(segments, schema))
-    columns = [raw for _, raw in read if isinstance(raw, RawColumns)]
-    if columns:
-        return RawColumns.concatenated(columns)
-    out = RawRows(schema, sum(raw.rows for _, raw in read))
-    for path, raw in read:
-        assert isinstance(raw, RawRows)
-        out.begin_file(path)
-        place = slice(out.rows, out.rows + raw.rows)
-        out.integers[place], out.tokens[place] = raw.integers, raw.tokens
-        out.missing[place], out.labels[place] = raw.missing, raw.labels
-        out.rows += raw.rows
-    return out
+    return RawBlock.concatenated(list(_read(segments, schema)))
 
 
 def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
@@ -234,7 +220,7 @@ def _read_table(segment: Segment, schema: Schema) -> pa.Table:
     return table
 
 
-def _read(segments: Sequence[Segment], schema: Schema) -> Iterator[tuple[str, RawRows | RawColumns]]:
+def _read(segments: Sequence[Segment], schema: Schema) -> Iterator[RawBlock]:
     tables = storage.ahead([functools.partial(_read_table, each, schema) for each in segments], of=segments[0].path)
     for segment in segments:
         with stage("read"):
@@ -243,4 +229,4 @@ def _read(segments: Sequence[Segment], schema: Schema) -> Iterator[tuple[str, Ra
             raw, _ = parse_table(table, schema, path=segment.path)
         if raw.rows != segment.rows:
             raise changed(segment.path, segment.start, segment.stop, "rows")
-        yield segment.path, raw
+        yield raw

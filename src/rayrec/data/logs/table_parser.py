@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +15,8 @@ from pyarrow import types
 from rayrec.config import InputError
 from rayrec.data.logs.column_values import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_integers, text_tokens
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
-from rayrec.data.logs.text_parser import LABEL_FAULT, Fault, Faults, RawRows, distinct_labels
-from rayrec.data.raw_block import RawColumns, RawSparse, places_of
+from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
+from rayrec.data.raw_block import RawBlock, RawList, category_type, number_type, places_of
 from rayrec.schema import Label, Schema
 
 LIMIT = 10**18
@@ -87,14 +89,12 @@ def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
     parse_table(table_schema.empty_table().select(list(present_columns(table_schema.names, schema))), schema, path=path)
 
 
-def parse_table(
-    table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0
-) -> tuple[RawRows | RawColumns, Faults]:
+def parse_table(table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0) -> tuple[RawBlock, Faults]:
     """The good rows of a table that has the schema's columns, and its faulty ones, numbered from `first_row` on. Null and
     empty text are missing values; such items of a list are left out. A column that is not there has missing values only.
     Raises InputError for a column of an unusable type."""
-    raw, refused = _parsed(table, schema, path)
-    return raw, refused.faults(schema.columns, path, first_row)
+    block, refused = _parsed(table, schema, path)
+    return block, refused.faults(schema.columns, path, first_row)
 
 
 def good_rows_of(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:
@@ -102,7 +102,7 @@ def good_rows_of(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarr
     return np.flatnonzero(_parsed(table, schema, path)[1].kinds < 0)
 
 
-def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawRows | RawColumns, _Refused]:
+def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawBlock, _Refused]:
     refused = _Refused(table.num_rows)
     if FAULT in table.column_names:
         fault = table.column(FAULT).to_numpy()
@@ -113,19 +113,49 @@ def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawRows | RawCo
         name: _plain(table.column(name)) if name in table.column_names else pa.nulls(table.num_rows)
         for name in schema.columns
     }
-    place = {name: number for number, name in enumerate(schema.columns)}
-
     refuse_type = _type_error(table.schema, path)
-    labels = weights = None
+    labels: dict[str, np.ndarray] = {}
+    weights = None
     if schema.label is not None:
-        labels = _clicks(arrays[schema.label], schema.label, refused, refuse_type)
+        labels[schema.label] = _clicks(arrays[schema.label], schema.label, refused, refuse_type)
     if schema.weight is not None:
         values, status = _numbers(arrays[schema.weight], schema.weight, refuse_type)
         good = (status == VALUE) & (values >= 0) & (values <= LIMIT)
-        refused.add(~good, WEIGHT, place[schema.weight])
+        refused.add(~good, WEIGHT, schema.columns.index(schema.weight))
         weights = np.where(good, values, 0).astype(np.float32)
-    make = _raw_rows if schema.tokens == "hexadecimal" else _raw_columns
-    return make(schema, arrays, labels, weights, refused, refuse_type), refused
+    rows, hexadecimal = table.num_rows, schema.tokens == "hexadecimal"
+    order: Literal["C", "F"] = "C" if hexadecimal else "F"
+    block = RawBlock(
+        schema,
+        np.empty((rows, len(schema.dense)), number_type(schema), order),
+        np.empty((rows, len(schema.singles)), category_type(schema), order),
+        np.zeros((rows, len(schema.dense) + len(schema.singles)), bool, "F"),
+    )
+    first = _first_feature(schema)
+    for place, name in enumerate(schema.dense):
+        values, missing = _values_of(arrays[name], name, schema, refused, refuse_type, number=first + place)
+        block.numbers[:, place], block.missing[:, place] = values, missing
+    lists = _fill_categories(block, arrays, refused, refuse_type)
+    labels |= {label.name: _label(arrays[label.name], label, schema, refused, refuse_type) for label in schema.labels}
+    block = replace(
+        block,
+        missing=_bits(block.missing) if hexadecimal else block.missing,
+        lists=lists,
+        labels=labels,
+        weights=weights,
+        times=_timestamps(arrays, schema, refused, refuse_type),
+    )
+    keep = np.flatnonzero(refused.kinds < 0)
+    block = block if len(keep) == rows else block.take(keep)
+    return replace(block, files=((path, 0, block.rows),)), refused
+
+
+def _bits(missing: np.ndarray) -> np.ndarray:
+    """Return a matrix of bool [rows, columns] as bits of uint64 [rows]."""
+    bits = np.zeros(len(missing), np.uint64)
+    for place, column in enumerate(missing.T):
+        bits |= column.astype(np.uint64) << np.uint64(place)
+    return bits
 
 
 RefuseType = Callable[[str, str], InputError]
@@ -137,75 +167,31 @@ def _type_error(table_schema: pa.Schema, path: str) -> RefuseType:
     )
 
 
-def _raw_rows(
-    schema: Schema,
-    arrays: dict[str, pa.Array],
-    labels: np.ndarray | None,
-    weights: np.ndarray | None,
-    refused: _Refused,
-    refuse_type: RefuseType,
-) -> RawRows:
-    assert weights is None
-    first = _first_feature(schema)
-    columns, absent = [], []
-    for number, name in enumerate((*schema.dense, *schema.sparse)):
-        dense = number < len(schema.dense)
-        values, status = (_integers if dense else _hexadecimal)(arrays[name], name, refuse_type)
-        refused.add(status == REFUSED, NOT_AN_INTEGER if dense else NOT_HEXADECIMAL, first + number)
-        columns.append(values)
-        absent.append(status == EMPTY)
-    keep = refused.kinds < 0
-    raw = RawRows(schema, int(keep.sum()))
-    raw.rows = raw.capacity
-    raw.missing[:] = 0
-    if labels is not None:
-        raw.labels[:] = labels[keep]
-    for number, (values, missing) in enumerate(zip(columns, absent, strict=True)):
-        raw.missing |= missing[keep].astype(np.uint64) << np.uint64(number)
-        if number < len(schema.dense):
-            raw.integers[:, number] = values[keep]
-        else:
-            raw.tokens[:, number - len(schema.dense)] = values[keep]
-    return raw
-
-
-def _raw_columns(
-    schema: Schema,
-    arrays: dict[str, pa.Array],
-    labels: np.ndarray | None,
-    weights: np.ndarray | None,
-    refused: _Refused,
-    refuse_type: RefuseType,
-) -> RawColumns:
-    first = _first_feature(schema)
-    dense, absent, sparse = [], [], []
-    places: dict[str, np.ndarray] = {}
-    for number, name in enumerate(schema.dense, first):
-        values, status = _finite_numbers(arrays[name], name, schema, refused, refuse_type, number=number)
-        dense.append(values)
-        absent.append(status == EMPTY)
-    for number, name in enumerate(schema.sparse, first + len(schema.dense)):
+def _fill_categories(
+    block: RawBlock, arrays: dict[str, pa.Array], refused: _Refused, refuse_type: RefuseType
+) -> tuple[RawList, ...]:
+    """Fill the block's categories and which of them are missing; return the columns of lists."""
+    schema, lists, places = block.schema, [], dict[str, np.ndarray]()
+    first = _first_feature(schema) + len(schema.dense)
+    for number, name in enumerate(schema.sparse, first):
         if name in schema.lists:
             column, bad, kind, places[name] = _lists(arrays, name, schema, refuse_type)
+            lists.append(column)
         else:
-            if _is_list(arrays[name].type):
+            if _is_list(arrays[name].type) and schema.tokens == "any":
                 raise refuse_type(name, "name it in the schema's lists, or leave it out")
-            tokens, status, kind = _tokens(arrays[name], name, schema, refuse_type)
-            column, bad = RawSparse(tokens, status == EMPTY), status == REFUSED
+            place = schema.singles.index(name)
+            status, kind = _categories(arrays[name], name, schema, refuse_type, block.categories[:, place])
+            block.missing[:, len(schema.dense) + place] = status == EMPTY
+            bad = status == REFUSED
         refused.add(bad, kind, number)
-        sparse.append(column)
-    rows = len(refused.kinds)
-    for number, name in enumerate(schema.sparse, first + len(schema.dense)):
+    for number, name in enumerate(schema.sparse, first):
         other = schema.feature(name).aligned_with
         if other is not None:
-            bad = np.zeros(rows, bool)
+            bad = np.zeros(block.rows, bool)
             bad[np.setxor1d(places[name], places[other], assume_unique=True) >> _PLACE_BITS] = True
             refused.add(bad, LIST_PLACES, number)
-    more_labels = tuple(_label(arrays[label.name], label, schema, refused, refuse_type) for label in schema.labels)
-    timestamps = _timestamps(arrays, schema, refused, refuse_type)
-    raw = RawColumns(schema, rows, tuple(dense), tuple(absent), tuple(sparse), labels, weights, more_labels, timestamps)
-    keep = np.flatnonzero(refused.kinds < 0)
-    return raw if len(keep) == rows else raw.take(keep)
+    return tuple(lists)
 
 
 def _first_feature(schema: Schema) -> int:
@@ -213,10 +199,15 @@ def _first_feature(schema: Schema) -> int:
     return int(schema.label is not None) + int(schema.weight is not None)
 
 
-def _finite_numbers(
+def _values_of(
     array: pa.Array, name: str, schema: Schema, refused: _Refused, refuse_type: RefuseType, *, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(float64, status) of a column of finite numbers, 0 if missing or refused; adds its faults as those of column `number`."""
+    """(`number_type`, bool): a column of numbers, 0 if missing or refused, and which are missing; adds its faults as those of
+    column `number`."""
+    if schema.tokens == "hexadecimal":
+        values, status = _integers(array, name, refuse_type)
+        refused.add(status == REFUSED, NOT_AN_INTEGER, number)
+        return values, status == EMPTY
     values, status = _numbers(array, name, refuse_type, times=True)
     if schema.nan == "missing":
         status = np.where(np.isnan(values), EMPTY, status)
@@ -224,7 +215,8 @@ def _finite_numbers(
     finite = np.isfinite(values)
     refused.add((status == REFUSED) | ~finite, NOT_FINITE, number)
     refused.add(np.abs(values) > LIMIT, BEYOND, number)
-    return np.where(finite & (status == VALUE), values, 0.0), status
+    good = finite & (status == VALUE)
+    return values if good.all() else np.where(good, values, 0.0), status == EMPTY
 
 
 def label_faults(table: pa.Table, label: str, *, path: str) -> Faults:
@@ -235,12 +227,12 @@ def label_faults(table: pa.Table, label: str, *, path: str) -> Faults:
 
 
 def _clicks(array: pa.Array, name: str, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
-    """Return `Schema.label`, which is the first column, uint8 [rows]."""
+    """Return `Schema.label`, which is the first column, float32 [rows]."""
     values, status = _numbers(array, name, refuse_type)
     refused.add(status == EMPTY, NO_LABEL, 0)
     wrong = (status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1)))
     refused.add_labels(wrong, array, name, 0)
-    return (values == 1).astype(np.uint8)
+    return (values == 1).astype(np.float32)
 
 
 def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
@@ -437,33 +429,32 @@ def _integers(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.n
     return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REFUSED)
 
 
-def _hexadecimal(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
-    """(uint32, status)"""
+def _categories(
+    array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType, out: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Write categories to `out`, 0 if missing or refused; return (status, the fault kind of REFUSED), see column_values."""
     if types.is_null(array.type):
-        return _nothing(array, np.uint32)
-    if not _is_text(array.type):
-        raise refuse_type(
-            name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories"
-        )
-    text = Text.of(array)
-    values = np.empty(len(text), np.uint32)
-    return values, text.call("rayrec_text_hexadecimal", values)
-
-
-def _tokens(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray, int]:
-    """(uint64, status, the kind of fault that REFUSED is), see wide_tokens."""
-    if types.is_null(array.type):
-        return *_nothing(array, np.uint64), NOT_UTF8
+        out[:] = 0
+        return np.full(len(array), EMPTY, np.uint8), NOT_UTF8
+    if schema.tokens == "hexadecimal":
+        if not _is_text(array.type):
+            raise refuse_type(
+                name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories"
+            )
+        values = np.empty(len(array), np.uint32)
+        status = Text.of(array).call("rayrec_text_hexadecimal", values)
+        out[:] = values
+        return status, NOT_HEXADECIMAL
     if types.is_date(array.type) and name not in schema.integers:
         array = pc.cast(pc.cast(array, pa.date32()), pa.large_string())
     if _is_text(array.type):
         if name in schema.integers:
-            return *text_integers(array), NOT_WHOLE
-        return *text_tokens(array, booleans=schema.category_rules >= 2), NOT_UTF8
+            return text_integers(array, out), NOT_WHOLE
+        return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
     if types.is_integer(array.type) or types.is_boolean(array.type):
-        return *integer_tokens(array), NOT_WHOLE
+        return integer_tokens(array, out), NOT_WHOLE
     if types.is_floating(array.type) or types.is_decimal(array.type):
-        return *_whole_tokens(array), NOT_WHOLE
+        return _whole_tokens(array, out), NOT_WHOLE
     if types.is_timestamp(array.type):
         raise refuse_type(
             name,
@@ -473,21 +464,22 @@ def _tokens(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType)
     raise refuse_type(name, "text or integers are needed; convert it, or leave it out of the schema")
 
 
-def _whole_tokens(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64, status) of floating-point numbers that are integers, as pandas stores a column of integers with gaps; NaN is
-    a missing value. A number is refused if it is not whole or if its type does not hold all integers of its size."""
+def _whole_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
+    """Write the tokens of floating-point numbers that are integers, as pandas stores a column of integers with gaps; return their
+    status. NaN is a missing value. A number is refused if it is not whole or if its type does not hold all integers of its
+    size."""
     mantissa = {pa.float16(): 11, pa.float32(): 24}.get(array.type, 53)
     missing = array.is_null().to_numpy(zero_copy_only=False)
     values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
     missing |= np.isnan(values)
     good = (np.abs(values) < 2.0**mantissa) & (np.trunc(values) == values)
-    tokens = np.where(good, values, 0).astype(np.int64).view(np.uint64)
-    return tokens, np.where(missing, EMPTY, np.where(good, VALUE, REFUSED)).astype(np.uint8)
+    out[:] = np.where(good, values, 0).astype(np.int64).view(np.uint64)
+    return np.where(missing, EMPTY, np.where(good, VALUE, REFUSED)).astype(np.uint8)
 
 
 def _lists(
     arrays: dict[str, pa.Array], name: str, schema: Schema, refuse_type: RefuseType
-) -> tuple[RawSparse, np.ndarray, int, np.ndarray]:
+) -> tuple[RawList, np.ndarray, int, np.ndarray]:
     """(the column, bool (rows): refused rows, the kind of their fault, int64: row and place of each category). Lists in text are
     split."""
     feature, array = schema.feature(name), arrays[name]
@@ -495,14 +487,16 @@ def _lists(
     if types.is_null(array.type):
         nothing = None if feature.weights is None else np.zeros(0, np.float32)
         return (
-            RawSparse(np.zeros(0, np.uint64), None, np.zeros(rows, np.int32), nothing),
+            RawList(np.zeros(0, np.uint64), np.zeros(rows, np.int32), nothing),
             np.zeros(rows, bool),
             NOT_UTF8,
             np.zeros(0, np.int64),
         )
     array = _as_lists(array, name, schema, refuse_type)
     lengths = _list_lengths(array)
-    tokens, status, kind = _tokens(_resolved(pc.list_flatten(array)), name, schema, refuse_type)
+    items = _resolved(pc.list_flatten(array))
+    tokens = np.empty(len(items), np.uint64)
+    status, kind = _categories(items, name, schema, refuse_type, tokens)
     bad, weights = np.zeros(rows, bool), None
     if feature.weights is not None:
         weights, bad = _list_weights(
@@ -516,7 +510,7 @@ def _lists(
         bad |= np.bincount(row_of[status == REFUSED], minlength=rows) > 0
         tokens = np.ascontiguousarray(tokens[there])
         weights = None if weights is None else weights[there]
-    column = RawSparse(tokens, None, lengths.astype(np.int32), weights)
+    column = RawList(tokens, lengths.astype(np.int32), weights)
     return column if feature.max_length is None else column.last(feature.max_length), bad, kind, places
 
 

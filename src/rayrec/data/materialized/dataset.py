@@ -24,8 +24,8 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Segment, row_numbers
-from rayrec.data.logs.text_parser import Faults
 from rayrec.data.materialized.adopted import PRESET
 from rayrec.data.materialized.checks import check_checksums, wrong_id
 from rayrec.data.materialized.files import FORMATS, MAPPED, file_checksum

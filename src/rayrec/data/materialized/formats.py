@@ -13,10 +13,10 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, numpy_of
 from rayrec.data.encoded import Bags, EncodedRows, Ids, ids_from_arrow, ids_to_arrow, weights_to_arrow
-from rayrec.data.encoding.preprocessor import Preprocessor, adapt, c_dense_column
-from rayrec.data.logs.text_parser import RawRows
+from rayrec.data.encoding.encoder import c_dense_column
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.materialized.files import WRITTEN
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.raw_block import RawBlock
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -75,7 +75,7 @@ def best_format(preprocessor: Preprocessor, out: str) -> str:
 
 def stored(
     format: str,
-    raw: RawRows | RawColumns,
+    raw: RawBlock,
     preprocessor: Preprocessor,
     start: int,
     stop: int,
@@ -86,11 +86,10 @@ def stored(
     """Rows [start, stop) of `raw` as they are stored: a column a matrix (fixed-size lists), or in parquet a column of the
     model's inputs. Raises InputError for a number the format does not hold; `first_row` is that of `raw` in file `path`."""
     order = np.arange(start, stop, dtype=np.int64)
-    rows = preprocessor.encode(raw, order)  # type: ignore[arg-type]
+    rows = preprocessor.encode(raw, order)
     if format == "parquet":
         return named_columns(rows, preprocessor.inputs)
     if format == "binary":
-        assert isinstance(raw, RawRows)
         packed, wrong = _pack(raw, rows, preprocessor, start, stop)
         if wrong >= 0:
             row, column = divmod(wrong, packed.shape[1])
@@ -115,10 +114,11 @@ def _rows_of_columns(ids: Sequence[Ids], rows: int, dtype: np.dtype) -> np.ndarr
     return out
 
 
-def _pack(raw: RawRows, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int) -> tuple[np.ndarray, int]:
+def _pack(
+    raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int
+) -> tuple[np.ndarray, int]:
     """int32 (rows, 1 + dense + sparse), and where the first number stands that does not fit (-1: none)."""
-    raw = adapt(raw, integer_buckets=preprocessor.integer_buckets, file_minimum=preprocessor.file_minimum)
-    integers = np.ascontiguousarray(raw.integers[start:stop])
+    integers = np.ascontiguousarray(preprocessor.derivation.applied(raw).numbers[start:stop])
     lowest = np.array(
         [np.iinfo(np.int64).min if column.kind == "signed_log" else column.lowest for column in preprocessor.dense],
         np.int64,

@@ -9,7 +9,8 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.preprocessor import Preprocessor, file_key
+from rayrec.data.encoding.derivation import file_key
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.materialized.files import FilePlan, plan_files
 from rayrec.data.materialized.write_tasks import Task

@@ -19,14 +19,17 @@ import pyarrow as pa
 import pytest
 from builders.engines import LoopEngine
 from builders.logs import open_index
+from builders.raw_blocks import block_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding import counts as counting_module
-from rayrec.data.encoding.category_counter import Spill, TokenCounter
+from rayrec.data.encoding.category_counter import Spill, TokenCounter, count_columns
 from rayrec.data.encoding.counts import (
+    DENSE_LOW_BITS,
+    DENSE_UNITS,
     NO_ROW,
     CountingJob,
     Counts,
@@ -34,13 +37,14 @@ from rayrec.data.encoding.counts import (
     count_parts,
     problems_of,
 )
+from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.one_pass import CountingIndexer
-from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS, RAYREC, make_preprocessor
+from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.log_source import index_log
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments, select
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.data.logs.text_parser import Faults, RawRows, parse
-from rayrec.data.raw_block import RawColumns, RawSparse
+from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.machine import Memory
 from rayrec.schema import Schema
@@ -107,13 +111,14 @@ TOKENS = st.lists(st.none() | st.integers(0, 30) | st.integers(0, 2**32 - 1), ma
 @given(TOKENS, st.sampled_from([2, 4, 16]), st.booleans(), st.sampled_from([np.uint32, np.uint64]))
 def test_present_tokens_are_counted(tokens: list[int | None], slots: int, first_rows: bool, dtype: Any) -> None:
     raw, _ = parse(SCHEMA, text_of([tokens, tokens[::-1]]))
-    for column, values in enumerate((tokens, tokens[::-1])):
-        counter = TokenCounter(slots, dtype=dtype, first_rows=first_rows)
-        counter.count(raw, column, 1000)
-        assert found(counter.items()) == expected(values, 1000 if first_rows else None)
-        counter.count(raw, column, 2000)
-        assert counted(counter) == {t: 2 * n for t, (n, _) in expected(values, None).items()}
-        counter.count(raw, column, 7)
+    counters = [TokenCounter(slots, dtype=dtype, first_rows=first_rows) for _ in range(2)]
+    for first_row, times in ((1000, 1), (2000, 2), (7, 3)):
+        count_columns(counters, raw, first_row, np.array([[0, NO_ROW]] * 2))
+        for counter, values in zip(counters, (tokens, tokens[::-1]), strict=True):
+            assert counted(counter) == {t: times * n for t, (n, _) in expected(values, None).items()}
+            if times == 1:
+                assert found(counter.items()) == expected(values, 1000 if first_rows else None)
+    for counter, values in zip(counters, (tokens, tokens[::-1]), strict=True):
         assert found(counter.items()) == {
             t: (3 * n, row) for t, (n, row) in expected(values, 7 if first_rows else None).items()
         }
@@ -141,7 +146,7 @@ def test_a_table_grows() -> None:
     tokens: list[int | None] = [int(rng.paretovariate(0.3)) % 2**32 for _ in range(30_000)]
     raw, _ = parse(SCHEMA, text_of([tokens, tokens]))
     counter = TokenCounter(first_rows=True)
-    counter.count(raw, 1, 0)
+    count_columns([TokenCounter(first_rows=True), counter], raw, 0, np.array([[0, NO_ROW]] * 2))
     assert counted(counter) == Counter(tokens)
     assert counter.used > 4 * 1024
     other = TokenCounter(2)
@@ -263,19 +268,15 @@ def test_only_the_chosen_rows_of_a_segment_count(tmp_path: Path) -> None:
     assert read_segments([p.segment for p in parts], SCHEMA).rows == 100
 
 
-def doubled(raw: RawRows) -> RawRows:
-    """Integers as a further token column, and no dense one."""
-    schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("d", "s", "t"))
-    tokens = np.concatenate([raw.integers[: raw.rows].astype(np.uint32), raw.tokens[: raw.rows]], axis=1)
-    return raw.with_columns(schema, integers=np.empty((raw.rows, 0), np.int64), tokens=tokens)
-
-
 def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
     text = b"".join(b"%d\t%08x\t\n" % (i % 3, i) if i % 4 else b"\t%08x\t\n" % i for i in range(100))
-    counts = count_log(CountingJob(SCHEMA, prepare=doubled), parts_of(tmp_path, SCHEMA, text, 200), engine=HERE)
-    assert counted(counts.tokens[0]) == Counter(i % 3 for i in range(100) if i % 4)
+    counts = count_log(
+        CountingJob(SCHEMA, derivation=Derivation(buckets=True)), parts_of(tmp_path, SCHEMA, text, 200), engine=HERE
+    )
+    numbers = [i % 3 if i % 4 else 0 for i in range(100)]  # 0 is no category
+    assert counted(counts.tokens[0]) == Counter(number + 2**31 for number in numbers if number)
     assert counted(counts.tokens[1]) == dict.fromkeys(range(100), 1)
-    assert counts.missing.tolist() == [[25, 0], [0, NO_ROW], [100, 0]]
+    assert counts.missing.tolist() == [[numbers.count(0), 0], [0, NO_ROW], [100, 0]]
     assert counts.dense_moments.shape == (0, 4)
     assert counts.file_minimum == {"log.txt": 0}
 
@@ -284,27 +285,13 @@ def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.none() | st.integers(0, 9), st.lists(st.integers(0, 2**64 - 1), max_size=3)), max_size=30))
 def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]) -> None:
     schema = Schema(label="l", dense=("d",), sparse=("s", "t"), lists=("t",), tokens="any")
-    absent = np.array([token is None for token, _ in rows], bool)
-    raw = RawColumns(
-        schema,
-        len(rows),
-        dense=(np.array([token or 0 for token, _ in rows], np.float64),),
-        dense_missing=(absent,),
-        sparse=(
-            RawSparse(np.array([token or 0 for token, _ in rows], np.uint64), absent),
-            RawSparse(
-                np.array([token for _, tokens in rows for token in tokens], np.uint64),
-                None,
-                np.array([len(tokens) for _, tokens in rows], np.int32),
-            ),
-        ),
-        labels=np.array([len(tokens) > 0 for _, tokens in rows], np.uint8),
-        weights=None,
-    )
-    counts = CountingJob(schema, dtype="uint64", first_rows=True).empty()
+    columns = {"d": [token for token, _ in rows], "s": [token for token, _ in rows], "t": [bag for _, bag in rows]}
+    labels = {"l": np.array([len(tokens) > 0 for _, tokens in rows], np.float32)}
+    raw = block_of(schema, columns, labels=labels)
+    counts = CountingJob(schema, first_rows=True).empty()
     counts.add_source(raw, "a.csv")
     for start in (0, len(rows)):  # in two halves
-        half = raw.take(np.arange(start // 2, (start + len(rows)) // 2))
+        half = raw.cut(start // 2, (start + len(rows)) // 2)
         counts.add_rows(half, 100 + start // 2)
     listed = [(token, row) for row, (_, tokens) in enumerate(rows, 100) for token in tokens]
     first = dict(reversed(listed))
@@ -512,13 +499,13 @@ def test_problems_of_counted_rows() -> None:
     table = pa.table({"y": [1, 1], "d": [1, 2], "e": [None, None], "s": ["a", ""], "t": ["", None], "l": [[], None]})
     for labels, expected in (([1, 1], True), ([0, 1], False)):
         raw, _ = parse_table(table.set_column(0, "y", pa.array(labels)), schema)
-        counts = CountingJob(schema, dtype="uint64").empty()
+        counts = CountingJob(schema).empty()
         counts.add_source(raw, "")
         counts.add_rows(raw, 0)
         *one_class, empty = problems_of(counts, schema)
         assert empty.startswith("no training row has a value in e, t, l;")
         assert [text.partition(",")[0] for text in one_class] == ["all 2 training rows have label 1"] * expected
-    assert problems_of(CountingJob(schema, dtype="uint64").empty(), schema) == []
+    assert problems_of(CountingJob(schema).empty(), schema) == []
 
 
 @pytest.mark.parametrize("changes", [{"missing": "zero"}, {"missing": "zero", "token_modulo": 2**31}])
@@ -526,15 +513,10 @@ def test_memory_is_bounded_whatever_the_profile(changes: dict[str, Any], tmp_pat
     """Tokens that are too seldom are not gathered, and an empty field still counts as token 0."""
     schema = Schema(tokens="hexadecimal", label=None, sparse=("s",))
     preset = RAYREC.replace(min_count=3, **changes)
-    raw = RawRows(schema, 300_000)
-    raw.rows = raw.capacity
-    raw.tokens[:, 0] = np.arange(raw.rows)  # 0 and all others once
-    raw.tokens[-4:, 0] = 7
-    raw.missing[:] = 0
-    raw.missing[-6:-4] = 1
+    raw = block_of(schema, {"s": [*range(299_994), None, None, 7, 7, 7, 7]})  # 0 and all others once
     job = preset.counting(schema)
     task = job.empty()
-    task.add_rows(job.prepared(raw), 0)
+    task.add_rows(job.derivation.counted(raw), 0)
     preprocessors = []
     for memory_bytes in (1 << 20, None):
         with job.total(memory_bytes, str(tmp_path)) as counts:

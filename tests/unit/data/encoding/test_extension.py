@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.counts import Counts, count_parts
 from rayrec.data.encoding.extension import extend
-from rayrec.data.encoding.oov import UnknownTokens
+from rayrec.data.encoding.known_categories import UnknownCategories
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import (
     ALL,
@@ -26,8 +25,8 @@ from rayrec.data.encoding.presets import (
     Preset,
     make_preprocessor,
 )
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments
-from rayrec.data.logs.text_parser import Faults
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary
@@ -69,10 +68,10 @@ def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preproce
     _, index = counted(preset, lines("".join(sorted(set(old + new)))), folder / "both")
     raw = read_segments(index.segments, SCHEMA)
     old_ids, new_ids = before.encode(raw).ids[0], after.encode(raw).ids[0]
-    known = UnknownTokens(before).count(raw, before.encode(raw))[:, 0] == 0
+    known = UnknownCategories(before).count(raw, before.encode(raw))[:, 0] == 0
     assert known.any()
     if before.sparse[0].missing_id == before.sparse[0].unknown_id:  # an empty field may become a category
-        known &= (raw.missing[: raw.rows] >> np.uint64(1)) & np.uint64(1) == 0
+        known &= ~raw.is_missing("C")
     assert (old_ids[known] == new_ids[known]).all()
     assert before.sparse[0].unknown_id == after.sparse[0].unknown_id
     assert max(new_ids) < after.num_embeddings[0]

@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
-from rayrec.data.encoding.preprocessor import CSparseColumn, Preprocessor, c_dense_column, num_slots
+from rayrec.data.encoding.encoder import build_slots, c_dense_column, look_up, num_slots
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.data.logs.text_parser import RawRows, parse
+from rayrec.data.logs.text_parser import parse
 from rayrec.native import library
 from rayrec.schema import Schema
 
@@ -137,19 +138,8 @@ def test_ids_above_2_to_the_24_survive() -> None:
     first_id = 2**31 - 10
     slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
     known_ids = (first_id + known).astype(np.int32)
-    library().rayrec_build_slots(
-        ctypes.c_void_p(known.ctypes.data),
-        ctypes.c_void_p(known_ids.ctypes.data),
-        ctypes.c_int64(3),
-        ctypes.c_void_p(slots.ctypes.data),
-        ctypes.c_int64(16),
-    )
-    column = CSparseColumn(slots.ctypes.data, 15, 1, 0, MISSING_ID, UNKNOWN_ID, 0, 0, 28)
-    asked, out = np.array([2, 3, 0], np.uint32), np.zeros(3, np.int32)
-    library().rayrec_look_up(
-        ctypes.c_void_p(asked.ctypes.data), ctypes.c_int64(3), ctypes.byref(column), ctypes.c_void_p(out.ctypes.data)
-    )
-    assert out.tolist() == [first_id + 2, UNKNOWN_ID, first_id]
+    assert build_slots(known, known_ids, slots)
+    assert look_up(np.array([2, 3, 0], np.uint32), slots, UNKNOWN_ID).tolist() == [first_id + 2, UNKNOWN_ID, first_id]
 
 
 def test_tables_stay_two_thirds_full_at_most() -> None:
@@ -192,7 +182,7 @@ def test_a_vocabulary_that_knows_nothing() -> None:
         tokens=np.zeros(0, np.uint32),
         constants={},
     )
-    raw: RawRows = parse(schema, b"00000000\t\n")[0]
+    raw = parse(schema, b"00000000\t\n")[0]
     assert preprocessor.encode(raw).ids.ravel().tolist() == [UNKNOWN_ID, MISSING_ID]
 
 

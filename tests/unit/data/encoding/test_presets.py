@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.logs import learn, open_index
+from builders.raw_blocks import block_of
 from builders.torchrec_scripts import torchrec_criteo
 
 from rayrec.config import InputError
+from rayrec.data.encoding.derivation import Derivation
+from rayrec.data.encoding.encoder import MLPERF_SIZES, MultiHot
 from rayrec.data.encoding.known_categories import bucket_names, buckets_of
-from rayrec.data.encoding.multi_hot import MLPERF_SIZES, MultiHot
-from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import (
     ALL,
     FUXICTR_X1,
@@ -31,7 +33,6 @@ from rayrec.data.encoding.presets import (
     make_preprocessor,
 )
 from rayrec.data.logs.index import LogIndex, read_segments
-from rayrec.data.logs.text_parser import RawRows
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema
@@ -157,26 +158,25 @@ def test_fuxictr_x4(tmp_path: Path, min_count: int, expected: list[list[int]], r
 @pytest.mark.parametrize("limit", [None, 7, 2**31 + 5])
 def test_fuxictr_x4_gives_a_row_the_same_ids_in_a_large_block_and_alone(limit: int | None) -> None:
     draw = np.random.default_rng(3)
-    raw = RawRows(SCHEMA, 5000)
-    raw.rows, raw.missing[:], raw.labels[:] = 5000, 0, 0
-    raw.integers[:] = np.where(draw.random((5000, 2)) < 0.7, draw.integers(-3, 3000, (5000, 2)), 0)
-    raw.integers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
-    raw.tokens[:] = draw.integers(0, 300, (5000, 2))
+    numbers = np.where(draw.random((5000, 2)) < 0.7, draw.integers(-3, 3000, (5000, 2)), 0)
+    numbers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
+    columns = [*numbers.T.tolist(), *draw.integers(0, 300, (2, 5000)).tolist()]
+    raw = block_of(SCHEMA.unlabelled(), dict(zip((*SCHEMA.dense, *SCHEMA.sparse), columns, strict=True)))
     counting = FUXICTR_X4.counting(SCHEMA)
     counts = counting.empty()
-    counts.add_rows(counting.prepared(raw), 0)
+    counts.add_rows(counting.derivation.counted(raw), 0)
     preprocessor = make_preprocessor(FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4), SCHEMA, counts)
     chosen = draw.permutation(5000)
     together = np.array(preprocessor.encode(raw, chosen).ids)
     alone = np.concatenate([np.array(preprocessor.encode(raw, rows).ids) for rows in np.split(chosen, 10)], axis=1)
     np.testing.assert_array_equal(together, alone)
     # And the ids are those of the categories that were counted.
-    buckets = bucket_integers(raw)
+    buckets = Derivation(buckets=True).applied(raw)
     known = np.split(preprocessor.tokens, np.cumsum([column.num_tokens for column in preprocessor.sparse])[:-1])
     for column in range(2):
         expected = {token: number + 1 for number, token in enumerate(known[column].tolist())}
         unknown = preprocessor.sparse[column].unknown_id
-        ids = [expected.get(token, unknown) % (limit or 2**40) for token in buckets.tokens[chosen, column].tolist()]
+        ids = [expected.get(token, unknown) % (limit or 2**40) for token in buckets.categories[chosen, column].tolist()]
         assert together[column].tolist() == ids
 
 

@@ -12,19 +12,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.raw_blocks import block_of
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding import presets
-from rayrec.data.encoding.multi_hot import MultiHot
-from rayrec.data.encoding.preprocessor import Preprocessor, bucket_integers
+from rayrec.data.encoding.derivation import Derivation
+from rayrec.data.encoding.encoder import MultiHot
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.data.logs.text_parser import RawRows, parse
-from rayrec.data.raw_block import RawColumns, RawSparse
+from rayrec.data.logs.text_parser import parse
+from rayrec.data.raw_block import RawBlock
 from rayrec.inference.export import encoder_program
 from rayrec.schema import Feature, Schema
 
@@ -41,15 +43,11 @@ def encoder_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return runpy.run_path(str(program))["Encoder"]
 
 
-def raw_tokens(tokens: np.ndarray, missing: np.ndarray) -> RawRows | RawColumns:
+def raw_tokens(tokens: np.ndarray, missing: np.ndarray) -> RawBlock:
     wide = tokens.dtype == np.uint64
     schema = Schema(label=None, sparse=("s",), tokens="any" if wide else "hexadecimal")
-    if wide:
-        return RawColumns(schema, len(tokens), (), (), (RawSparse(tokens, missing),), None, None)
-    raw = RawRows(schema, len(tokens))
-    raw.rows = len(tokens)
-    raw.tokens[:, 0], raw.missing[:] = tokens, missing
-    return raw
+    present = zip(tokens.tolist(), missing.tolist(), strict=True)
+    return block_of(schema, {"s": [None if absent else token for token, absent in present]})
 
 
 @st.composite
@@ -103,10 +101,11 @@ def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject)
 @example([int(np.exp(np.sqrt(k))) + step for k, step in itertools.product(range(1, 1700, 97), (-1, 0, 1))])
 @CHECKED
 def test_bucket_kernel_matches_the_rule(integers: list[int]) -> None:
-    raw = RawRows(Schema(tokens="hexadecimal", label=None, dense=("d",)), len(integers))
-    raw.rows = len(integers)
-    raw.integers[:, 0], raw.missing[:] = integers, 0
-    assert bucket_integers(raw).tokens[:, 0].tolist() == bucket_tokens(np.array(integers, np.int64)).tolist()
+    raw = block_of(Schema(tokens="hexadecimal", label=None, dense=("d",)), {"d": integers})
+    assert (
+        Derivation(buckets=True).applied(raw).categories[:, 0].tolist()
+        == bucket_tokens(np.array(integers, np.int64)).tolist()
+    )
 
 
 @given(
@@ -142,9 +141,10 @@ def test_bag_kernel_matches_the_rule(
 )
 @CHECKED
 def test_dense_kernel_matches_the_rule(values: list[int], column: DenseColumn) -> None:
-    raw = RawRows(Schema(tokens="hexadecimal", label=None, dense=("d",)), len(values))
-    raw.rows = len(values)
-    raw.integers[:, 0], raw.missing[:] = values, np.arange(len(values)) % 3 == 2
+    raw = block_of(
+        Schema(tokens="hexadecimal", label=None, dense=("d",)),
+        {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]},
+    )
     preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))
     preprocessor.check()
     wanted = column.encode(np.array(values), np.arange(len(values)) % 3 == 2)
@@ -177,11 +177,11 @@ def test_murmur3_rejects_wide_categories() -> None:
 # Preprocessors that are made from logs --------------------------------------------------------------------------------
 
 
-def make(schema: Schema, raw: RawRows | RawColumns, preset: Preset) -> Preprocessor:
+def make(schema: Schema, raw: RawBlock, preset: Preset) -> Preprocessor:
     job = preset.counting(schema)
     counts = job.empty()
     counts.add_source(raw, "day_0")
-    counts.add_rows(job.prepared(raw), 0)
+    counts.add_rows(job.derivation.counted(raw), 0)
     return make_preprocessor(preset, schema, counts)
 
 
@@ -348,7 +348,6 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
     ]
     raw, faults = parse(schema, "".join(f"{line}\n" for line in lines).encode())
     assert not faults.total
-    assert isinstance(raw, RawRows)
     half = len(lines) // 2
     counted, _ = parse(schema, "".join(f"{line}\n" for line in lines[:half]).encode())
     try:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.logs import index as log_index
+from rayrec.data.logs.faults import Fault, Faults
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import (
     CachedIndex,
@@ -32,7 +33,8 @@ from rayrec.data.logs.index import (
     select,
     unpack,
 )
-from rayrec.data.logs.text_parser import MAX_LINE_BYTES, Fault, Faults, RawRows, parse
+from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
+from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a",), sparse=("b",))
@@ -54,12 +56,12 @@ def index(file: storage.File, chunk_bytes: int, segment_bytes: int) -> LogIndex:
     return LogIndex(numbered(entries), faults)
 
 
-def same_rows(one: RawRows, other: RawRows) -> bool:
+def same_rows(one: RawBlock, other: RawBlock) -> bool:
     assert one.rows == other.rows
+    assert one.labels.keys() == other.labels.keys()
     return all(
-        np.array_equal(getattr(one, name)[: one.rows], getattr(other, name)[: one.rows])
-        for name in ("integers", "tokens", "missing", "labels")
-    )
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in ("numbers", "categories", "missing")
+    ) and all(np.array_equal(one.labels[name], other.labels[name]) for name in one.labels)
 
 
 def check_cutting(folder: Path, text: bytes, chunk_bytes: int, segment_bytes: int) -> None:

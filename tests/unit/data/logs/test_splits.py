@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.splits import Split
-from rayrec.data.logs.text_parser import Faults
 
 
 def index_of(*rows: int) -> LogIndex:

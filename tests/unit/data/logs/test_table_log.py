@@ -35,11 +35,12 @@ from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.logs import csv_reader, parquet
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.data.logs.text_parser import Faults, RawRows, parse
-from rayrec.data.raw_block import RawColumns
+from rayrec.data.logs.text_parser import parse
+from rayrec.data.raw_block import RawBlock, RawList
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.schema import Schema
 
@@ -115,38 +116,43 @@ def as_table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.table({name: [row[name] for row in rows] for name in [*MOVIES.columns, "clicked"][1:]})
 
 
+def tokens_in(array: pa.Array, **how: bool) -> np.ndarray:
+    out = np.empty(len(array), np.uint64)
+    text_tokens(array, out, **how)
+    return out
+
+
 @cache
 def token(value: Any) -> int:
-    return value % 2**64 if isinstance(value, int) else int(text_tokens(pa.array([value]))[0][0])
+    return value % 2**64 if isinstance(value, int) else int(tokens_in(pa.array([value]))[0])
 
 
 def check_movies(raw: Any, rows: list[dict[str, Any]]) -> None:
-    assert isinstance(raw, RawColumns)
     assert raw.rows == len(rows)
-    assert raw.labels is not None
-    assert raw.labels.dtype == np.uint8
-    assert raw.labels.tolist() == [row["clicked"] for row in rows]
+    assert raw.labels["clicked"].dtype == np.float32
+    assert raw.labels["clicked"].tolist() == [row["clicked"] for row in rows]
     assert raw.weights is not None
     assert raw.weights.dtype == np.float32
     assert raw.weights.tolist() == [row["weight"] for row in rows]
-    for name, values, missing in zip(raw.schema.dense, raw.dense, raw.dense_missing, strict=True):
+    for name, values in zip(raw.schema.dense, raw.numbers.T, strict=True):
+        missing = raw.is_missing(name)
         assert values.dtype == np.float64
         assert values.tolist() == [row[name] or 0 for row in rows]
         assert missing.tolist() == [row[name] is None for row in rows]
-    for name, column in zip(raw.schema.sparse, raw.sparse, strict=True):
+    for name in raw.schema.sparse:
+        column = raw.column(name)
         cells = [row[name] for row in rows]
-        assert column.tokens.dtype == np.uint64
         if name in raw.schema.lists:
-            assert column.lengths is not None
             assert column.lengths.dtype == np.int32
-            assert column.tokens.tolist() == [
+            assert column.categories.dtype == np.uint64
+            assert column.categories.tolist() == [
                 token(x if not isinstance(x, str) or x != "12" else 12) for c in cells for x in c
             ]
             assert column.lengths.tolist() == [len(cell) for cell in cells]
         else:
-            assert column.missing is not None
-            assert column.tokens.tolist() == [0 if cell is None else token(cell) for cell in cells]
-            assert column.missing.tolist() == [cell is None for cell in cells]
+            assert column.dtype == np.uint64
+            assert column.tolist() == [0 if cell is None else token(cell) for cell in cells]
+            assert raw.is_missing(name).tolist() == [cell is None for cell in cells]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -208,7 +214,7 @@ def test_a_log_is_counted_and_encoded(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(as_csv(rows))
     index = index_of([tmp_path / "a.csv"], MOVIES, tmp_path / "cache", 3000)
     counts = count_log(
-        CountingJob(MOVIES, dtype="uint64", first_rows=True),
+        CountingJob(MOVIES, first_rows=True),
         [Part(segment, low, high) for segment, low, high in select(index, 10, 290)],
         engine=LoopEngine(),
     )
@@ -260,10 +266,20 @@ def criteo_table(text: bytes, empty: Any = None) -> pa.Table:
     return pa.table(columns)
 
 
-def same_rows(one: RawRows, other: RawRows) -> None:
+def tokens_of(raw: RawBlock, number: int) -> np.ndarray:
+    column = raw.column(raw.schema.sparse[number])
+    return column.categories if isinstance(column, RawList) else column
+
+
+def missing_of(raw: RawBlock, number: int) -> np.ndarray:
+    return raw.is_missing(raw.schema.sparse[number])
+
+
+def same_rows(one: RawBlock, other: RawBlock) -> None:
     assert one.rows == other.rows
-    for name in ("integers", "tokens", "missing", *(["labels"] if one.schema.label else [])):
-        left, right = getattr(one, name)[: one.rows], getattr(other, name)[: one.rows]
+    pairs = [(getattr(one, name), getattr(other, name)) for name in ("numbers", "categories", "missing")]
+    pairs += [(labels, other.labels[name]) for name, labels in one.labels.items()]
+    for left, right in pairs:
         assert left.dtype == right.dtype
         np.testing.assert_array_equal(left, right)
 
@@ -297,8 +313,7 @@ def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
     table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
     schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
     raw, faults = parse_table(table, schema, path="p")
-    assert isinstance(raw, RawRows)
-    assert raw.integers[:, 0].tolist() == [1, 0, -3, 2**40]
+    assert raw.numbers[:, 0].tolist() == [1, 0, -3, 2**40]
     assert raw.missing.tolist() == [0, 1, 0, 0]
     assert faults.counts == {"not an integer": 4}
     assert [fault.row for fault in faults.first] == [4, 5, 6, 7]
@@ -312,7 +327,7 @@ def test_files_are_told_apart_as_in_text(tmp_path: Path) -> None:
         )
     raw, _ = read([tmp_path / "day_0.parquet", tmp_path / "day_1.csv"], CRITEO, tmp_path / "cache", 2000)
     ranges: dict[str, list[int]] = {}
-    for path, start, stop in raw.files():
+    for path, start, stop in raw.files:
         ranges.setdefault(os.path.basename(path).removesuffix(".parquet"), []).extend(range(start, stop))
     assert ranges == {"day_0": list(range(20)), "day_1.csv": list(range(20, 29))}
 
@@ -464,8 +479,8 @@ def test_bad_cells(tmp_path: Path, parquet: bool, column: str, cell: bytes, kind
     path = tmp_path / ("a.parquet" if parquet else "a.csv")
     raw, faults = read([path], ANY, tmp_path, 16)
     assert raw.rows == 3
-    assert raw.dense[0].tolist() == [2.5] * 3
-    assert raw.sparse[1].lengths.tolist() == [2] * 3
+    assert raw.numbers[:, 0].tolist() == [2.5] * 3
+    assert raw.lists[0].lengths.tolist() == [2] * 3
     assert faults.counts == {kind: 1}
     (fault,) = faults.first
     assert (fault.path, fault.row, fault.byte, fault.kind, fault.column) == (str(path), 2, None, kind, column)
@@ -491,9 +506,8 @@ def test_good_cells() -> None:
     ]
     table = pa.table({"d": good, "s": ["x"] * len(good)})
     raw, faults = parse_table(table, Schema(label=None, dense=("d",), sparse=("s",), tokens="any"))
-    assert isinstance(raw, RawColumns)
     assert faults.total == 0
-    assert raw.dense[0].tolist() == [float(x) for x in good]
+    assert raw.numbers[:, 0].tolist() == [float(x) for x in good]
 
 
 @settings(max_examples=300, deadline=None)
@@ -519,9 +533,8 @@ def test_numbers_in_text(cells: list[str]) -> None:
             missing.append(not cell)
         else:
             bad += 1
-    assert isinstance(raw, RawColumns)
-    assert raw.dense[0].tolist() == wanted
-    assert raw.dense_missing[0].tolist() == missing
+    assert raw.numbers[:, 0].tolist() == wanted
+    assert raw.missing[:, 0].tolist() == missing
     assert faults.total == bad
 
 
@@ -559,7 +572,6 @@ def test_every_byte_of_hexadecimal_logs_as_in_text() -> None:
     ):
         raw, faults = parse_table(pa.table(columns), schema)
         expected, found = parse(schema, b"\n".join(map(b"\t".join, zip(*columns.values(), strict=True))))
-        assert isinstance(raw, RawRows)
         same_rows(raw, expected)
         assert faults.counts == found.counts
 
@@ -625,11 +637,11 @@ def test_types_of_numbers(array: pa.Array) -> None:
     raw: Any
     raw, faults = one_column(array, "dense")
     assert faults.total == 0
-    assert raw.dense[0].tolist() == [1, 0, 0]
-    assert raw.dense_missing[0].tolist() == [False, True, False]
+    assert raw.numbers[:, 0].tolist() == [1, 0, 0]
+    assert raw.missing[:, 0].tolist() == [False, True, False]
     schema = Schema(label="y", weight="w", dense=("c",), tokens="any")
     raw, faults = parse_table(pa.table({"y": array, "c": [1, 2, 3], "w": [1, 1, 1]}), schema)
-    assert raw.labels.tolist() == [1, 0]
+    assert raw.labels["y"].tolist() == [1, 0]
     assert faults.counts == {"label is missing": 1}
     raw, faults = parse_table(pa.table({"y": [1, 1, 1], "c": [1, 2, 3], "w": array}), schema)
     assert raw.weights.tolist() == [1, 0]
@@ -640,13 +652,10 @@ def test_a_column_of_nothing() -> None:
     table = pa.table({"d": pa.nulls(2), "s": pa.nulls(2), "l": pa.nulls(2)})
     schema = Schema(label=None, dense=("d",), sparse=("s", "l"), lists=("l",), tokens="any")
     raw, faults = parse_table(table, schema)
-    assert isinstance(raw, RawColumns)
     assert faults.total == 0
-    assert raw.dense_missing[0].all()
-    assert raw.sparse[0].missing is not None
-    assert raw.sparse[0].missing.all()
-    assert raw.sparse[1].lengths is not None
-    assert raw.sparse[1].lengths.tolist() == [0, 0]
+    assert raw.missing[:, 0].all()
+    assert missing_of(raw, 0).all()
+    assert raw.lists[0].lengths.tolist() == [0, 0]
 
 
 CATEGORIES = [
@@ -668,11 +677,11 @@ def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: b
     if dictionary and "view" not in str(kind):
         array = array.dictionary_encode()
     texts = [v if isinstance(v, bytes) else b"" if v is None else str(v).encode() for v in values]
-    expected, _ = text_tokens(pa.array(texts, pa.binary()))
+    expected = tokens_in(pa.array(texts, pa.binary()))
     raw, faults = one_column(array, "sparse")
     assert faults.total == 0
-    assert raw.sparse[0].tokens.tolist() == expected.tolist()
-    assert raw.sparse[0].missing.tolist() == [not text for text in texts]
+    assert tokens_of(raw, 0).tolist() == expected.tolist()
+    assert missing_of(raw, 0).tolist() == [not text for text in texts]
 
 
 LIST_VALUES = [["a", "b"], None, [], ["", "c", None], ["12"]]
@@ -701,16 +710,15 @@ LIST_VALUES = [["a", "b"], None, [], ["", "c", None], ["12"]]
 def test_types_of_lists(array: pa.Array) -> None:
     raw, faults = one_column(array, "sparse", lists=("c",))
     assert faults.total == 0
-    assert raw.sparse[0].lengths.tolist() == [2, 0, 0, 1, 1]
-    assert raw.sparse[0].tokens.tolist() == [token("a"), token("b"), token("c"), 12]
-    assert raw.sparse[0].missing is None
+    assert raw.lists[0].lengths.tolist() == [2, 0, 0, 1, 1]
+    assert tokens_of(raw, 0).tolist() == [token("a"), token("b"), token("c"), 12]
 
 
 def test_fixed_size_lists() -> None:
     array = pa.array([[1, 2], None, [3, None]], pa.list_(pa.int32(), 2))
     raw, _ = one_column(array, "sparse", lists=("c",))
-    assert raw.sparse[0].lengths.tolist() == [2, 0, 1]
-    assert raw.sparse[0].tokens.tolist() == [1, 2, 3]
+    assert raw.lists[0].lengths.tolist() == [2, 0, 1]
+    assert tokens_of(raw, 0).tolist() == [1, 2, 3]
 
 
 REFUSED = [
@@ -765,9 +773,11 @@ def test_a_category_is_the_same_in_every_format(
             array = pa.ListArray.from_arrays(np.arange(len(values) + 1, dtype=np.int32), array)
         raw, faults = parse_table(pa.table({"c": array}), schema)
         assert faults.total == 0
-        np.testing.assert_array_equal(raw.sparse[0].tokens, expected.sparse[0].tokens)
-        np.testing.assert_array_equal(raw.sparse[0].missing, expected.sparse[0].missing)
-        np.testing.assert_array_equal(raw.sparse[0].lengths, expected.sparse[0].lengths)
+        np.testing.assert_array_equal(tokens_of(raw, 0), tokens_of(expected, 0))
+        np.testing.assert_array_equal(missing_of(raw, 0), missing_of(expected, 0))
+        assert [column.lengths.tolist() for column in raw.lists] == [
+            column.lengths.tolist() for column in expected.lists
+        ]
 
 
 def test_floating_point_categories() -> None:
@@ -776,8 +786,8 @@ def test_floating_point_categories() -> None:
         raw, faults = one_column(
             pa.array([1.0, nan, -0.0, beyond - 1, beyond, 0.5, inf], kind, from_pandas=False), "sparse"
         )
-        assert raw.sparse[0].tokens.tolist() == [1, 0, 0, int(beyond) - 1]
-        assert raw.sparse[0].missing.tolist() == [False, True, False, False]
+        assert tokens_of(raw, 0).tolist() == [1, 0, 0, int(beyond) - 1]
+        assert missing_of(raw, 0).tolist() == [False, True, False, False]
         assert faults.counts == {"not a whole number in range": 3}
 
 
@@ -786,32 +796,32 @@ def test_integers_in_text() -> None:
     bad = ["7.5", "7a", "+", ".", "-", "1e3", "9223372036854775808", "-9223372036854775809", "99999999999999999999"]
     schema = Schema(label=None, sparse=("c",), integers=("c",), tokens="any")
     raw, faults = parse_table(pa.table({"c": texts + bad}), schema)
-    assert raw.sparse[0].tokens.view(np.int64).tolist() == [7] * 5 + [-7, 1, 0, 0, -(2**63), 2**63 - 1]
-    assert np.flatnonzero(raw.sparse[0].missing).tolist() == [7, 8]
+    assert tokens_of(raw, 0).view(np.int64).tolist() == [7] * 5 + [-7, 1, 0, 0, -(2**63), 2**63 - 1]
+    assert np.flatnonzero(missing_of(raw, 0)).tolist() == [7, 8]
     assert faults.counts == {"not a whole number in range": len(bad)}
     raw, _ = parse_table(pa.table({"c": ["7", "07", "7.0"]}), schema.replace(integers=()))
-    assert len(set(raw.sparse[0].tokens.tolist())) == 3
+    assert len(set(tokens_of(raw, 0).tolist())) == 3
 
 
 def test_earlier_rules_read_text_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"c,d\n True,0\nTrue,0\n")
 
     def plain(text: str) -> int:
-        return int(text_tokens(pa.array([text]), booleans=False)[0][0])
+        return int(tokens_in(pa.array([text]), booleans=False)[0])
 
     assert plain("True") != 1
     schema = Schema(label=None, sparse=("c",), tokens="any", delimiter=",", category_rules=1)
     raw, _ = read([tmp_path / "a.csv"], schema, tmp_path)
-    assert raw.sparse[0].tokens.tolist() == [plain(" True"), plain("True")]
+    assert tokens_of(raw, 0).tolist() == [plain(" True"), plain("True")]
     raw, _ = read([tmp_path / "a.csv"], schema.replace(category_rules=2), tmp_path)
-    assert raw.sparse[0].tokens.tolist() == [1, 1]
+    assert tokens_of(raw, 0).tolist() == [1, 1]
 
 
 def test_labels_may_be_booleans(tmp_path: Path) -> None:
     schema = Schema(label="y", dense=("d",), tokens="any", delimiter=",")
     (tmp_path / "a.csv").write_bytes(b"y,d\nTrue,true\nFALSE,False\n 1 ,2\n")
     raw, faults = read([tmp_path / "a.csv"], schema, tmp_path)
-    assert (raw.labels.tolist(), raw.dense[0].tolist(), faults.total) == ([1, 0, 1], [1, 0, 2], 0)
+    assert (raw.labels["y"].tolist(), raw.numbers[:, 0].tolist(), faults.total) == ([1, 0, 1], [1, 0, 2], 0)
 
 
 def test_nan_is_a_fault_or_a_missing_value(tmp_path: Path) -> None:
@@ -820,8 +830,8 @@ def test_nan_is_a_fault_or_a_missing_value(tmp_path: Path) -> None:
     for nan, rows, bad in (("fault", [1.0], 3), ("missing", [1.0, 0.0, 0.0], 1)):
         schema = Schema(label=None, dense=("d",), tokens="any", delimiter=",", nan=nan)
         for raw, faults in (read([tmp_path / "a.csv"], schema, tmp_path), parse_table(arrow, schema)):
-            assert (raw.dense[0].tolist(), faults.counts) == (rows, {"not a finite number": bad})
-            assert raw.dense_missing[0].tolist() == [False, True, True][: len(rows)]
+            assert (raw.numbers[:, 0].tolist(), faults.counts) == (rows, {"not a finite number": bad})
+            assert raw.missing[:, 0].tolist() == [False, True, True][: len(rows)]
 
 
 def test_dates_and_timestamps_are_seconds() -> None:
@@ -829,13 +839,13 @@ def test_dates_and_timestamps_are_seconds() -> None:
     seconds = (moment - datetime.datetime(1970, 1, 1)).total_seconds()
     for unit in ("ms", "us", "ns"):
         raw, _ = one_column(pa.array([moment, None], pa.timestamp(unit)), "dense")
-        assert raw.dense[0].tolist() == [seconds, 0]
-        assert raw.dense_missing[0].tolist() == [False, True]
+        assert raw.numbers[:, 0].tolist() == [seconds, 0]
+        assert raw.missing[:, 0].tolist() == [False, True]
     zoned = pa.array([moment], pa.timestamp("us")).cast(pa.timestamp("us", "Europe/Berlin"))
-    assert one_column(zoned, "dense")[0].dense[0].tolist() == [seconds]
+    assert one_column(zoned, "dense")[0].numbers[:, 0].tolist() == [seconds]
     for kind in (pa.date32(), pa.date64()):
         raw, _ = one_column(pa.array([datetime.date(2024, 2, 29)], kind), "dense")
-        assert raw.dense[0].tolist() == [seconds // 86400 * 86400]
+        assert raw.numbers[:, 0].tolist() == [seconds // 86400 * 86400]
 
 
 def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
@@ -853,10 +863,10 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
     pq.write_table(pa.table({"e": [8.0], "y": [1], "d": [7.0]}), tmp_path / "c.parquet")
     raw, faults = read([tmp_path / name for name in ("a.csv", "b.csv", "c.parquet")], schema, tmp_path)
     assert faults.total == 0
-    assert [values.tolist() for values in raw.dense] == [[1, 2, 3, 7], [0, 0, 4, 8]]
-    assert raw.dense_missing[1].tolist() == [True, True, False, False]
-    assert raw.sparse[0].missing.tolist() == [True, True, False, True]
-    assert raw.sparse[1].lengths.tolist() == [0, 0, 2, 0]
+    assert [values.tolist() for values in raw.numbers.T] == [[1, 2, 3, 7], [0, 0, 4, 8]]
+    assert raw.missing[:, 1].tolist() == [True, True, False, False]
+    assert missing_of(raw, 0).tolist() == [True, True, False, True]
+    assert raw.lists[0].lengths.tolist() == [0, 0, 2, 0]
     with pytest.raises(InputError, match=r"a\.csv: has no column named s"):
         index_of([tmp_path / "a.csv"], schema.replace(optional=("e",)), tmp_path)
     with pytest.raises(InputError, match="optional names z, which dense and sparse do not"):
@@ -895,8 +905,8 @@ def test_names_with_dots_and_nested_neighbours(tmp_path: Path) -> None:
     table = pa.table({"y": [1, 0], "user.id": [5, 6], "l": [[1], [2, 3]], "user": [{"id": 1, "l": 2}] * 2})
     pq.write_table(table, tmp_path / "a.parquet")
     raw, _ = read([tmp_path / "a.parquet"], schema, tmp_path)
-    assert raw.sparse[0].tokens.tolist() == [5, 6]
-    assert raw.sparse[1].lengths.tolist() == [1, 2]
+    assert tokens_of(raw, 0).tolist() == [5, 6]
+    assert raw.lists[0].lengths.tolist() == [1, 2]
 
 
 def test_mixtures_are_refused() -> None:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.logs.text_parser import MAX_LINE_BYTES, Faults, RawRows, max_rows_in, padded, parse, parse_into
+from rayrec.data.logs.faults import Faults
+from rayrec.data.logs.text_parser import MAX_LINE_BYTES, TextParser, max_rows_in, padded, parse
+from rayrec.data.raw_block import RawBlock
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 
@@ -73,13 +75,13 @@ def reference_line(schema: Schema, line: bytes) -> Row | tuple[str, str]:
     return label, integers, tokens, missing
 
 
-def rows_of(raw: RawRows) -> list[Row]:
-    assert (raw.labels[: raw.rows] <= 1).all() or raw.schema.label is None
+def rows_of(raw: RawBlock) -> list[Row]:
+    labels = raw.labels.get(raw.schema.label or "")
     return [
         (
-            int(raw.labels[i]) if raw.schema.label else None,
-            raw.integers[i].tolist(),
-            raw.tokens[i].tolist(),
+            None if labels is None else int(labels[i]),
+            raw.numbers[i].tolist(),
+            raw.categories[i].tolist(),
             int(raw.missing[i]),
         )
         for i in range(raw.rows)
@@ -193,19 +195,24 @@ def test_the_text_may_be_followed_by_more_of_it() -> None:
     rows = [valid_row(SCHEMA, rng) + b"\n" for _ in range(20)]
     text = b"".join(rows)
     for cut in range(len(rows[0]) + 1, len(rows[0]) + len(rows[1])):  # in the middle of the second row
-        raw = RawRows(SCHEMA, max_rows_in(SCHEMA, cut))
-        faults = parse_into(raw, padded(text), cut)
+        parser = TextParser(SCHEMA, max_rows_in(SCHEMA, cut))
+        faults = parser.parse(padded(text), cut)
         expected, expected_faults = reference(SCHEMA, text[:cut])
-        assert rows_of(raw) == expected
+        assert rows_of(parser.block()) == expected
         assert [(fault.byte, fault.kind) for fault in faults.first] == [f[:2] for f in expected_faults]
 
 
 def test_rows_are_appended_and_positions_counted_from_the_file_s_start() -> None:
     schema = Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=())
-    raw = RawRows(schema, 10)
-    parse_into(raw, padded(b"1\t5\n"), 4, path="p", first_byte=0)
-    faults = parse_into(raw, padded(b"0\t6\n1\tx\n"), 8, path="p", first_byte=1000)
-    assert rows_of(raw) == [(1, [5], [], 0), (0, [6], [], 0)]
+    parser = TextParser(schema, 10)
+    parser.parse(padded(b"1\t5\n"), 4, path="p", first_byte=0)
+    faults = parser.parse(padded(b"0\t6\n1\tx\n"), 8, path="p", first_byte=1000)
+    assert rows_of(parser.block()) == [(1, [5], [], 0), (0, [6], [], 0)]
+    assert parser.block().files == (("p", 0, 2),)
+    parser.drop_after(1)
+    parser.parse(padded(b"7\n"), 2, path="q", labelled=False)
+    assert parser.block().numbers.tolist() == [[5], [7]]
+    assert parser.block().files == (("p", 0, 1), ("q", 1, 2))
     assert str(faults.first[0]) == "p at byte 1004: not an integer in column d"
 
 

@@ -1,0 +1,290 @@
+"""Encodes blocks to model inputs by the rules of one Preprocessor: lookup tables, kernels, and bags of synthetic ids."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from rayrec.config import Config, InputError
+from rayrec.data.encoded import Bags, EncodedRows, Ids
+from rayrec.data.encoding.derivation import Derivation
+from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.data.logs.text_parser import MAX_LINE_BYTES, CLayout, CRawRows
+from rayrec.data.raw_block import RawBlock, RawList, places_of
+from rayrec.native import library
+
+MLPERF_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+"""Ids a row in each of Criteo's 26 columns in MLPerf's DLRM-DCNv2 benchmark; 214 in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiHot(Config):
+    """Bags in the way of MLPerf's DLRM-DCNv2 (torchrec_dlrm's materialize_synthetic_multihot_dataset): id i stands for the
+    bag [i, h - 1 random ids], always the same ones.
+
+    The random ids are a function of (seed, column, id, place), not drawn one after the other, so no table of them is
+    held: the original's needs 24 GB. Distributions and sizes are the original's, the single ids are not.
+    """
+
+    sizes: tuple[int, ...] = MLPERF_SIZES
+    """Ids a row has in each sparse column."""
+    distribution: Literal["uniform", "pareto"] = "uniform"
+    """uniform over the table; pareto: (1 - u)^-4 - 1 cut to 32 bits, modulo the table's size (numpy's pareto, a = 0.25)."""
+    seed: int = 0
+    """Other seeds give other bags."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.sizes or min(self.sizes) < 1:
+            raise InputError(f"multi_hot.sizes: {self.sizes} must be 1 or more each")
+
+    def expand(self, ids: Sequence[np.ndarray], num_embeddings: Sequence[int]) -> list[np.ndarray]:
+        """(rows) ids of each column -> (rows) where its size is 1, else (rows, size); the dtype stays."""
+        return [
+            column if size == 1 else self._expand_column(number, column, size, rows)
+            for number, (column, size, rows) in enumerate(zip(ids, self.sizes, num_embeddings, strict=True))
+        ]
+
+    def _expand_column(self, number: int, ids: np.ndarray, size: int, num_embeddings: int) -> np.ndarray:
+        ids = np.ascontiguousarray(ids)
+        out = np.empty((len(ids), size), ids.dtype)
+        library().rayrec_expand_bags(
+            ctypes.c_void_p(ids.ctypes.data),
+            ctypes.c_int64(len(ids)),
+            ctypes.c_int64(ids.itemsize),
+            ctypes.c_int64(size),
+            ctypes.c_int64(num_embeddings),
+            ctypes.c_uint64(self.seed & (2**64 - 1)),
+            ctypes.c_int64(number),
+            ctypes.c_int32(self.distribution == "pareto"),
+            ctypes.c_void_p(out.ctypes.data),
+        )
+        return out
+
+
+DENSE_KINDS = ("signed_log", "log", "identity")  # in the order of rayrec_dense_kind in native/kernels.h
+
+
+class CSparseColumn(ctypes.Structure):
+    _fields_ = [
+        ("slots", ctypes.c_void_p),
+        ("num_slots", ctypes.c_int64),
+        ("modulo", ctypes.c_uint64),
+        ("base", ctypes.c_int64),
+        ("missing_id", ctypes.c_int64),
+        ("unknown_id", ctypes.c_int64),
+        ("hash", ctypes.c_int64),
+        ("token_modulo", ctypes.c_uint32),
+        ("padding", ctypes.c_int32),
+    ]
+
+
+class CDenseColumn(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("lowest", ctypes.c_int64),
+        ("shift", ctypes.c_double),
+        ("mean", ctypes.c_double),
+        ("scale", ctypes.c_double),
+        ("missing_value", ctypes.c_float),
+        ("padding", ctypes.c_float),
+    ]
+
+
+def c_dense_column(column: DenseColumn) -> CDenseColumn:
+    """Return the kernels' view of a dense column."""
+    kind = DENSE_KINDS.index(column.kind)
+    return CDenseColumn(kind, column.lowest, column.shift, column.mean, column.scale, column.missing_value, 0.0)
+
+
+def _c_sparse_column(column: SparseColumn, slots: np.ndarray | None) -> CSparseColumn:
+    """Return the kernels' view of a column of 32-bit categories; it points into `slots`, which must outlive it."""
+    out = CSparseColumn(missing_id=column.missing_id, unknown_id=column.unknown_id, base=column.first_id)
+    out.token_modulo, out.hash = column.token_modulo or 0, column.murmur3 + 2 * column.mixed
+    if slots is None:
+        out.slots, out.modulo = None, column.num_embeddings - column.first_id
+    else:
+        out.slots, out.num_slots, out.modulo = slots.ctypes.data, len(slots), 1
+    return out
+
+
+def num_slots(num_tokens: int) -> int:
+    """Slots of the open-addressing table for so many tokens: a power of two, at most two thirds full."""
+    slots = 16
+    while slots * 2 < num_tokens * 3:
+        slots *= 2
+    return slots
+
+
+def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
+    """Fill the zeroed table `out` so that category i has id ids[i] (int32, 0 or more); return False if a category comes twice.
+
+    `out` has a power of two of slots, more than categories: uint64 [slots] for uint32, uint64 [slots, 2] for uint64 categories.
+    About 20 ns a category.
+    """
+    wide = categories.dtype == np.uint64
+    assert categories.dtype in (np.uint32, np.uint64)
+    assert (out.dtype, out.ndim) == (np.uint64, 1 + wide)
+    assert ids.dtype == np.int32
+    assert len(categories) == len(ids)
+    assert len(out) > len(categories)
+    assert len(out) & (len(out) - 1) == 0
+    assert categories.flags.c_contiguous
+    assert ids.flags.c_contiguous
+    assert out.flags.c_contiguous
+    failed = library().rayrec_build_slots(
+        ctypes.c_void_p(categories.ctypes.data),
+        ctypes.c_int32(categories.itemsize),
+        ctypes.c_void_p(ids.ctypes.data),
+        ctypes.c_int64(len(categories)),
+        ctypes.c_void_p(out.ctypes.data),
+        ctypes.c_int64(len(out)),
+    )
+    return not failed
+
+
+def look_up(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.ndarray:
+    """Return the id of each category in a table that `build_slots` made, unknown_id if it has none. int32 [categories]."""
+    assert slots.flags.c_contiguous
+    assert slots.dtype == np.uint64
+    assert categories.dtype == (np.uint64 if slots.ndim == 2 else np.uint32)
+    categories = np.ascontiguousarray(categories)
+    out = np.empty(len(categories), np.int32)
+    library().rayrec_look_up(
+        ctypes.c_void_p(categories.ctypes.data),
+        ctypes.c_int32(categories.itemsize),
+        ctypes.c_int64(len(categories)),
+        ctypes.c_void_p(slots.ctypes.data),
+        ctypes.c_int64(len(slots)),
+        ctypes.c_int32(unknown_id),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    return out
+
+
+def id_type(columns: Sequence[SparseColumn]) -> np.dtype:
+    """Return int32, or int64 if a table has more rows than that can count."""
+    largest = max((column.num_embeddings for column in columns), default=0)
+    return np.dtype(np.int32 if largest <= 2**31 else np.int64)
+
+
+class Encoder:
+    """Encodes blocks by given rules. Never pickled: it holds pointers.
+
+    A log of hexadecimal tokens is encoded by a kernel, row by row, others by the rules themselves, column by column.
+    """
+
+    def __init__(
+        self,
+        numbers: Sequence[DenseColumn],
+        categories: Sequence[SparseColumn],
+        slots: Sequence[np.ndarray | None],
+        *,
+        derivation: Derivation,
+        multi_hot: MultiHot | None,
+    ) -> None:
+        """`slots`: the lookup table of each column of categories, None if it is hashed."""
+        self._numbers, self._categories, self._slots = numbers, categories, slots
+        self._derivation, self._multi_hot = derivation, multi_hot
+        self._id_type = id_type(categories)
+
+    def encode(self, block: RawBlock, order: np.ndarray | None = None) -> EncodedRows:
+        """Return rows `order` (int64, default all in order) of a block. About 0.5 microseconds a Criteo row.
+
+        A row without a category in a list has the one id missing_id there, of weight 1.
+        """
+        schema = block.schema
+        ids: Sequence[Ids]
+        if schema.tokens == "hexadecimal":
+            dense, ids = self._by_kernel(self._derivation.from_minimum(block), order)
+        else:
+            block, order = block if order is None else block.take(np.asarray(order, np.int64)), None
+            dense, ids = self._by_rules(block)
+        if self._multi_hot is not None:
+            one_hot = [column for column in ids if isinstance(column, np.ndarray)]
+            ids = self._multi_hot.expand(one_hot, [column.num_embeddings for column in self._categories])
+        labels = block.labels if order is None else {name: values[order] for name, values in block.labels.items()}
+        return EncodedRows(
+            dense,
+            ids,
+            labels.get(schema.label or ""),
+            block.weights,
+            more_labels=tuple(labels[label.name] for label in schema.labels),
+            timestamps=block.times,
+        )
+
+    def ids(self, categories: np.ndarray, column: int) -> np.ndarray:
+        """Return the ids of categories of one column."""
+        return self._categories[column].encode(categories, None, self._look_up_in(column), self._id_type)
+
+    def _by_kernel(self, block: RawBlock, order: np.ndarray | None) -> tuple[np.ndarray, Sequence[Ids]]:
+        order = np.arange(block.rows, dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
+        rows, (num_dense, num_sparse) = len(order), (block.numbers.shape[1], block.categories.shape[1])
+        dense = np.empty((rows, len(self._numbers)), np.float32)
+        ids = np.empty((len(self._categories), rows), self._id_type)
+        matrices = (block.numbers, block.categories, block.missing)
+        assert all(matrix.flags.c_contiguous for matrix in matrices)
+        library().rayrec_encode(
+            ctypes.byref(CRawRows(*(matrix.ctypes.data for matrix in matrices), None, block.rows)),
+            ctypes.byref(CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES)),
+            ctypes.c_void_p(order.ctypes.data),
+            ctypes.c_int64(rows),
+            ctypes.c_int32(self._derivation.buckets),
+            *self._c_columns,
+            ctypes.c_void_p(dense.ctypes.data),
+            ctypes.c_void_p(ids.ctypes.data),
+            ctypes.c_int64(ids.itemsize),
+            ctypes.c_int64(rows),
+        )
+        return dense, ids  # type: ignore[return-value]  # a matrix is a sequence of its rows
+
+    @cached_property
+    def _c_columns(self) -> tuple[ctypes.Array[CDenseColumn], ctypes.Array[CSparseColumn]]:
+        """Kept: to make them costs as much as to encode 300 rows, and servers encode single ones."""
+        return (
+            (CDenseColumn * len(self._numbers))(*map(c_dense_column, self._numbers)),
+            (CSparseColumn * len(self._categories))(*map(_c_sparse_column, self._categories, self._slots)),
+        )
+
+    def _by_rules(self, block: RawBlock) -> tuple[np.ndarray, Sequence[Ids]]:
+        schema = block.schema
+        dense = np.empty((block.rows, len(self._numbers)), np.float32)
+        for place, (number, name) in enumerate(zip(self._numbers, schema.dense, strict=True)):
+            dense[:, place] = number.encode(block.numbers[:, place], block.is_missing(name))
+        ids: list[Ids] = []
+        for place, (rule, name) in enumerate(zip(self._categories, schema.sparse, strict=True)):
+            values = block.column(name)
+            if isinstance(values, RawList):
+                ids.append(_bags(self.ids(values.categories, place), values, rule.missing_id))
+            else:
+                ids.append(rule.encode(values, block.is_missing(name), self._look_up_in(place), self._id_type))
+        return dense, ids
+
+    def _look_up_in(self, column: int) -> Callable[[np.ndarray], np.ndarray]:
+        rule, slots = self._categories[column], self._slots[column]
+
+        def known(categories: np.ndarray) -> np.ndarray:
+            assert slots is not None
+            return look_up(categories, slots, rule.unknown_id)
+
+        return known
+
+
+def _bags(ids: np.ndarray, lists: RawList, missing_id: int) -> Bags:
+    """Return the ids of lists as bags, each of at least one id."""
+    lengths = np.maximum(lists.lengths, 1)
+    if len(ids) == lengths.sum():  # no list is empty
+        return Bags(ids, lengths, lists.weights)
+    values = np.full(lengths.sum(), missing_id, ids.dtype)
+    places = places_of(np.cumsum(lengths, dtype=np.int64) - lengths, lists.lengths)
+    values[places] = ids
+    if lists.weights is None:
+        return Bags(values, lengths)
+    weights = np.ones(len(values), np.float32)
+    weights[places] = lists.weights
+    return Bags(values, lengths, weights)

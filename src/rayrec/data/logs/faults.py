@@ -1,0 +1,152 @@
+"""Refused lines and rows of a log: how many of each kind, where the first ones are, and their likely cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+LABEL_FAULT: Final = "label is not 0 or 1"
+LABEL_LETTERS: Final = 24
+"""Letters of a label that are kept."""
+_MOST_LABELS, _MOST_SHOWN = 20, 8
+"""Distinct labels that are kept of a column and shown in an error."""
+_POSITIVE = ("yes", "y", "t", "click", "clicked", "positive", "pos")
+"""Texts that stand for a click."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One refused line of text, or row of a table."""
+
+    path: str
+    byte: int | None
+    """Where the line starts in the (unpacked) file; None in a table."""
+    kind: str
+    column: str
+    """Name of the column at fault, empty where the whole line is meant."""
+    row: int | None = None
+    """Of a table, the first being 0."""
+
+    def __str__(self) -> str:
+        where = f"byte {self.byte}" if self.row is None else f"row {self.row}"
+        return f"{self.path} at {where}: {self.kind}" + (f" in column {self.column}" if self.column else "")
+
+
+@dataclass
+class Faults:
+    """Refused lines of some text: how many of each kind, and the first few of them."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: list[Fault] = field(default_factory=list)
+    keep: int = 10
+    labels: dict[str, list[str]] = field(default_factory=dict)
+    """Distinct values of each label column that has other values than 0 and 1."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def add(self, other: Faults) -> None:
+        """Adds faults found further on in the log."""
+        for kind, count in other.counts.items():
+            self.counts[kind] = self.counts.get(kind, 0) + count
+        self.first = (self.first + other.first)[: self.keep]
+        for column, values in other.labels.items():
+            self.labels[column] = distinct_labels([*self.labels.get(column, ()), *values])
+
+    @classmethod
+    def merged(cls, parts: Iterable[Faults]) -> Faults:
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        labels = {"labels": self.labels} if self.labels else {}
+        return {"counts": self.counts, "first": [vars(fault) for fault in self.first], **labels}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Faults:
+        return cls(stored["counts"], [Fault(**fault) for fault in stored["first"]], labels=stored.get("labels", {}))
+
+    def describe(self) -> str:
+        """One line: each kind with its count, and where the first one is."""
+        if not self.total:
+            return "no faulty rows"
+        kinds = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(self.counts.items()))
+        return f"{self.total:,} faulty rows ({kinds}); first: {self.first[0]}"
+
+    def wrong_labels(self) -> str | None:
+        """Return the problem and its fix if most faults are labels other than 0 and 1; None if they are not."""
+        if not self.labels or 2 * self.counts.get(LABEL_FAULT, 0) <= self.total:
+            return None
+        column, values = next(iter(self.labels.items()))
+        wrong = [value for value in values if value not in ("0", "1")]
+        if len(wrong) == 1 and not _is_number(wrong[0]):  # a header's line, or a placeholder
+            return None
+        numbers = [float(value) for value in values] if all(map(_is_number, values)) else None
+        chosen = values[min(len(values) - 1, len(values) * 3 // 5)]
+        if numbers and {0.0, 1.0}.issuperset(numbers):
+            fix = "write them as 0 and 1"
+        elif numbers:
+            fix = f"derive one, such as {column} >= {chosen}"
+        else:
+            positive = next((value for value in values if value.lower() in _POSITIVE), chosen)
+            fix = f"derive one, such as {column} == {positive!r}"
+        shown = ", ".join(values[:_MOST_SHOWN]) + (" and others" if values[_MOST_SHOWN:] else "")
+        return f"labels must be 0 or 1, found {shown} in column {column}; {fix}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def distinct_labels(values: Iterable[str]) -> list[str]:
+    """Return the first distinct values, numbers in their order before other texts."""
+    texts = {value[:LABEL_LETTERS] for value in values}
+    order = {text: (0, float(text), text) if _is_number(text) else (1, 0.0, text) for text in texts}
+    return sorted(texts, key=order.__getitem__)[:_MOST_LABELS]
+
+
+HEAD_BYTES = 64 << 10
+"""Bytes of a file's start that tell its kind."""
+_MAGIC = {
+    b"\xff\xfe": "it is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "it is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
+    b"\xef\xbb\xbf": "it starts with a byte order mark; remove these 3 bytes",
+    b"PAR1": "it is Parquet; give it a name that ends in .parquet",
+    b"\x28\xb5\x2f\xfd": "it is compressed with zstd; unpack it",
+    b"BZh": "it is compressed with bzip2; unpack it",
+    b"\xfd7zXZ": "it is compressed with xz; unpack it",
+    b"PK\x03\x04": "it is a zip archive; unpack it",
+    b"\x1f\x8b": "it is compressed with gzip; unpack it",
+    b"ARROW1": "it is an Arrow file; write it as Parquet",
+}
+
+
+def likely_cause(head: bytes) -> str:
+    """One sentence on the first bytes of a text log in which many lines are faulty, with the remedy; empty if nothing is
+    conspicuous."""
+    for magic, cause in _MAGIC.items():
+        if head.startswith(magic):
+            return cause
+    if b"\0" in head:
+        return "it is a binary file or UTF-16, not text; convert it"
+    lines = [line.rstrip(b"\r") for line in head.split(b"\n")]
+    first = lines[0]
+    if b"\t" not in first:
+        for separator, name in ((b",", "commas"), (b";", "semicolons"), (b"|", "bars"), (b" ", "blanks")):
+            if first.count(separator) >= 2:
+                return f"its columns are separated by {name}, not tabs; add a header and name it .csv, or convert it"
+        return "its first line has no tab, and columns are separated by tabs"
+    fields = first.split(b"\t")
+    words = [field for field in fields if field.strip() and not field[:1].isdigit() and field[:1] != b"-"]
+    if fields[0] and not fields[0].isdigit() and len(words) > len(fields) // 2:
+        return "its first line looks like a header; remove it (tail -n +2)"
+    return ""

@@ -1,0 +1,42 @@
+"""Blocks of raw rows made of plain Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rayrec.data.raw_block import RawBlock, RawList, category_type, number_type
+from rayrec.schema import Schema
+
+
+def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any) -> RawBlock:
+    """Return the rows of columns of values, None where missing, or of lists. `others` are further fields of RawBlock."""
+    hexadecimal, names = schema.tokens == "hexadecimal", (*schema.dense, *schema.singles)
+    rows = len(next(iter(columns.values())))
+    missing = np.array([[value is None for value in columns[name]] for name in names], bool).reshape(len(names), rows)
+
+    def matrix(of: Sequence[str], dtype: np.dtype) -> np.ndarray:
+        made = np.zeros((rows, len(of)), dtype, "C" if hexadecimal else "F")
+        for place, name in enumerate(of):
+            made[:, place] = np.array([value or 0 for value in columns[name]], dtype)
+        return made
+
+    return RawBlock(
+        schema,
+        matrix(schema.dense, number_type(schema)),
+        matrix(schema.singles, category_type(schema)),
+        sum((missing[c].astype(np.uint64) << np.uint64(c) for c in range(len(names))), np.zeros(rows, np.uint64))
+        if hexadecimal
+        else missing.T,
+        tuple(
+            RawList(
+                np.array([category for row in columns[name] for category in row], np.uint64),
+                np.array([len(row) for row in columns[name]], np.int32),
+            )
+            for name in schema.sparse
+            if name in schema.lists
+        ),
+        **others,
+    )
