@@ -1,4 +1,4 @@
-"""DataFrames and Datasets become the model inputs that training reads of the same rows as text."""
+"""Frames, Arrow arrays and groups of rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 import rayrec
 from rayrec.config import InputError
+from rayrec.data.arrow import arrow_bytes, arrow_numbers, arrow_texts, numpy_of
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.csv_reader import read_csv
@@ -157,3 +158,85 @@ def test_a_dataset(local_ray: None) -> None:
     faulty = rayrec.transform(criteo(), ray.data.from_pandas(columns.assign(a=[1, 2, 2.5])))
     with pytest.raises(ray.exceptions.RayTaskError, match="Dataset, in a block at row 2: not an integer in column a"):
         faulty.materialize()
+
+
+# Arrow arrays are what pyarrow's own conversions make, and come back as they were ------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64])
+@pytest.mark.parametrize("rows", [0, 1, 19])
+def test_numbers(dtype: type, rows: int) -> None:
+    values = np.arange(2 * rows).astype(dtype)[::2]  # not contiguous
+    array = arrow_numbers(values)
+    assert array.equals(pa.array(values))
+    array.validate(full=True)
+    back = numpy_of(array.slice(rows // 2))
+    assert back.dtype == dtype
+    np.testing.assert_array_equal(back, values[rows // 2 :])
+    np.testing.assert_array_equal(numpy_of(pa.chunked_array([array, array[:1]])), [*values, *values[:1]])
+    assert numpy_of(pa.chunked_array([], array.type)).dtype == dtype
+
+
+def test_missing_numbers() -> None:
+    values, missing = np.arange(11.0), np.arange(11) % 3 == 0
+    array = arrow_numbers(values, missing)
+    assert array.equals(pa.array(values, mask=missing))
+    assert arrow_numbers(values, missing.astype(np.uint8)).equals(array)
+    np.testing.assert_array_equal(numpy_of(array.drop_null()), values[~missing])
+    with pytest.raises(AssertionError):
+        numpy_of(array)
+
+
+def test_numbers_share_their_memory() -> None:
+    values = np.arange(4)
+    assert np.shares_memory(numpy_of(arrow_numbers(values)), values)
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["a", "", "käse"]], ids=repr)
+def test_texts_and_bytes(texts: list[str]) -> None:
+    assert arrow_texts(texts).equals(pa.array(texts, pa.large_string()))
+    values = [text.encode() for text in texts]
+    assert arrow_bytes(values).equals(pa.array(values, pa.large_binary()))
+
+
+# Keys of the values that rows are grouped by -------------------------------------------------------------------------
+
+
+HEXADECIMAL = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("item", "user"), group="user")
+
+
+def test_keys_of_hexadecimal_categories() -> None:
+    lines = ["1\t3\t0000000a\t0000000b", "0\t\t\t0000000b", "0\t3\t0000000a\t00000000", "1\t3\t0000000a\t"]
+    raw, faults = parse(HEXADECIMAL, ("\n".join(lines) + "\n").encode())
+    assert not faults.total
+    keys = raw.group_keys(np.array([0, 1, 2, 3, 0]))
+    assert keys.dtype == np.int64
+    assert keys[0] == keys[1] == keys[4]
+    assert keys[3] == 0
+    assert len({0, *keys.tolist()}) == 3
+
+
+def test_keys_of_any_categories() -> None:
+    schema = Schema(label="click", sparse=("item", "user"), group="user", tokens="any", delimiter=",")
+    users = pa.array(["ann", "bob", None, "ann", ""])
+    table = pa.table({"click": [0, 1, 0, 1, 1], "item": [1, 2, 3, 4, 5], "user": users})
+    raw, faults = parse_table(table, schema, path="x")
+    assert not faults.total
+    keys = raw.group_keys()
+    assert keys[0] == keys[3] != keys[1]
+    assert keys[2] == keys[4] == 0
+    assert 0 not in keys[[0, 1]]
+
+
+def test_a_group_is_a_column_of_one_category() -> None:
+    for changes in ({"group": "age"}, {"group": "nobody"}):
+        with pytest.raises(InputError, match=r"schema: group names (age|nobody), which is not a column of sparse"):
+            HEXADECIMAL.replace(**changes)
+    with pytest.raises(InputError, match="group names tags"):
+        Schema(sparse=("tags",), lists=("tags",), tokens="any", delimiter=",", group="tags")
+
+
+def test_a_group_changes_no_preprocessor() -> None:
+    plain = HEXADECIMAL.replace(group=None)
+    assert plain == HEXADECIMAL
+    assert plain.describe() == HEXADECIMAL.describe()

@@ -1,10 +1,12 @@
-"""A fuzzer that reads the OpenAPI document finds nothing: what it allows is answered, what it forbids is refused, as it says."""
+"""The OpenAPI document and the counters."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import schemathesis
 from builders.served_click_model import ANY, make_app, make_model, make_preprocessor
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from rayrec.schema import Schema
+from rayrec.serve.counters import Counters
 
 TOKEN = "open sesame"
 FEW = Schema(tokens="hexadecimal", label="label", dense=("int_0", "int_1"), sparse=("cat_0", "cat_1"))
@@ -83,3 +86,19 @@ def _run(strategy: Any, check: Any) -> None:
         suppress_health_check=list(HealthCheck),
     )
     relaxed(run)()
+
+
+# Values that a histogram takes at once -------------------------------------------------------------------------------
+
+
+NAME = "rayrec_serve_shadow_score_difference"
+
+
+def test_a_difference_that_is_no_number_is_counted_and_spoils_no_sum() -> None:
+    counters = Counters()
+    counters.shadow_score_difference.observe(np.array([[0.25, math.nan], [1e-6, 0.0]]))
+    values = counters.snapshot().values()
+    assert values[f"{NAME}_bucket", (("le", "1e-06"),)] == 2
+    assert values[f"{NAME}_bucket", (("le", "0.1"),)] == 2
+    assert values[f"{NAME}_bucket", (("le", "+Inf"),)] == values[f"{NAME}_count", ()] == 4
+    assert values[f"{NAME}_sum", ()] == 0.250001

@@ -1,14 +1,16 @@
-"""How long a stop waits for the last checkpoint, and when an attempt ends before a preemption."""
+"""How a worker is asked to stop: grace and signals."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from typing import Any
 
 import pytest
 from ray.train import PreemptionInfo
 
-from rayrec.training.stop_monitor import MORE_WORKERS, NODE_GOES, RESUMES, Grace, StopWatch, last_save_s
+from rayrec.training.stop_monitor import MORE_WORKERS, NODE_GOES, RESUMES, Grace, Signals, StopWatch, last_save_s
 from rayrec.workloads.run_config import FailureConfig
 
 
@@ -100,3 +102,49 @@ def test_a_notice_comes_before_room_for_more_workers_and_after_a_signal() -> Non
         assert watch.seen()[0]
         assert watch.cause == expected
     assert NODE_GOES in RESUMES  # the driver starts another attempt
+
+
+# SIGTERM and Ctrl-C: at once, or noted while workers save ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_signals(number: signal.Signals, error: type[BaseException]) -> None:
+    before = signal.getsignal(number)
+    with Signals() as signals, pytest.raises(error):
+        signal.raise_signal(number)
+    with Signals() as signals:
+        with signals.held():
+            signal.raise_signal(number)
+            assert signals.cause == number.name
+            with pytest.raises(error):  # the second
+                signal.raise_signal(number)
+        with pytest.raises(error):
+            signals.throw()
+    assert signal.getsignal(number) is before
+
+
+def test_sigterm_is_exit_status_143() -> None:
+    with Signals(), pytest.raises(SystemExit) as caught:
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.code == 143
+
+
+def test_other_threads_leave_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def enter() -> None:
+        with Signals():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_room_for_more_workers_waits_for_an_evaluation_and_a_signal_does_not() -> None:
+    watch = StopWatch(None, rank=1)
+    for cause, expected in ((None, (False, False)), (MORE_WORKERS, (True, False)), ("SIGTERM", (True, True))):
+        watch.cause = cause
+        assert (watch.seen()[0], watch.urgent()) == expected
