@@ -1,4 +1,4 @@
-"""Small parts of saving: which checkpoints are kept, what ranks write, who holds the folder, copies on the host."""
+"""Small parts of saving: which checkpoints are kept, what ranks write, leases of folders, copies on the host."""
 
 from __future__ import annotations
 
