@@ -94,9 +94,9 @@ def test_numbers_are_there(finished: str) -> None:
 
 
 def test_step_charts_draw_fields_of_step_events() -> None:
-    loop = (Path(rayrec.__file__).parent / "training" / "loop.py").read_text()
+    log = (Path(rayrec.__file__).parent / "training" / "step_log.py").read_text()
     for title, name in STEP_CHARTS:
-        assert f'"{name}"' in loop, title
+        assert f'"{name}"' in log, title
 
 
 def test_curves_and_marks(finished: str) -> None:
