@@ -210,7 +210,7 @@ def measure(*, path: str, quick: bool) -> dict[str, Any]:
     """Blocks of training, observed and not, in one process, until the difference is known well enough."""
     from rayrec.recipes import criteo_demo
     from rayrec.training.progress import Progress
-    from rayrec.training.trainer import run_hash
+    from rayrec.training.resume import run_hash
 
     config = criteo_demo(path).replace(
         steps=10**9, log_every=STEPS, batch_size=BATCH, min_steps_per_epoch=1, scaling={"num_workers": 1}

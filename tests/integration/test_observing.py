@@ -15,7 +15,8 @@ from hosts.processes import Run, small_run
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.observe.events import read_events
-from rayrec.training.trainer import run_hash, train
+from rayrec.training.resume import run_hash
+from rayrec.training.trainer import train
 from rayrec.workloads.base import TrainConfig
 
 pytestmark = pytest.mark.slow

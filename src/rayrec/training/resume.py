@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rayrec import storage
-from rayrec.config import CLASS, Config, same_class
+from rayrec.checkpoint import SUMMARY, latest
+from rayrec.cluster.restart_policy import FINISHED
+from rayrec.config import CLASS, Config, InputError, same_class
 from rayrec.data.logs.index import partition_names
+from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.quantities import date_text
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.run_config import ClusterConfig, ObserveConfig, ProfileConfig
 
 _OUTSIDE: Final = ("name", "storage_path", "cluster")
 """Say where the run is, and are not compared."""
@@ -185,3 +190,119 @@ def _version_text(version: Mapping[str, Any] | None) -> str:
         return "no files"
     count = f"{version['files']:,} file{'s' if version['files'] > 1 else ''}"
     return f"{count} of {version['bytes']:,} bytes (newest: {version['newest']}, {version['modified']})"
+
+
+def run_hash(config: TrainConfig) -> str:
+    """The hash of what decides a run's result: the configuration without names and places of this one run."""
+    plain = config.replace(name=None, storage_path="", cluster=ClusterConfig(), observe=ObserveConfig())
+    return plain.replace(trackers=TrackersConfig(), profile=ProfileConfig()).config_hash()
+
+
+def changes_since(folder: str, config: TrainConfig) -> Changes:
+    """What differs from the settings of an earlier start of the run; nothing if there was none."""
+
+    stored = _stored_settings(folder)
+    if stored is None:  # damaged, say; every checkpoint has a copy
+        checkpoint = latest(folder)
+        stored = _stored_settings(checkpoint.path) if checkpoint else None
+    return Changes((), ()) if stored is None else compare_settings(stored, config)
+
+
+def _stored_settings(folder: str) -> dict[str, Any] | None:
+    import yaml
+
+    path = storage.join(folder, "config.yaml")
+    if not storage.exists(path):
+        return None
+    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
+        settings = yaml.safe_load(storage.read_bytes(path).decode())
+        return settings if isinstance(settings, dict) else None
+    return None
+
+
+def finished_summary(
+    folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The summary of a run that ended before; None if it is to be trained, or trained for longer.
+
+    Raises InputError, before anything is changed, if the run has a checkpoint of a training with other settings.
+    """
+
+    path = storage.join(folder, SUMMARY)
+    if not storage.exists(path):
+        if changes.refused and latest(folder) is not None:
+            raise _other_settings(folder, changes.refused)
+        if changes.refused:
+            note(f"{folder}: no step was saved; starts again with other settings ({_listed(changes.refused)})")
+        if changes.accepted:
+            note(f"{folder}: resumes with changed settings ({_listed(changes.accepted)})")
+        return None
+    summary = storage.read_json(path)
+    lengths = tuple(change for change in changes.refused if change.field in LENGTHS)
+    refused = tuple(change for change in changes.refused if change.field not in LENGTHS)
+    if refused:
+        raise _other_settings(folder, refused)
+    free = tuple(change for change in changes.accepted if change.field not in LENGTHS)
+    before = with_old(config, free)
+    if summary["config_hash"] == run_hash(before):
+        _check_same_data(folder, config, summary)
+        changed = f"; not used, since nothing is left to train: {_listed(free)}" if free else ""
+        note(f"{folder} is {FINISHED}; its result follows (choose another --name to train again){changed}")
+        return summary
+    if not is_longer(before, summary):
+        told = f" ({_listed(lengths)})" if lengths else ""
+        raise InputError(
+            f"{folder}: finished with another configuration (see its config.yaml), of which steps and epochs alone can be "
+            f"raised{told}; choose another --name"
+        )
+    note(f"{folder} was finished at step {summary['steps']:,}; it resumes from there")
+    return None
+
+
+def listed_data(config: TrainConfig) -> dict[str, Any]:
+    """Return the versions of the data; nothing for a workload whose paths name no files that rayrec can list."""
+    try:
+        return data_versions(config)
+    except InputError:  # its own `prepare` decides whether the path is valid
+        return {}
+
+
+def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any]) -> None:
+    """Raises InputError if the data of a finished run changed or is gone. Reads no data, only its listing."""
+    known = summary.get("data")  # None: of an earlier version, which compared nothing
+    if known == {}:
+        return
+    try:
+        now = data_versions(config)
+    except InputError as error:
+        difference: str | None = str(error)
+    else:
+        difference = None if known is None else data_difference(known, now)
+    if difference is not None:
+        raise InputError(
+            f"{folder}: {FINISHED}, with other data: {difference}. Choose another --name to train again, such as one with a date"
+        )
+
+
+def _other_settings(folder: str, refused: Sequence[Change]) -> InputError:
+    return InputError(
+        f"{folder}: was trained with other settings ({_listed(refused)}); give those of its config.yaml, or choose another "
+        "--name"
+    )
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    return ", ".join(map(str, changes))
+
+
+def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a finished run, but for steps or epochs, of which it asks for more. Pure.
+
+    A run that stopped early, having learnt all it could, would not go on, and counts as another one.
+    """
+    steps, epochs = summary["steps"], round(summary["epochs"] or 0)
+    if run_hash(config.replace(steps=steps)) == summary["config_hash"]:
+        return config.steps is not None and config.steps > steps
+    if not epochs or run_hash(config.replace(steps=None, epochs=epochs)) != summary["config_hash"]:
+        return False
+    return config.epochs > epochs if config.steps is None else config.steps > steps

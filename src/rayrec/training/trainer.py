@@ -7,47 +7,42 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
+from rayrec.checkpoint import SUMMARY, latest, open_checkpoint
+from rayrec.checkpoint.discovery import check_files
 from rayrec.cluster.connection import IN_PROCESS, is_in_process
 from rayrec.cluster.layout import Launched
-from rayrec.cluster.restart_policy import FINISHED
 from rayrec.config import InputError
 from rayrec.environment.installation import origin, versions
 from rayrec.observe.bottleneck import verdict
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
+from rayrec.observe.panel import note_of
 from rayrec.observe.report.run import write_or_note
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import Stopwatch
-from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.observe.tracking.tracker import tracking
-from rayrec.training import dataframe_input, warm_start
+from rayrec.training import dataframe_input
 from rayrec.training.launchers.base import Driver, Launcher, PreparedRun
 from rayrec.training.launchers.process_launcher import ProcessLauncher, fitted
 from rayrec.training.preflight import check_settings, preflight
-from rayrec.training.resume import (
-    LENGTHS,
-    Change,
-    Changes,
-    compare_settings,
-    data_difference,
-    data_versions,
-    with_old,
-)
+from rayrec.training.resume import Changes, changes_since, finished_summary, listed_data, run_hash
 from rayrec.training.stop_monitor import Signals
-from rayrec.workloads.base import RunContext, TrainConfig
-from rayrec.workloads.run_config import ClusterConfig, ObserveConfig, ProfileConfig
+from rayrec.workloads.base import RunContext, TrainConfig, WarmStart
 
 if TYPE_CHECKING:
     import pandas
     import ray.train
 
+    from rayrec.checkpoint import Checkpoint
     from rayrec.training.dataframe_input import Table
 
+_WARM_START = "warm_start"
+"""Kind of the event that says what the run started with."""
 _PATIENCE_S = 5.0
 """With a store that is out, for what is left to write where an error ends a run."""
 
@@ -251,16 +246,15 @@ def _drive(
     root = storage.absolute(config.storage_path)
     folder = storage.join(root, str(config.name))
     config, changes = _checked(config, folder, given, console.note)
-    finished = _finished(folder, config, changes, console.note)
+    finished = finished_summary(folder, config, changes, console.note)
     if finished is not None:
-        return finished
+        return Result(folder, CheckpointPath(finished["checkpoint"]), finished)
     preflight(config)
-    init = warm_start.find(config, folder)
+    init = _start_checkpoint(config, folder)
     _set_environment()
     stopwatch.lap("checks")
     started_s = time.monotonic()
     launcher = _connected(make_launcher(config), root, console, stopwatch)
-    from rayrec.checkpoint import latest
 
     with Signals(stop) as signals:  # not before: ray.init puts a handler of its own in place
         goes_on = latest(folder) is not None
@@ -291,14 +285,14 @@ def _drive(
             )
             stopwatch.lap("folder")
             with console.preparing(), storage.patience(patience_s):
-                data = _data_versions(config)  # before they are read: files that change meanwhile count as changed
+                data = listed_data(config)  # before they are read: files that change meanwhile count as changed
                 engine = launcher.engine(layout, max_outage_s=patience_s)
                 context = RunContext(config, folder, engine, console.note, console.progress, stopwatch)
                 prepared = config.workload.prepare(context)
             events.write("prepared", seconds=time.monotonic() - started_s, **config.workload.summarize(prepared, {}))
             stopwatch.lap("prepare")
             with storage.patience(patience_s):
-                start = None if init is None else warm_start.prepare(context, prepared, init, events)
+                start = None if init is None else _warm_start(context, prepared, init, events)
             events.write("start_up", process="driver", stages=stopwatch.stages)
             if goes_on:  # not before everything that may be refused here
                 with storage.patience(patience_s):
@@ -333,16 +327,35 @@ def _checked(
 ) -> tuple[TrainConfig, Changes]:
     """The configuration with the paths of given data, which is in the run's folder then, and what differs from an earlier
     start. Raises InputError for settings and data that are refused, before anything is written."""
-    from rayrec.checkpoint import latest
 
     tables = {field: table for field, table in given.items() if table is not None}
     config = dataframe_input.with_paths(config, folder, tables)
     config = config.workload.adapted(config)
     check_settings(config)
-    changes = _changes(folder, config)
+    changes = changes_since(folder, config)
     if tables:
         dataframe_input.write(config, folder, tables, resumes=latest(folder) is not None, note=note)
     return config, changes
+
+
+def _start_checkpoint(config: TrainConfig, folder: str) -> Checkpoint | None:
+    """The checkpoint that the run starts with; None for a run without `init_from`, and for one that has a checkpoint of its own.
+    Raises InputError if there is none, or if its files are not complete."""
+    if config.init_from is None or latest(folder) is not None:
+        return None
+    checkpoint = open_checkpoint(config.init_from)
+    check_files(checkpoint, checkpoint.manifest())
+    return checkpoint
+
+
+def _warm_start(context: RunContext, prepared: Any, checkpoint: Checkpoint, events: EventWriter) -> WarmStart:
+    """What the workers need for it; writes an event and prints a line. Raises InputError for a checkpoint that does not fit."""
+    start = context.config.workload.warm_start(context, prepared, checkpoint)
+    context.stopwatch.lap("warm_start")
+    event = {"checkpoint": start.checkpoint, **start.report}
+    events.write(_WARM_START, **event)
+    context.note(str(note_of({"kind": _WARM_START, **event})))
+    return start
 
 
 @contextlib.contextmanager
@@ -375,16 +388,9 @@ def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[No
 
 
 def _newest(folder: str) -> str:
-    from rayrec.checkpoint import latest
 
     checkpoint = latest(folder)
     return f"step {checkpoint.step:,}" if checkpoint else "its start, because there is no checkpoint"
-
-
-def run_hash(config: TrainConfig) -> str:
-    """The hash of what decides a run's result: the configuration without names and places of this one run."""
-    plain = config.replace(name=None, storage_path="", cluster=ClusterConfig(), observe=ObserveConfig())
-    return plain.replace(trackers=TrackersConfig(), profile=ProfileConfig()).config_hash()
 
 
 def _set_environment() -> None:
@@ -402,116 +408,6 @@ def _set_environment() -> None:
 def _write_config(folder: str, config: TrainConfig) -> None:
     head = f"# rayrec {versions()['rayrec']}, config hash {run_hash(config)}\n"
     storage.write_bytes(storage.join(folder, "config.yaml"), (head + config.to_yaml()).encode())
-
-
-def _changes(folder: str, config: TrainConfig) -> Changes:
-    """What differs from the settings of an earlier start of the run; nothing if there was none."""
-    from rayrec.checkpoint import latest
-
-    stored = _stored_settings(folder)
-    if stored is None:  # damaged, say; every checkpoint has a copy
-        checkpoint = latest(folder)
-        stored = _stored_settings(checkpoint.path) if checkpoint else None
-    return Changes((), ()) if stored is None else compare_settings(stored, config)
-
-
-def _stored_settings(folder: str) -> dict[str, Any] | None:
-    import yaml
-
-    path = storage.join(folder, "config.yaml")
-    if not storage.exists(path):
-        return None
-    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
-        settings = yaml.safe_load(storage.read_bytes(path).decode())
-        return settings if isinstance(settings, dict) else None
-    return None
-
-
-def _finished(folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]) -> Result | None:
-    """The result of a run that ended before; None if it is to be trained, or trained for longer.
-
-    Raises InputError, before anything is changed, if the run has a checkpoint of a training with other settings.
-    """
-    from rayrec.checkpoint import SUMMARY, latest
-
-    path = storage.join(folder, SUMMARY)
-    if not storage.exists(path):
-        if changes.refused and latest(folder) is not None:
-            raise _other_settings(folder, changes.refused)
-        if changes.refused:
-            note(f"{folder}: no step was saved; starts again with other settings ({_listed(changes.refused)})")
-        if changes.accepted:
-            note(f"{folder}: resumes with changed settings ({_listed(changes.accepted)})")
-        return None
-    summary = storage.read_json(path)
-    lengths = tuple(change for change in changes.refused if change.field in LENGTHS)
-    refused = tuple(change for change in changes.refused if change.field not in LENGTHS)
-    if refused:
-        raise _other_settings(folder, refused)
-    free = tuple(change for change in changes.accepted if change.field not in LENGTHS)
-    before = with_old(config, free)
-    if summary["config_hash"] == run_hash(before):
-        _check_same_data(folder, config, summary)
-        changed = f"; not used, since nothing is left to train: {_listed(free)}" if free else ""
-        note(f"{folder} is {FINISHED}; its result follows (choose another --name to train again){changed}")
-        return Result(folder, CheckpointPath(summary["checkpoint"]), summary)
-    if not is_longer(before, summary):
-        told = f" ({_listed(lengths)})" if lengths else ""
-        raise InputError(
-            f"{folder}: finished with another configuration (see its config.yaml), of which steps and epochs alone can be "
-            f"raised{told}; choose another --name"
-        )
-    note(f"{folder} was finished at step {summary['steps']:,}; it resumes from there")
-    return None
-
-
-def _data_versions(config: TrainConfig) -> dict[str, Any]:
-    """Return the versions of the data; nothing for a workload whose paths name no files that rayrec can list."""
-    try:
-        return data_versions(config)
-    except InputError:  # its own `prepare` decides whether the path is valid
-        return {}
-
-
-def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any]) -> None:
-    """Raises InputError if the data of a finished run changed or is gone. Reads no data, only its listing."""
-    known = summary.get("data")  # None: of an earlier version, which compared nothing
-    if known == {}:
-        return
-    try:
-        now = data_versions(config)
-    except InputError as error:
-        difference: str | None = str(error)
-    else:
-        difference = None if known is None else data_difference(known, now)
-    if difference is not None:
-        raise InputError(
-            f"{folder}: {FINISHED}, with other data: {difference}. Choose another --name to train again, such as one with a date"
-        )
-
-
-def _other_settings(folder: str, refused: Sequence[Change]) -> InputError:
-    return InputError(
-        f"{folder}: was trained with other settings ({_listed(refused)}); give those of its config.yaml, or choose another "
-        "--name"
-    )
-
-
-def _listed(changes: Sequence[Change]) -> str:
-    return ", ".join(map(str, changes))
-
-
-def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a finished run, but for steps or epochs, of which it asks for more. Pure.
-
-    A run that stopped early, having learnt all it could, would not go on, and counts as another one.
-    """
-    steps, epochs = summary["steps"], round(summary["epochs"] or 0)
-    if run_hash(config.replace(steps=steps)) == summary["config_hash"]:
-        return config.steps is not None and config.steps > steps
-    if not epochs or run_hash(config.replace(steps=None, epochs=epochs)) != summary["config_hash"]:
-        return False
-    return config.epochs > epochs if config.steps is None else config.steps > steps
 
 
 def _events(place: str, *, note: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -536,7 +432,6 @@ def summarize(
     """Writes the summary of a run that is through, `finish` being what its workers told last, and tells the events of it.
     `data`: the versions of its data, as `data_versions` returns them.
     `epochs` and `wall_s` count all attempts and drivers of the run."""
-    from rayrec.checkpoint import SUMMARY
 
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
     found = verdict(run)

@@ -18,6 +18,7 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.schema import Schema
+from rayrec.training import resume
 from rayrec.training.resume import data_difference, data_versions
 
 SCHEMA = "{label: click, dense: [age], sparse: [user], tokens: any, delimiter: ','}"
@@ -168,10 +169,8 @@ def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
 
 def test_data_without_files_has_no_version(tmp_path: Path) -> None:
     """A user's own workload may read its path as anything: its finished runs are not compared."""
-    from rayrec.training import trainer
-
     config = recipes.clicks("table of a database").replace(storage_path=str(tmp_path), name="run")
-    assert trainer._data_versions(config) == {}
-    trainer._check_same_data("run", config, {"data": {}})
+    assert resume.listed_data(config) == {}
+    resume._check_same_data("run", config, {"data": {}})
     with pytest.raises(InputError, match="finished already, with other data: table of a database: no such file"):
-        trainer._check_same_data("run", config, {})
+        resume._check_same_data("run", config, {})

@@ -26,7 +26,8 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.training import trainer
 from rayrec.training.launchers import ray_launcher
 from rayrec.training.launchers.base import Driver, PreparedRun
-from rayrec.training.trainer import Result, is_longer, run_hash, summarize
+from rayrec.training.resume import is_longer, run_hash
+from rayrec.training.trainer import Result, summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 
 NOTES: list[str] = []
