@@ -52,11 +52,11 @@ def _run(rows: int, folder: str) -> dict[str, int]:
 
     import rayrec.training.worker  # noqa: F401  # what a worker has loaded, Ray among it
     from rayrec.checkpoint import Retention, Saver, acquire_lease
+    from rayrec.checkpoint.state import all_tensors
     from rayrec.models.ranking.dlrm import DLRMConfig
     from rayrec.native import keep_freed_memory
     from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
     from rayrec.training.loop import drain
-    from rayrec.training.state import all_tensors
     from rayrec.workloads.base import Target, TrainConfig
     from rayrec.workloads.recsys.planning import tables_of
     from rayrec.workloads.recsys.workload import ClickWorkload

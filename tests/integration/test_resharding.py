@@ -41,7 +41,7 @@ from rayrec.optim.table_adam import leave_to_own_rule
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.optim.config import learning_rates, set_learning_rates
 from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, plan_sharding, placements
-from rayrec.training.state import all_tensors, restore_all
+from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.workloads.recsys.worker import Unwrapped, make_optimizer, make_pipeline
 from builders.whole_click_model import whole_model
 

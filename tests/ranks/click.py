@@ -15,6 +15,7 @@ from torch import distributed
 from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint
+from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.data.encoded import Bags, Ids
 from rayrec.ingest.batches import sparse_features
 from rayrec.models.ranking.din import DINConfig
@@ -22,7 +23,6 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Feature, Label, Schema
 from rayrec.sharding.planner import ShardingConfig
-from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import ScalingConfig

@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint
+from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import loop
 from rayrec.training.progress import Progress, Training
-from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 from rayrec.workloads.language import GPT2Config

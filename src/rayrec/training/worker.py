@@ -29,6 +29,7 @@ from rayrec.checkpoint import (
 from rayrec.checkpoint.communicator import Ranks
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.save_retry import Persistence, tolerated
+from rayrec.checkpoint.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
 from rayrec.config import InputError
@@ -40,7 +41,6 @@ from rayrec.row_tally import RowTally
 from rayrec.training import loop
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.progress import Interruption, Progress, Training, with_lowered_rates
-from rayrec.training.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.training.step_log import multiply_adds_per_s_or_zero
 from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, SaveReporter, StopWatch
@@ -378,7 +378,8 @@ def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
             f"{attempt.folder}: no undamaged checkpoint is left, and the run would start again from init_from; choose another "
             "--name"
         )
-    start_from(attempt.warm_start, setup.model, setup.optimizer)
+    start = attempt.warm_start
+    start_from(Checkpoint(start.checkpoint), start.tables.get(), setup.model, setup.optimizer)
 
 
 def _repaired(checkpoint: Checkpoint, attempt: AttemptContext, log: Log) -> bool:

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, row_reading, writer
+from rayrec.checkpoint import Checkpoint, DamagedError, writer
 from rayrec.checkpoint import reader as reader_module
+from rayrec.checkpoint import state as state_module
 from rayrec.checkpoint.format import UnreadableError
 from rayrec.checkpoint.reader import TableReader
 from rayrec.checkpoint.row_map import RowMap
-from rayrec.checkpoint.row_reading import restore_rows
+from rayrec.checkpoint.state import restore_rows
 from rayrec.config import InputError
 
 
@@ -212,7 +213,7 @@ def test_parts_of_any_plan_get_the_rows_of_the_whole(
     reader = TableReader(saved.path, saved.manifest())
     for rows, columns in itertools.product([(0, 17), (17, 34), (34, ROWS)], [(0, 12), (0, 8), (8, 12)]):
         part = start[slice(*rows), slice(*columns)].clone()
-        row_reading._fill(reader, "model.a", part, row_map.of(*rows), columns[0])
+        state_module._fill(reader, "model.a", part, row_map.of(*rows), columns[0])
         assert torch.equal(part, expected[slice(*rows), slice(*columns)])
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from ranks.data_parallel import NextToken, products_by_onednn
 
+from rayrec.checkpoint.state import all_tensors, make_state
 from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.training import huggingface, loop
 from rayrec.training.progress import Progress, Training
-from rayrec.training.state import all_tensors, make_state
 from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.run_config import CheckpointConfig
 

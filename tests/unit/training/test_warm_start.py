@@ -20,6 +20,7 @@ import rayrec
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, full_tensors, open_checkpoint
+from rayrec.checkpoint.state import all_tensors, start_from
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.models.embeddings import fill_table_part
@@ -30,7 +31,6 @@ from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.schema import Feature, Schema
 from rayrec.training import worker
-from rayrec.training.state import all_tensors, start_from
 from rayrec.workloads.base import RunContext
 
 ROWS, SEED = 600, 3
@@ -105,8 +105,8 @@ def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], di
     """What weights and optimizer state were right after a warm start, before any step."""
     places: list[str] = []
 
-    def noted(start: Any, model: torch.nn.Module, optimizer: Any) -> None:
-        start_from(start, model, optimizer)
+    def noted(checkpoint: Any, row_maps: Any, model: torch.nn.Module, optimizer: Any) -> None:
+        start_from(checkpoint, row_maps, model, optimizer)
         places.append(str(tmp_path / f"captured_{len(places)}" / "step_00000000"))
         checkpoints.save(places[-1], all_tensors(model, optimizer), state={})
 

@@ -15,12 +15,12 @@ import torch
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, weights_sha256
+from rayrec.checkpoint.state import model_tensors
 from rayrec.config import InputError
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import step_log, worker
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.progress import Progress
-from rayrec.training.state import model_tensors
 from rayrec.training.step_log import multiply_adds_per_s, multiply_adds_per_s_or_zero
 from rayrec.training.worker import finish
 from rayrec.workloads.run_config import ScalingConfig

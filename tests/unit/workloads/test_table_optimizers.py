@@ -14,12 +14,12 @@ from torch import distributed
 
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint, full_tensors
+from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.config import InputError
 from rayrec.models.base import ModelInputs, TableStart
 from rayrec.models.sharded_model import build_click_model
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding.planner import ShardingConfig
-from rayrec.training.state import all_tensors, restore_all
 from rayrec.workloads.base import WorkerSetup
 
 TABLES, STEPS = click.SHARED, 4

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from rayrec.checkpoint import Checkpoint, folder_of, save
-from rayrec.config import InputError
-from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
-from rayrec.optim.optimizer import data_parallel_optimizer
-from rayrec.training.state import (
+from rayrec.checkpoint.state import (
     Targets,
     all_tensors,
     make_state,
@@ -21,6 +18,9 @@ from rayrec.training.state import (
     restore_all,
     restore_model,
 )
+from rayrec.config import InputError
+from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.optim.optimizer import data_parallel_optimizer
 
 NAME = "optimizer.weight.momentum1"
 
