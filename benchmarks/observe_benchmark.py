@@ -103,19 +103,18 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     from rayrec.data.engine import ThreadEngine
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
-    from rayrec.workloads.recsys.speed_probe import _batches, _read_slice, prepared_for_rows
+    from rayrec.workloads.recsys.speed_probe import SliceRows, _read_slice
 
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     piece = _read_slice(config.workload, config)
     preprocessor, index = piece.preprocessor, piece.index
-    prepared = prepared_for_rows(preprocessor, index, piece.rows_of_log, folder=folder)
-    context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
-    setup = config.workload.set_up(context, prepared)
+    preprocessor.save(f"{folder}/preprocessor")
+    rows = SliceRows(f"{folder}/preprocessor", index, preprocessor.num_embeddings, piece.rows_of_log)
+    setup, batches = rows.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)))
     assert setup.described["batch_size"] == BATCH
     setup.model.train()
-    batches = _batches(index, preprocessor, size=BATCH, rank=0, workers=1)
     return setup, batches, *measuring_stages(config, index, preprocessor)
 
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, final
 
-from rayrec import machine
+from rayrec import machine, storage
 from rayrec.cluster.layout import Layout, Node, layout
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
+from rayrec.row_tally import RowTally
 from rayrec.sharding.communication import Links
-from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig
+from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows, WorkerContext
 
 Limit = Literal["model", "network", "data", "cpus"]
+_TIMEOUT_S: Final = 300.0
+"""For training some steps here."""
+_STEPS_AT_ONCE: Final = 8
+"""Between two looks at a clock; the first ones are not measured."""
+_MEASURED_S: Final = 4.0
 _KEPT_IN_RESERVE: Final = 0.5
 """Of the CPUs of a pipeline that has room for several tasks; see ingest/ray_engine.py."""
 _OPTIONAL: Final = ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s", "network_gbit", "inside_gbit")
@@ -195,9 +207,156 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         )  # two show what an exchange costs
         local_workers = min(per_node, machine.usable_cpus())
     measured_speed = config.workload.probe_speed(
-        config, target=shape.target(shares.num_workers), local_workers=local_workers, cuda=config.scaling.use_gpu
+        config,
+        target=shape.target(shares.num_workers),
+        local_workers=local_workers,
+        cuda=config.scaling.use_gpu,
+        train=train_here,
     )
     return extrapolate(measured_speed, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
+
+
+def train_here(
+    config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
+) -> list[tuple[float, float, float]]:
+    """See `TrainHere`: by the loop of every run."""
+    processes = multiprocessing.get_context("spawn")
+    results = processes.Queue()
+    with storage.Scratch("speed-probe") as folder:
+        arguments = (f"file://{folder}/rendezvous", config, rows, workers, threads, cuda, results)
+        started = [
+            processes.Process(target=_train_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)
+        ]
+        with _one_openmp_thread():
+            for process in started:
+                process.start()
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        found: list[tuple[float, float, float]] = []
+        try:
+            while len(found) < workers:
+                with contextlib.suppress(queue.Empty):
+                    found.append(results.get(timeout=1.0))
+                    continue
+                if time.monotonic() > deadline_s or any(process.exitcode for process in started):
+                    raise InputError(
+                        "plan: training for some steps on this machine failed; `rayrec train` with --steps 20 says why"
+                    )
+        finally:
+            for process in started:
+                process.join(timeout=10 if len(found) == workers else 0)
+                process.kill()
+    return found
+
+
+def _train_rank(
+    rank: int,
+    rendezvous: str,
+    config: TrainConfig,
+    rows: TrainingRows,
+    workers: int,
+    threads: int,
+    cuda: bool,
+    results: Any,
+) -> None:
+    import torch
+
+    from rayrec.collectives import group_arguments, use_device
+    from rayrec.data.engine import ThreadEngine
+    from rayrec.native import keep_freed_memory
+    from rayrec.training import loop
+    from rayrec.training.progress import Progress, Training
+
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    use_device(device)  # NCCL's collectives of objects use the current device
+    arguments = group_arguments(device, timeout_s=_TIMEOUT_S)
+    torch.distributed.init_process_group(init_method=rendezvous, rank=rank, world_size=workers, **arguments)
+    config = config.replace(log_every=_STEPS_AT_ONCE)
+    setup, batches = rows.set_up(WorkerContext(config, rank, workers, device, ThreadEngine(1)))
+    measured = _MeasuredSteps()
+    loop.run(
+        Training(
+            config=config,
+            setup=setup,
+            loader=_ReadyBatches(batches, rows_of_step=setup.described["batch_size"] * workers),
+            progress=Progress(),
+            log=measured.log,
+            save=lambda *_, **__: None,
+            interruption=measured,
+        )
+    )
+    results.put((measured.rows / workers, measured.seconds, measured.cpu_s))
+    torch.distributed.barrier()
+
+
+@final
+class _MeasuredSteps:
+    """The log of a loop that measures its steps behind the first ones, and stops it after a while."""
+
+    def __init__(self) -> None:
+        self.rows, self.seconds, self.cpu_s = 0, 0.0, 0.0
+        self._since: tuple[int, float, float] | None = None
+
+    def log(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind != "step":
+            return
+        now = (fields["rows"], time.perf_counter(), time.process_time())
+        if self._since is None:
+            self._since = now
+        self.rows, self.seconds, self.cpu_s = (after - before for after, before in zip(now, self._since, strict=True))
+
+    def seen(self) -> tuple[bool, bool]:
+        return self._since is not None and time.perf_counter() - self._since[1] >= _MEASURED_S, False
+
+    def preempted(self) -> bool:
+        return False
+
+    def urgent(self) -> bool:
+        return False
+
+
+@final
+class _ReadyBatches:
+    """Batches that are there already, again and again, in place of a loader."""
+
+    steps = steps_per_epoch = 1 << 40
+
+    def __init__(self, batches: Sequence[Any], *, rows_of_step: int) -> None:
+        self._batches, self._rows_of_step = itertools.cycle(batches), rows_of_step
+
+    def start(self) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def rows(self, batches: int) -> int:
+        return batches * self._rows_of_step
+
+    def rows_behind(self) -> RowTally:
+        return RowTally()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _one_openmp_thread() -> Iterator[None]:
+    """As Ray starts its workers; torch is told the number of its own later."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:

@@ -364,8 +364,10 @@ class Workload(Config, abc.ABC):
         rows of each table, if they are known without the data. Raises InputError when it does not fit."""
         raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
 
-    def probe_speed(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> MeasuredSpeed:
-        """Measures a slice of the real stages on this machine, training with `local_workers` of the target's workers.
+    def probe_speed(
+        self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
+    ) -> MeasuredSpeed:
+        """Measures a slice of the real stages on this machine, training with `local_workers` of the target's workers by `train`.
         Raises InputError where that cannot be done."""
         raise InputError(
             f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet"
@@ -440,3 +442,21 @@ class MeasuredSpeed:
     """Whether `rows_per_s` was told and not measured."""
     notes: tuple[str, ...] = ()
     """What was otherwise here than it will be there, a sentence each."""
+
+
+class TrainingRows(Protocol):
+    """A slice of a log, picklable, that processes can be set up with to train on it."""
+
+    def set_up(self, context: WorkerContext) -> tuple[WorkerSetup, Sequence[Any]]:
+        """Set up one worker; return its batches too. Collective."""
+        ...
+
+
+class TrainHere(Protocol):
+    """Trains for some steps on this machine, with a process for each worker."""
+
+    def __call__(
+        self, config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
+    ) -> list[tuple[float, float, float]]:
+        """Return (rows, seconds, CPU-seconds) of each worker."""
+        ...

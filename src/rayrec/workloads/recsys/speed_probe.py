@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import queue
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -21,13 +14,14 @@ from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
-from rayrec.data.engine import InProcess, ThreadEngine
+from rayrec.data.engine import InProcess
 from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, is_gzip, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.stage_times import BlockTimes, measured
 from rayrec.ingest.block_order import BlockOrder
-from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, WorkerContext
+from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainHere, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.planning import Tables, cut_to_fit, memory_here, memory_of_target, tables_of
+from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 if TYPE_CHECKING:
     from rayrec.batch import Batch
@@ -35,9 +29,6 @@ if TYPE_CHECKING:
 
 _REPEATS: Final = 3
 """Of the data stages; the quickest counts."""
-_WARM_STEPS: Final = 8
-_MEASURED_S: Final = 4.0
-_TIMEOUT_S: Final = 300.0
 _MEMORY_FOR_TABLES: Final = 0.9
 """Of what is free here: less may be when the workers look."""
 
@@ -54,7 +45,7 @@ class _Slice:
 
 
 def probe_speed(
-    workload: ClickSettings, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool
+    workload: ClickSettings, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
 ) -> MeasuredSpeed:
     """`local_workers` train here, side by side, on the CPUs or (one) on this machine's GPU; nobody does where the target's speed
     is known. Tables that are too large for this machine are cut for that.
@@ -82,7 +73,11 @@ def probe_speed(
                 f"The tables do not fit this machine: the model was measured with {max(held):,} rows in the largest, where "
                 "caches help more than they will."
             )
-        trained = _train_here(config, piece, held, workers=local_workers, threads=threads, cuda=cuda)
+        with storage.Scratch("speed-probe") as scratch:
+            folder = storage.join(scratch, "preprocessor")
+            piece.preprocessor.save(folder)
+            rows = SliceRows(folder, piece.index, held, piece.rows_of_log)
+            trained = train(config, rows, workers=local_workers, threads=threads, cuda=cuda)
         rows_per_s = sum(rows / seconds for rows, seconds, _ in trained)
         cpu_s_per_row = sum(cpu_s for _, _, cpu_s in trained) / sum(rows for rows, _, _ in trained)
     return MeasuredSpeed(
@@ -165,158 +160,49 @@ def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
     return min((times for _, times in tables), key=lambda times: sum(times.wall_s.values()))
 
 
-# -- training for some steps, a process a worker
+@dataclass(frozen=True)
+class SliceRows:
+    """What processes that train on a slice are told."""
 
+    folder: str
+    """Of its Preprocessor."""
+    index: LogIndex
+    num_embeddings: list[int]
+    """Rows of the tables, which may be fewer than the Preprocessor's."""
+    rows_of_log: int
 
-def _train_here(
-    config: TrainConfig, piece: _Slice, num_embeddings: list[int], *, workers: int, threads: int, cuda: bool
-) -> list[tuple[int, float, float]]:
-    """(rows, seconds, CPU-seconds) of each worker; tables have `num_embeddings` rows."""
-    processes = multiprocessing.get_context("spawn")
-    results = processes.Queue()
-    with storage.Scratch("speed-probe") as folder:
-        piece.preprocessor.save(folder + "/preprocessor")
-        arguments = (workers, threads, cuda, folder, config, piece.index, num_embeddings, piece.rows_of_log, results)
-        started = [processes.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)]
-        with _one_openmp_thread():
-            for process in started:
-                process.start()
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        found: list[tuple[int, float, float]] = []
-        try:
-            while len(found) < workers:
-                with contextlib.suppress(queue.Empty):
-                    found.append(results.get(timeout=1.0))
-                    continue
-                if time.monotonic() > deadline_s or any(process.exitcode for process in started):
-                    raise InputError(
-                        "plan: training for some steps on this machine failed; `rayrec train` with --steps 20 says why"
-                    )
-        finally:
-            for process in started:
-                process.join(timeout=10 if len(found) == workers else 0)
-                process.kill()
-    return found
+    def set_up(self, context: WorkerContext) -> tuple[WorkerSetup, list[Batch]]:
+        """Set up one worker; return its batches too. Collective."""
+        workload = context.config.workload
+        assert isinstance(workload, ClickSettings)
+        preprocessor = Preprocessor.load(self.folder)
+        setup = workload.set_up(context, self._prepared(preprocessor))
+        return setup, self._batches(context, workload, preprocessor, size=setup.described["batch_size"])
 
+    def _prepared(self, preprocessor: Preprocessor) -> Prepared:
+        order = BlockOrder(
+            (Part(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1
+        )  # only its number of rows counts
+        shared, inputs = InProcess(preprocessor), preprocessor.inputs
+        sets = {"train": order}
+        return Prepared(shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None)
 
-@contextlib.contextmanager
-def _one_openmp_thread() -> Iterator[None]:
-    """As Ray starts its workers; torch is told the number of its own later."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+    def _batches(
+        self, context: WorkerContext, workload: ClickSettings, preprocessor: Preprocessor, *, size: int
+    ) -> list[Batch]:
+        """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few."""
+        from rayrec.data.logs.reading import read_raw
+        from rayrec.ingest.batches import Slicer
 
-
-def prepared_for_rows(preprocessor: Preprocessor, index: LogIndex, rows: int, *, folder: str) -> Prepared:
-    """What a worker is set up with that trains on so many rows, and is handed its batches."""
-    from rayrec.workloads.recsys.settings import Prepared
-
-    order = BlockOrder((Part(index.segments[0], 0, rows),), "none", 0, 1)  # only its number of rows is looked at
-    return Prepared(
-        InProcess(preprocessor),
-        preprocessor.hash(),
-        preprocessor.inputs,
-        preprocessor.num_embeddings,
-        {"train": order},
-        0,
-        folder,
-        None,
-    )
-
-
-def _rank(
-    rank: int,
-    workers: int,
-    threads: int,
-    cuda: bool,
-    folder: str,
-    config: TrainConfig,
-    index: LogIndex,
-    num_embeddings: list[int],
-    rows_of_log: int,
-    results: Any,
-) -> None:
-    import torch
-
-    from rayrec.native import keep_freed_memory
-    from rayrec.workloads.recsys.settings import ClickSettings
-
-    keep_freed_memory()
-    torch.set_num_threads(threads)
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)  # NCCL's collectives of objects use the current device
-    torch.distributed.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=workers
-    )
-    preprocessor = Preprocessor.load(folder + "/preprocessor")
-    prepared = replace(
-        prepared_for_rows(preprocessor, index, rows_of_log, folder=folder), num_embeddings=num_embeddings
-    )
-    context = WorkerContext(config, rank, workers, device, ThreadEngine(1))
-    workload = config.workload
-    assert isinstance(workload, ClickSettings)
-    setup = workload.set_up(context, prepared)
-    setup.model.train()
-    size = setup.described["batch_size"]
-    batches = cycle(
-        _batches(
-            index,
-            preprocessor,
-            size=size,
-            rank=rank,
-            workers=workers,
-            num_embeddings=num_embeddings,
-            unpooled=workload.unpooled(preprocessor.inputs),
-        )
-    )
-    for step in range(_WARM_STEPS):
-        setup.begin_step(step, 1000)
-        begin_s = time.perf_counter()
-        setup.pipeline.progress(batches)
-        step_s = time.perf_counter() - begin_s
-    steps = torch.tensor(max(5.0, _MEASURED_S / step_s), device=device)
-    torch.distributed.broadcast(steps, src=0)  # so many for all
-    begin_s, begin_cpu_s, rows = time.perf_counter(), time.process_time(), 0
-    for step in range(int(steps)):
-        setup.begin_step(step, 1000)
-        output = setup.pipeline.progress(batches)
-        rows += setup.described["batch_size"]
-    output.loss.item()
-    results.put((rows, time.perf_counter() - begin_s, time.process_time() - begin_cpu_s))
-    torch.distributed.barrier()
-
-
-def _batches(
-    index: LogIndex,
-    preprocessor: Preprocessor,
-    *,
-    size: int,
-    rank: int,
-    workers: int,
-    num_embeddings: list[int] | None = None,
-    unpooled: Sequence[str] = (),
-) -> list[Batch]:
-    """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few. Ids
-    are folded into tables of `num_embeddings` rows, where these are given."""
-    from rayrec.data.logs.reading import read_raw
-    from rayrec.ingest.batches import Slicer
-
-    raw = read_raw(index.segments, preprocessor.schema)
-    mine = np.random.default_rng(0).permutation(raw.rows)[rank::workers]
-    count = max(1, len(mine) // size)
-    encoded = preprocessor.encode(raw, np.resize(mine, count * size))
-    if num_embeddings is not None and num_embeddings != preprocessor.num_embeddings:
-        encoded = folded(encoded, num_embeddings)
-    inputs = preprocessor.inputs
-    slicer = Slicer(iter([encoded]), inputs, unpooled=unpooled)
-    return [slicer.take(size, loss_weight=1 / size) for _ in range(count)]
+        raw = read_raw(self.index.segments, preprocessor.schema)
+        mine = np.random.default_rng(0).permutation(raw.rows)[context.rank :: context.world_size]
+        count = max(1, len(mine) // size)
+        encoded = preprocessor.encode(raw, np.resize(mine, count * size))
+        if self.num_embeddings != preprocessor.num_embeddings:
+            encoded = folded(encoded, self.num_embeddings)
+        inputs = preprocessor.inputs
+        slicer = Slicer(iter([encoded]), inputs, unpooled=workload.unpooled(inputs))
+        return [slicer.take(size, loss_weight=1 / size) for _ in range(count)]
 
 
 def folded(rows: EncodedRows, num_embeddings: list[int]) -> EncodedRows:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rayrec.data.log_source import TextIndexer
     from rayrec.ingest.block_order import BlockPlan, Position
     from rayrec.ingest.loader import Loader
-    from rayrec.workloads.base import MeasuredSpeed, ScoringContext, Target
+    from rayrec.workloads.base import MeasuredSpeed, ScoringContext, Target, TrainHere
     from rayrec.workloads.scoring import Scoring
 
 
@@ -265,10 +265,12 @@ class ClickWorkload(ClickSettings):
             return None
         return Preprocessor.load(materialized.open_preprocessed(path).preprocessor)
 
-    def probe_speed(self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool) -> MeasuredSpeed:
+    def probe_speed(
+        self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
+    ) -> MeasuredSpeed:
         from rayrec.workloads.recsys.speed_probe import probe_speed
 
-        return probe_speed(self, config, target=target, local_workers=local_workers, cuda=cuda)
+        return probe_speed(self, config, target=target, local_workers=local_workers, cuda=cuda, train=train)
 
     def warm_start(self, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
         from rayrec.workloads.recsys.warm_start import warm_start

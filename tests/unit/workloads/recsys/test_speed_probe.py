@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.sharding.placement import PROCESS_BYTES
+from rayrec.training import forecast as forecasts
 from rayrec.training.forecast import ClusterShape, forecast
-from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig
-from rayrec.workloads.recsys import planning, speed_probe
+from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows
+from rayrec.workloads.recsys import planning
 from rayrec.workloads.recsys.speed_probe import folded
 
 ROWS = 2000
@@ -33,34 +35,33 @@ def config(tmp_path: Path) -> TrainConfig:
 class Trained:
     """Training for some steps, which is left out here."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.num_embeddings: list[list[int]] = []
-        monkeypatch.setattr(speed_probe, "_train_here", self._train)
 
-    def _train(self, config: TrainConfig, piece: Any, num_embeddings: list[int], **_: Any) -> list[Any]:
-        self.num_embeddings.append(num_embeddings)
+    def __call__(self, config: TrainConfig, rows: Any, **_: Any) -> list[Any]:
+        self.num_embeddings.append(rows.num_embeddings)
         return [(1000, 0.5, 0.25)]
 
 
-def probed(config: TrainConfig, target: Target, *, cuda: bool = False) -> MeasuredSpeed:
-    return config.workload.probe_speed(config, target=target, local_workers=1, cuda=cuda)
+def probed(config: TrainConfig, target: Target, train: Trained, *, cuda: bool = False) -> MeasuredSpeed:
+    return config.workload.probe_speed(config, target=target, local_workers=1, cuda=cuda, train=train)
 
 
 def test_tables_are_judged_by_the_clusters_memory(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained(monkeypatch)
-    whole = probed(config, Target(2, 1, GB))
+    trained = Trained()
+    whole = probed(config, Target(2, 1, GB), trained)
     (wanted,) = trained.num_embeddings
     assert not whole.notes
     assert min(wanted) >= ROWS
     assert sum(whole.worker_bytes) == sum(rows * (16 + 1) * 4 for rows in wanted)
     with pytest.raises(InputError, match="tables"):
-        probed(config, Target(2, 1, 1_000_000))
+        probed(config, Target(2, 1, 1_000_000), trained)
     # This machine holds too little, and the cluster enough.
     free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
     monkeypatch.setattr(planning, "available_host_bytes", lambda: free)
     with pytest.raises(InputError, match="taken for as large as here, memory_gb=N in --cluster"):
-        probed(config, Target(2, 1))
-    cut = probed(config, Target(2, 1, GB))
+        probed(config, Target(2, 1), trained)
+    cut = probed(config, Target(2, 1, GB), trained)
     assert (cut.plan, cut.worker_bytes) == (whole.plan, whole.worker_bytes)
     held = trained.num_embeddings[-1]
     assert sum(rows * (16 + 1) * 4 for rows in held) < sum(whole.worker_bytes) // 4
@@ -70,7 +71,8 @@ def test_tables_are_judged_by_the_clusters_memory(config: TrainConfig, monkeypat
 
 def test_a_gpus_speed_that_is_given_is_not_measured(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    trained = Trained(monkeypatch)
+    trained = Trained()
+    monkeypatch.setattr(forecasts, "train_here", trained)
     config = config.replace(scaling={"num_workers": 2})
     found = forecast(config, ClusterShape.parse("cpus=16,gpus=2,gpu_rows_per_s=250000"))
     assert not trained.num_embeddings
@@ -78,6 +80,28 @@ def test_a_gpus_speed_that_is_given_is_not_measured(config: TrainConfig, monkeyp
     assert found.cpus_per_gpu is not None
     assert "given, not measured" in found.text()
     assert "--cluster gpus=N,gpu_memory_gb=N,... says what theirs have" in found.text()
+
+
+def test_some_steps_are_trained_by_the_loop_of_every_run(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecasts, "_MEASURED_S", 0.0)
+    trained: list[Any] = []
+
+    def train(config: TrainConfig, rows: TrainingRows, **_: Any) -> list[tuple[float, float, float]]:
+        results: queue.Queue[tuple[float, float, float]] = queue.Queue()
+        forecasts._train_rank(0, f"file://{tmp_path}/rendezvous", config, rows, 1, 1, False, results)
+        trained.append(results.get_nowait())
+        return trained
+
+    try:
+        found = config.workload.probe_speed(config, target=Target(1, 1, GB), local_workers=1, cuda=False, train=train)
+    finally:
+        torch.distributed.destroy_process_group()
+    ((rows, seconds, cpu_s),) = trained
+    assert rows == 9 * 14  # eight steps, and the batch that the pipeline had pulled by then
+    assert found.rows_per_s == rows / seconds
+    assert found.cpu_s_per_row == cpu_s / rows
 
 
 def test_ids_beyond_a_cut_table_are_folded_into_it() -> None:
