@@ -103,7 +103,7 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     from rayrec.data.engine import ThreadEngine
     from rayrec.native import keep_freed_memory
     from rayrec.workloads.base import WorkerContext
-    from rayrec.workloads.recsys.speed_probe import SliceRows, _read_slice
+    from rayrec.workloads.recsys.planning import SliceRows, _read_slice
 
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)

@@ -268,7 +268,7 @@ class ClickWorkload(ClickSettings):
     def probe_speed(
         self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
     ) -> MeasuredSpeed:
-        from rayrec.workloads.recsys.speed_probe import probe_speed
+        from rayrec.workloads.recsys.planning import probe_speed
 
         return probe_speed(self, config, target=target, local_workers=local_workers, cuda=cuda, train=train)
 

@@ -18,7 +18,7 @@ from rayrec.training import forecast as forecasts
 from rayrec.training.forecast import ClusterShape, forecast
 from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows
 from rayrec.workloads.recsys import planning
-from rayrec.workloads.recsys.speed_probe import folded
+from rayrec.workloads.recsys.planning import folded
 
 ROWS = 2000
 GB = 10**9
