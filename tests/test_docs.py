@@ -37,6 +37,10 @@ from typing import Any, NamedTuple
 import pytest
 
 import rayrec
+from rayrec import recipes
+from rayrec.cli.help import SWITCHES
+from rayrec.cli.parser import flag_names, own_flags
+from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
 from rayrec.models import ranking
@@ -252,7 +256,7 @@ def test_commands_and_targets_exist(page: Path) -> None:
             unknown = [word for word in words[1:] if re.fullmatch(r"[a-z]+", word) and word not in targets]
             assert not unknown, line
         if words[:1] == ["rayrec"] and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
-            assert words[1] in COMMANDS, line
+            assert words[1] in {*COMMANDS, "resume"}, line
 
 
 def _slug(heading: str) -> str:
@@ -621,19 +625,13 @@ def test_every_kind_of_event_is_described() -> None:
 
 
 @pytest.fixture(scope="module")
-def flags(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+def flags() -> dict[str, set[str]]:
     """Every flag of a command; `train` stands for those that take the same."""
-
-    def flags_of(command: str) -> set[str]:
-        help_of = Block("bash", 0, f"rayrec {command} --help")
-        shown = pages.run(help_of.text, [help_of], tmp_path_factory.mktemp("help"), COLUMNS="200")
-        return set(re.findall(r"--[a-z][\w.-]*", shown))
-
     found = {
-        name: flags_of(name) | {"--schema"} for name in ("vocabulary", "preprocess", "validate", "fetch", "compare")
+        name: {*flag_names(own_flags(command)), *SWITCHES} for name, command in COMMANDS.items() if not command.recipe
     }
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
-    found["train"] = {"--config", "--schema", "--model"}.union(*(flags_of(f"train {recipe}") for recipe in kinds))
+    found["train"] = {"--config", *SWITCHES}.union(*(flag_names(recipe_flags(recipes.ALL[name]())) for name in kinds))
     models = [ranking.config_class(name) for name in ranking.names()]
     settings = [field for model in models if model is not None for field in dataclasses.fields(model)]
     fields = {field.name for field in settings} | {f"no-{field.name}" for field in settings if field.type == "bool"}
@@ -657,4 +655,4 @@ def test_flags_exist(page: Path, flags: dict[str, set[str]]) -> None:
     ):
         named = set(re.findall(r"--[a-z][\w.-]*", line.partition("#")[0]))
         of_command = flags.get(verb, flags["train"])
-        assert named <= of_command, (verb, named - of_command)
+        assert named <= {*of_command, "--help", "--help-all"}, (verb, named - of_command)

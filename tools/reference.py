@@ -203,7 +203,7 @@ def written_events() -> Iterator[tuple[str, set[str]]]:
 
 def metrics_page() -> str:
     """Prometheus metrics of training and of serving."""
-    tree = ast.parse((SOURCE / "training" / "prometheus.py").read_text())  # to import it takes a Ray
+    tree = ast.parse((SOURCE / "training" / "launchers" / "ray_metrics.py").read_text())  # to import it takes a Ray
     training: list[tuple[object, ...]] = []
     for node in ast.walk(tree):
         if (

@@ -368,7 +368,9 @@ def test_short_names_reach_their_settings(tmp_path: Path, monkeypatch: pytest.Mo
     assert python == config
 
 
-def test_recipe_may_be_a_file_or_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_may_be_a_file_or_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = recipes.criteo_demo().replace(steps=7, name="other")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "demo").mkdir(parents=True)
@@ -377,6 +379,7 @@ def test_recipe_may_be_a_file_or_a_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert parse(COMMANDS["train"], ["my.yaml"]).arguments == [config]
     resumed = config.replace(name="demo", storage_path=str(tmp_path / "runs"))
     assert parse(COMMANDS["train"], ["runs/demo/", "--steps", "9"]).arguments == [resumed.replace(steps=9)]
+    assert run(capsys, "resume", "none")[2].startswith("rayrec resume: none/: is no recipe, and no folder of a run")
     (tmp_path / "log.txt").write_text("")
     for data in ("log.txt", "runs"):
         with pytest.raises(InputError, match=f"^{data}: is no recipe.* rayrec train criteo_demo --data {data}$"):

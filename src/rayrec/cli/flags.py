@@ -53,7 +53,7 @@ class Flag:
     def shown(self) -> str:
         """The flag with what it takes."""
         if self.type is bool:
-            return f"--{self.name}"
+            return f"--{self.name}, --{self.negative}" if self.pair else f"--{self.name}"
         taken = self.metavar or metavar_of(self.type)
         return (
             " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), taken]) if self.name else taken

@@ -183,7 +183,7 @@ def _parser() -> _Parser:
 
 def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
     """The words; an old flag by its new name, with a notice on standard error."""
-    new, known = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}, set(_names(flags))
+    new, known = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}, set(flag_names(flags))
     found = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -196,7 +196,7 @@ def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
     return found
 
 
-def _names(flags: Iterable[Flag]) -> list[str]:
+def flag_names(flags: Iterable[Flag]) -> list[str]:
     """All names of flags, with their dashes."""
     names = [
         (*([flag.name] if flag.name else []), *flag.aliases, *([flag.negative] if flag.pair else [])) for flag in flags
@@ -206,7 +206,7 @@ def _names(flags: Iterable[Flag]) -> list[str]:
 
 def _refuse(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
     wanted = word.partition("=")[0].replace("_", "-")
-    known = _names(flags)
+    known = flag_names(flags)
     near = [flag for flag in difflib.get_close_matches(wanted, known, cutoff=0.7) if _has_words_of(flag, wanted)][:1]
     if not near:  # a nested field without the names before its last dot
         last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in known}
