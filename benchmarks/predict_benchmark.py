@@ -89,7 +89,7 @@ def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = Fa
     ScoringJob.tables = noted  # type: ignore[method-assign, assignment]
     out = tempfile.mkdtemp()
     with watched(every_s=0.5 if memory else 3600) as peak:
-        told = rayrec.predict_to(checkpoint, path, out=f"{out}/scores", console=Console(quiet=True))
+        told = rayrec.predict(checkpoint, path, out=f"{out}/scores", console=Console(quiet=True))
     assert told["rows"] == sum(count for _, count in seen)
     shutil.rmtree(out)
     begun = min(2 * (os.cpu_count() or 1), len(seen) // 2)

@@ -115,7 +115,7 @@ def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     # Scores of every label; the first keeps the names it has alone.
     metrics = rayrec.evaluate(whole.checkpoint, log, **quiet)
-    rayrec.predict_to(whole.checkpoint, log, out=str(tmp_path / "scores"), **quiet)
+    rayrec.predict(whole.checkpoint, log, out=str(tmp_path / "scores"), **quiet)
     predicted = pq.read_table(tmp_path / "scores").sort_by("row")
     names = [f"{kind}{label}" for label in ("", "_like", "_seconds") for kind in ("score", "logit", "label")]
     assert predicted.column_names == ["row", *names]
@@ -207,7 +207,7 @@ def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path, monkeypa
     assert parts.summary["weights_sha256"] == run.summary["weights_sha256"]
 
     metrics = rayrec.evaluate(run.checkpoint, log, **quiet)
-    rayrec.predict_to(run.checkpoint, log, out=str(tmp_path / "scores"), **quiet)
+    rayrec.predict(run.checkpoint, log, out=str(tmp_path / "scores"), **quiet)
     logits = pq.read_table(tmp_path / "scores").sort_by("row")["logit"].to_numpy()
     assert auroc(logits, table["click"].to_numpy()) == pytest.approx(metrics["auroc"])
     rows = [{name: row[name] for name in schema.unlabelled().columns} for row in table.slice(0, 50).to_pylist()]

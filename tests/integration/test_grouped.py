@@ -32,7 +32,7 @@ def test_training_and_evaluation_tell_the_same(tmp_path: Path, monkeypatch: pyte
     )  # fmt: skip
     result = rayrec.train(config, **QUIET)
     metrics = rayrec.evaluate(result.checkpoint, log, slice_by=("day",), **QUIET)
-    rayrec.predict_to(result.checkpoint, log, out=str(tmp_path / "scores"), **QUIET)
+    rayrec.predict(result.checkpoint, log, out=str(tmp_path / "scores"), **QUIET)
 
     predicted = pq.read_table(tmp_path / "scores").sort_by("row")
     logits, labels = predicted["logit"].to_numpy(), predicted["label"].to_numpy()

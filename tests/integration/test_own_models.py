@@ -64,7 +64,7 @@ def test_the_whole_road(name: str, log: str, tmp_path: Path, monkeypatch: pytest
     # Evaluated and predicted with: the same scores.
     scoring = {"recipe": recipe, **quiet}
     metrics = rayrec.evaluate(whole.checkpoint, log, **scoring)
-    rayrec.predict_to(whole.checkpoint, log, out=str(tmp_path / "scores"), **scoring)
+    rayrec.predict(whole.checkpoint, log, out=str(tmp_path / "scores"), **scoring)
     predicted = pq.read_table(tmp_path / "scores").sort_by("row")
     assert metrics["rows"] == len(predicted) == ROWS
     assert auroc(predicted["logit"].to_numpy(), predicted["label"].to_numpy()) == pytest.approx(metrics["auroc"])

@@ -69,7 +69,7 @@ def test_a_checkpoint_in_s3_is_put_to_use(
     logits = checkpoint.score(rows)
     np.testing.assert_allclose(served.score(rows), logits, atol=1e-5)
 
-    made = rayrec.predict_to(run, log, out=f"{bucket}/used/predicted", console=QUIET)
+    made = rayrec.predict(run, log, out=f"{bucket}/used/predicted", console=QUIET)
     assert made["rows"] == 20_000
     assert storage.list_folder(f"{bucket}/used/predicted") == [COMPLETE, "part-00000.parquet"]
     assert storage.list_folder(f"{bucket}/used/predicted.partial") == []

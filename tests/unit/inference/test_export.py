@@ -501,7 +501,7 @@ def test_an_export_is_not_taken_for_a_checkpoint(exports: dict[str, Path], tmp_p
     out = str(next(iter(exports.values())))
     for ask in (
         lambda: rayrec.evaluate(out, "log.tsv"),
-        lambda: rayrec.predict_to(out, "log.tsv", out=str(tmp_path / "x")),
+        lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x")),
     ):
         with pytest.raises(InputError, match="no checkpoint, but an export; give the checkpoint that it was made of"):
             ask()
