@@ -32,7 +32,8 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.engine import TaskPlacement
 from rayrec.data.log_source import CHUNK_BYTES, index_log
-from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.index import LogIndex, Part, numbered
+from rayrec.data.logs.text_log import cut, index_chunk, read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.spark_engine import environment

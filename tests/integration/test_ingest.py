@@ -24,7 +24,8 @@ from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared, TaskPlacement
 from rayrec.data.log_source import index_log, open_log
-from rayrec.data.logs.index import LogIndex, Part, read_segments, select
+from rayrec.data.logs.index import LogIndex, Part, select
+from rayrec.data.logs.text_log import read_segments
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches

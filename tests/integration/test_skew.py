@@ -17,8 +17,9 @@ from rayrec import recipes
 from rayrec.data.encoded import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.logs.index import LogIndex, Part, read_segments, select
+from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.logs.reading import encode_block
+from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import export

@@ -16,21 +16,9 @@ from rayrec.data import materialized
 from rayrec.data.arrow import arrow_texts
 from rayrec.data.engine import Engine
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import (
-    CachedIndex,
-    Chunk,
-    Entry,
-    LogIndex,
-    cut,
-    index_chunk,
-    is_gzip,
-    numbered,
-    remove_older,
-    said_of,
-    unpack,
-    unpacked_path,
-)
+from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered, remove_older, said_of
 from rayrec.data.logs.table_log import index_tables, is_table
+from rayrec.data.logs.text_log import Chunk, cut, index_chunk, is_gzip, unpack, unpacked_path
 from rayrec.schema import Schema
 
 CHUNK_BYTES = 32 << 20

@@ -23,9 +23,10 @@ from rayrec.data.arrow import json_reply
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import Segment, changed, checksum, is_gzip
+from rayrec.data.logs.index import Segment, changed, checksum
 from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
+from rayrec.data.logs.text_log import is_gzip
 from rayrec.data.logs.text_parser import PADDING_BYTES, TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import GOLDEN, mix64

@@ -28,8 +28,9 @@ from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, unpack
+from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Split
+from rayrec.data.logs.text_log import unpack
 from rayrec.data.materialized.files import WRITTEN, combine
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA

@@ -21,8 +21,9 @@ from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, Segment, cut, index_chunk, numbered
+from rayrec.data.logs.index import LogIndex, Part, Segment, numbered
 from rayrec.data.logs.splits import Split
+from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.data.materialized import shuffle
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, write_run

@@ -25,7 +25,8 @@ from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, read_segments, select
+from rayrec.data.logs.index import LogIndex, Part, select
+from rayrec.data.logs.text_log import read_segments
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches, Slicer, sparse_features

@@ -19,7 +19,8 @@ from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs.index import Block, Part, cut, index_chunk, numbered
+from rayrec.data.logs.index import Block, Part, numbered
+from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece

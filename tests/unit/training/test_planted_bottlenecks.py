@@ -20,7 +20,8 @@ from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered
+from rayrec.data.logs.index import LogIndex, Part, numbered
+from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.data.logs.text_parser import TextParser
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA

@@ -17,18 +17,8 @@ from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, Counts, Packer,
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import CHUNK_BYTES
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import (
-    CachedIndex,
-    Chunk,
-    Entry,
-    LogIndex,
-    Part,
-    cut,
-    numbered,
-    parsed_segments,
-    said_of,
-    select,
-)
+from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Part, numbered, said_of, select
+from rayrec.data.logs.text_log import Chunk, cut, parsed_segments
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 

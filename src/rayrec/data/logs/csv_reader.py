@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.index import is_gzip
+from rayrec.data.logs.text_log import is_gzip
 from rayrec.native import library
 from rayrec.schema import Schema
 

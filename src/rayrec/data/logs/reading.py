@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from rayrec.data import materialized
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.logs.index import Block, Segment, read_segments, row_numbers
+from rayrec.data.logs.index import Block, Segment, row_numbers
 from rayrec.data.logs.table_log import read_tables
+from rayrec.data.logs.text_log import read_segments
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
 from rayrec.schema import Schema

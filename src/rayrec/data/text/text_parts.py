@@ -12,7 +12,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.index import GZIP_MAGIC, gunzip
+from rayrec.data.logs.text_log import GZIP_MAGIC, gunzip
 from rayrec.data.materialized.row_maps import free_memory
 
 PART_BYTES: Final = 4 << 20

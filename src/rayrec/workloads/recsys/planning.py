@@ -16,8 +16,9 @@ from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import InProcess
-from rayrec.data.logs.index import Block, LogIndex, Part, cut, index_chunk, is_gzip, numbered
+from rayrec.data.logs.index import Block, LogIndex, Part, numbered
 from rayrec.data.logs.table_log import is_table
+from rayrec.data.logs.text_log import cut, index_chunk, is_gzip
 from rayrec.data.stage_times import BlockTimes, measured
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.models.base import ModelInputs, unpooled_features

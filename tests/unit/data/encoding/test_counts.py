@@ -42,8 +42,9 @@ from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.log_source import index_log
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments, select
+from rayrec.data.logs.index import LogIndex, Part, numbered, select
 from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_log import cut, index_chunk, read_segments
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.machine import Memory

@@ -26,7 +26,8 @@ from rayrec.data.encoding.presets import (
     make_preprocessor,
 )
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, cut, index_chunk, numbered, read_segments
+from rayrec.data.logs.index import LogIndex, Part, numbered
+from rayrec.data.logs.text_log import cut, index_chunk, read_segments
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary

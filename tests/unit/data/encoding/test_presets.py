@@ -32,7 +32,8 @@ from rayrec.data.encoding.presets import (
     by_name,
     make_preprocessor,
 )
-from rayrec.data.logs.index import LogIndex, read_segments
+from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.hashing import murmur3
 from rayrec.schema import Schema

@@ -18,21 +18,11 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.logs import index as log_index
+from rayrec.data.logs import text_log
 from rayrec.data.logs.faults import Fault, Faults
 from rayrec.data.logs.head import has_labels
-from rayrec.data.logs.index import (
-    CachedIndex,
-    LogIndex,
-    Segment,
-    cut,
-    index_chunk,
-    is_gzip,
-    numbered,
-    read_lines,
-    read_segments,
-    select,
-    unpack,
-)
+from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, numbered, select
+from rayrec.data.logs.text_log import cut, index_chunk, is_gzip, read_lines, read_segments, unpack
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
@@ -277,7 +267,7 @@ def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
     file = write(tmp_path, packed, "day_0.gz")
     done: list[int] = []
     unpacked = unpack(file, str(tmp_path / "plain"), done.append)
-    assert log_index.is_gzip(file.path)
+    assert text_log.is_gzip(file.path)
     assert Path(unpacked.path).read_bytes() == gzip.decompress(packed)
     assert unpacked.path.endswith("-day_0")
     assert sum(done) == unpacked.size_bytes
@@ -308,7 +298,7 @@ def test_damaged_gzip_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_plain_files_are_no_gzip(tmp_path: Path) -> None:
     for text in (b"", b"\x1f", b"1\t2"):
-        assert not log_index.is_gzip(write(tmp_path, text).path)
+        assert not text_log.is_gzip(write(tmp_path, text).path)
 
 
 def test_faults_are_json() -> None:
@@ -364,16 +354,16 @@ def test_what_is_packed_well_is_unpacked_in_small_pieces() -> None:
     assert len(packed) < 200_000
     largest = total = 0
     tracemalloc.start()
-    for piece in log_index.gunzip([packed[:70_000], packed[70_000:], gzip.compress(b"more"), bytes(5)]):
+    for piece in text_log.gunzip([packed[:70_000], packed[70_000:], gzip.compress(b"more"), bytes(5)]):
         largest, total = max(largest, len(piece)), total + len(piece)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert total == (100 << 20) + 4
-    assert largest <= log_index.GUNZIP_BYTES
-    assert peak < 4 * log_index.GUNZIP_BYTES
+    assert largest <= text_log.GUNZIP_BYTES
+    assert peak < 4 * text_log.GUNZIP_BYTES
     for damaged, error in ((packed[:-9], EOFError), (packed[:50] + b"x" + packed[51:], zlib.error), (b"", EOFError)):
         with pytest.raises(error):
-            list(log_index.gunzip([damaged]))
+            list(text_log.gunzip([damaged]))
 
 
 def test_a_checksum_finds_every_changed_byte() -> None:

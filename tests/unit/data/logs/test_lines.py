@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.logs.index import Chunk, Segment, index_chunk, numbered
+from rayrec.data.logs.index import Segment, numbered
 from rayrec.data.logs.lines import good_lines, line_starts, read_text
+from rayrec.data.logs.text_log import Chunk, index_chunk
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("i",), sparse=("c",))

@@ -168,7 +168,8 @@ def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
     from rayrec import storage
     from rayrec.data.encoding.counts import count_parts
     from rayrec.data.encoding.presets import make_preprocessor
-    from rayrec.data.logs.index import cut, index_chunk, numbered
+    from rayrec.data.logs.index import numbered
+    from rayrec.data.logs.text_log import cut, index_chunk
     from rayrec.ingest.block_order import Part
 
     values = np.random.default_rng(0).integers(0, 9, (200, 26))

@@ -1,0 +1,211 @@
+"""Tab-separated logs: cut into segments of whole lines, unpack, index, read."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.logs.faults import Faults
+from rayrec.data.logs.index import Entry, Segment, changed, checksum, head_of, version_key
+from rayrec.data.logs.text_parser import MAX_LINE_BYTES, PADDING_BYTES, TextParser, max_rows_in
+from rayrec.data.raw_block import RawBlock
+from rayrec.data.stage_times import stage
+from rayrec.native import library
+from rayrec.schema import Schema
+
+GZIP_MAGIC = b"\x1f\x8b"
+
+GUNZIP_BYTES = 8 << 20
+"""Most bytes that one step of unpacking gives."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A byte range of one file, not aligned to lines: the unit of work of one indexing task. The lines that *start* in
+    [start, stop) are its own."""
+
+    path: str
+    start: int
+    stop: int
+    file_size: int
+
+
+def cut(files: Sequence[storage.File], chunk_bytes: int) -> list[Chunk]:
+    return [
+        Chunk(file.path, start, min(start + chunk_bytes, file.size_bytes), file.size_bytes)
+        for file in files
+        for start in range(0, file.size_bytes, chunk_bytes)
+    ]
+
+
+def read_lines(chunk: Chunk) -> tuple[np.ndarray, int, int]:
+    """The chunk's own lines: (padded uint8 text, its length, byte of the file where it starts).
+
+    A line longer than the parser accepts is cut off where the chunk's neighbour begins to look for its own first line.
+    """
+    before = 1 if chunk.start > 0 else 0  # the byte before tells whether a line starts at `start`
+    want = min(chunk.stop + MAX_LINE_BYTES + 1, chunk.file_size) - (chunk.start - before)
+    text = np.zeros(want + PADDING_BYTES, np.uint8)
+    got = storage.read_into(chunk.path, chunk.start - before, text[:want])
+    first = 0
+    if before and text[0] != ord("\n"):
+        found = _find_newline(text, 0, got)
+        if found < 0 or chunk.start - before + found + 1 >= chunk.stop:
+            return text[-PADDING_BYTES:], 0, chunk.stop
+        first = found + 1
+    elif before:
+        first = 1
+    own = chunk.stop - (chunk.start - before)  # lines that start before this offset are ours
+    if own >= got:
+        stop = got
+    else:
+        found = _find_newline(text, own - 1, got)
+        stop = found + 1 if found >= 0 else got
+    text[stop : stop + PADDING_BYTES] = 0
+    return text[first:], stop - first, chunk.start - before + first
+
+
+def _find_newline(text: np.ndarray, start: int, stop: int) -> int:
+    for low in range(start, stop, 4096):
+        found = text[low : min(low + 4096, stop)].tobytes().find(b"\n")
+        if found >= 0:
+            return low + found
+    return -1
+
+
+def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[Entry, Faults, RawBlock]]:
+    """Parses a chunk and cuts it into segments of about `segment_bytes`; the rows of one are overwritten by the next's."""
+    text, length, first_byte = read_lines(chunk)
+    parser = TextParser(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
+    start = 0
+    while start < length:
+        stop = length
+        if length - start > segment_bytes * 3 // 2:
+            stop = start + _last_line_start(text[start:], segment_bytes)
+            if stop == start:  # no newline in a whole segment: the parser refuses that line as too long
+                newline = _find_newline(text, start, length)
+                stop = newline + 1 if newline >= 0 else length
+                parser = TextParser(schema, max(parser.capacity, max_rows_in(schema, stop - start)))
+        parser.drop_after(0)
+        sum_ = checksum(text[start:stop])
+        faults = parser.parse(text[start:], stop - start, path=chunk.path, first_byte=first_byte + start)
+        yield Entry(chunk.path, first_byte + start, first_byte + stop, parser.rows, sum_), faults, parser.block()
+        start = stop
+
+
+def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[Entry], Faults]:
+    """The segments of a chunk, and its faults."""
+    entries, total = [], Faults()
+    for entry, faults, _ in parsed_segments(chunk, schema, segment_bytes):
+        entries.append(entry)
+        total.add(faults)
+    return entries, total
+
+
+def _last_line_start(text: np.ndarray, length: int) -> int:
+    function = library().rayrec_last_line_start
+    function.restype = ctypes.c_int64
+    return function(ctypes.c_void_p(text.ctypes.data), ctypes.c_int64(length))
+
+
+def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
+    """Reads and parses segments one after the other; their faulty lines, counted before, are passed over.
+
+    Raises InputError where a segment no longer holds the rows it was indexed with.
+    """
+    sizes = [segment.stop - segment.start for segment in segments]
+    parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
+    texts = storage.ahead(
+        [functools.partial(_read_text, segment) for segment in segments], of=segments[0].path if segments else ""
+    )
+    for segment, size in zip(segments, sizes, strict=True):
+        with stage("read"):
+            text, got = next(texts)
+        if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
+            raise changed(segment.path, segment.start, segment.stop, "bytes")
+        before = parser.rows
+        with stage("parse"):
+            parser.parse(text, size, path=segment.path, first_byte=segment.start)
+        if parser.rows - before != segment.rows:
+            raise changed(segment.path, segment.start, segment.stop, "bytes")
+    return parser.block()
+
+
+def _read_text(segment: Segment) -> tuple[np.ndarray, int]:
+    """A segment's bytes with the padding the parser needs behind them, and how many bytes there were."""
+    size = segment.stop - segment.start
+    text = np.empty(size + PADDING_BYTES, np.uint8)
+    text[size:] = 0
+    return text, storage.read_into(segment.path, segment.start, text[:size])
+
+
+def is_gzip(path: str) -> bool:
+    return head_of(path, 2) == GZIP_MAGIC
+
+
+def unpacked_path(file: storage.File, folder: str) -> str:
+    """Where the plain text of a gzip file is kept: named by the file's path, size and time."""
+    key = version_key(file.path, (file.size_bytes, file.modified_ns))
+    return storage.join(folder, f"{key}-{storage.name_of(file.path).removesuffix('.gz')}")
+
+
+def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
+    """Unpacks a gzip file once, so that it can be split and reread from any row (gzip itself allows neither).
+
+    The result appears complete or not at all; a second call finds it. At a URL it is sent while it is unpacked, and takes no
+    room here. Raises InputError for a damaged file or a full disk.
+    """
+    target = unpacked_path(file, folder)
+    if not storage.exists(target):
+        try:
+            storage.write_stream(target, _reported(_decompressed(file.path), progress))
+        except OSError as error:
+            if error.errno is None:  # a store that is out
+                raise
+            raise InputError(f"{target}: {file.path} cannot be unpacked there ({error.strerror})") from None
+    return storage.list_files(target)[0]
+
+
+def _reported(pieces: Iterator[bytes], progress: Callable[[int], None] | None) -> Iterator[bytes]:
+    for piece in pieces:
+        yield piece
+        if progress:
+            progress(len(piece))
+
+
+def _decompressed(path: str) -> Iterator[bytes]:
+    try:
+        yield from gunzip(storage.read_stream(path))
+    except zlib.error as error:
+        raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
+    except EOFError:
+        raise InputError(f"{path}: the gzip file ends in the middle; fetch it again") from None
+
+
+def gunzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The content of gzip data, in pieces of at most GUNZIP_BYTES however well it was compressed. Raises zlib.error for
+    damaged data, EOFError if it ends in the middle."""
+    engine = zlib.decompressobj(wbits=31)
+    begun = False
+    for data in pieces:
+        while data:
+            if engine.eof:
+                data = data.lstrip(b"\0")  # padding behind the last member, which gzip passes over too
+                if not data:
+                    break
+                engine = zlib.decompressobj(wbits=31)  # several gzip members one after the other
+            begun = True
+            if piece := engine.decompress(data, GUNZIP_BYTES):
+                yield piece
+            data = engine.unused_data if engine.eof else engine.unconsumed_tail
+        while not engine.eof and (piece := engine.decompress(b"", GUNZIP_BYTES) if begun else b""):
+            yield piece
+    if not engine.eof:
+        raise EOFError
