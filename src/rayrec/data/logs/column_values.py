@@ -1,4 +1,4 @@
-"""Categories of any kind as 64-bit tokens.
+"""Values of Arrow columns of any type: numbers, times, and categories as 64-bit tokens.
 
 The token of an integer is its 64-bit two's complement; that of text is the XXH64 (seed 0) of its UTF-8 bytes. Text that is
 exactly how an int64 is written in decimal (no plus, no leading zeros, no -0) counts as that integer, and an unsigned
@@ -12,12 +12,16 @@ different texts of a column, n^2 / 2^65 such pairs are expected: 3e-8 for a mill
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import types
 
+from rayrec.config import InputError
 from rayrec.native import library
 
 VALUE, EMPTY, REFUSED = 0, 1, 2  # rayrec_text_status in native/kernels.h
@@ -77,15 +81,198 @@ def text_integers(array: pa.Array, out: np.ndarray) -> np.ndarray:
 
 def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
     """Write the tokens of an Arrow array of integers of any width, or of booleans (0 and 1); return their status."""
-    if pa.types.is_boolean(array.type):
+    if types.is_boolean(array.type):
         array = pc.cast(array, pa.uint8())
     empty = array.is_null().to_numpy(zero_copy_only=False)
     values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
-    out.view(np.uint64 if pa.types.is_uint64(array.type) else np.int64)[:] = values
-    if pa.types.is_uint64(array.type):
+    out.view(np.uint64 if types.is_uint64(array.type) else np.int64)[:] = values
+    if types.is_uint64(array.type):
         large = np.flatnonzero(values >= 2**63)
         if len(large):
             tokens = np.empty(len(large), np.uint64)
             text_tokens(pc.cast(pa.array(values[large]), pa.string()), tokens)
             out[large] = tokens
     return empty.astype(np.uint8)
+
+
+LIMIT = 10**18
+"""Numbers beyond it are refused."""
+
+RefuseType = Callable[[str, str], InputError]
+
+
+def type_error(table_schema: pa.Schema, path: str) -> RefuseType:
+    return lambda name, remedy: InputError(
+        f"{path}: column {name} is of type {table_schema.field(name).type}; {remedy}"
+    )
+
+
+MOST_SECONDS = 2.0**42
+"""Seconds of a time from 1970 on: 139,000 years, whose microseconds fit an int64."""
+
+
+def times_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 microseconds, status) of text: a number of seconds since 1970, or a date or time in ISO 8601, UTC if it has no
+    zone."""
+    binary = pc.cast(array, pa.large_binary())
+    status = Text.of(binary).call("rayrec_check_numbers")
+    nothing = pa.scalar(None, pa.large_binary())
+    seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, nothing))
+    good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MOST_SECONDS)
+    values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
+    text = pc.cast(pc.if_else(pc.match_substring_regex(binary, _ISO_TIME), binary, nothing), pa.large_string())
+    zoned = pc.match_substring_regex(text, r"(Z|[+-]\d\d:?\d\d)$").fill_null(False)
+    for chosen, kind in ((zoned, pa.timestamp("us", "UTC")), (pc.invert(zoned), pa.timestamp("us"))):
+        times = _cast_where_possible(pc.if_else(chosen, text, pa.scalar(None, pa.large_string())), kind)
+        there = times.is_valid().to_numpy(zero_copy_only=False)
+        values[there] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[there]
+        good |= there
+    return values, np.where(good, VALUE, REFUSED).astype(np.uint8)
+
+
+_ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?)?$"
+
+
+def _cast_where_possible(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """The values as `kind`; null for those that are none, such as a 30th of February. Few are expected: each costs some casts."""
+    try:
+        return pc.cast(array, kind)
+    except pa.ArrowInvalid:
+        middle = len(array) // 2
+        if not middle:
+            return pa.nulls(1, kind)
+        return pa.concat_arrays([_cast_where_possible(half, kind) for half in (array[:middle], array[middle:])])
+
+
+def plain_array(column: pa.ChunkedArray) -> pa.Array:
+    """One array, its dictionaries resolved."""
+    if types.is_string(column.type) or types.is_binary(column.type):
+        column = column.cast(pa.large_binary())  # offsets of 32 bits may not reach across all chunks
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.array([], column.type) if not array.num_chunks else pa.concat_arrays(array.chunks)
+    return resolved(array)
+
+
+def resolved(array: pa.Array) -> pa.Array:
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    return array.dictionary_decode() if types.is_dictionary(array.type) else array
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return any(
+        is_kind(kind)
+        for is_kind in (
+            types.is_string,
+            types.is_large_string,
+            types.is_string_view,
+            types.is_binary,
+            types.is_large_binary,
+            types.is_binary_view,
+        )
+    )
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return any(
+        is_kind(kind)
+        for is_kind in (
+            types.is_list,
+            types.is_large_list,
+            types.is_fixed_size_list,
+            types.is_list_view,
+            types.is_large_list_view,
+        )
+    )
+
+
+def _nothing(array: pa.Array, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros(len(array), dtype), np.full(len(array), EMPTY, np.uint8)
+
+
+def _empty(array: pa.Array) -> np.ndarray:
+    """uint8: EMPTY where null, else VALUE."""
+    return array.is_null().to_numpy(zero_copy_only=False).astype(np.uint8)
+
+
+def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """(float64, status) of text: decimal numbers, `true` and `false` as 1 and 0, and NaN."""
+    array = pc.cast(array, pa.large_binary())
+    status = Text.of(array).call("rayrec_check_numbers")
+    text = pc.if_else(pa.array(status == VALUE), array, pa.scalar(None, pa.large_binary()))
+    values = pc.fill_null(pc.cast(pc.cast(text, pa.large_string()), pa.float64()), 0.0).to_numpy(zero_copy_only=False)
+    words = np.flatnonzero(status == REFUSED)
+    if len(words):
+        values = values.copy()
+        for value, spellings in _WORDS.items():
+            found = pc.is_in(array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary()))
+            meant = words[found.to_numpy(zero_copy_only=False)]
+            values[meant], status[meant] = value, VALUE
+    return values, status
+
+
+_WORDS = {
+    1.0: [b"true", b"True", b"TRUE"],
+    0.0: [b"false", b"False", b"FALSE"],
+    math.nan: [b"nan", b"NaN", b"NAN"],
+}
+
+
+def _seconds(array: pa.Array) -> pa.Array:
+    """float64: the seconds from 1970-01-01 00:00 UTC (or without a time zone, of local time) to dates or timestamps."""
+    if types.is_date(array.type):
+        array = pc.cast(array, pa.timestamp("s"))
+    units = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+    return pc.divide(pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False), float(units[array.type.unit]))
+
+
+def numbers_of(
+    array: pa.Array, name: str, refuse_type: RefuseType, *, times: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(float64, status): 0 if missing or refused; may hold NaN and infinities. With `times`, dates and timestamps are
+    seconds."""
+    if types.is_null(array.type):
+        return _nothing(array, np.float64)
+    if is_text(array.type):
+        return _text_numbers(array)
+    if types.is_boolean(array.type):
+        array = pc.cast(array, pa.uint8())
+    if times and (types.is_timestamp(array.type) or types.is_date(array.type)):
+        array = _seconds(array)
+    if not (types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)):
+        raise refuse_type(name, "numbers are needed; convert it, or leave it out of the schema")
+    values = pc.cast(array, pa.float64(), safe=False)  # integers above 2^53 are rounded
+    return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
+
+
+def integers_of(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
+    """(int64, status): of at most 18 digits, as in text; numbers of other types count where they are integral."""
+    if is_text(array.type):
+        text = Text.of(array)
+        values = np.empty(len(text), np.int64)
+        return values, text.call("rayrec_text_integers", values)
+    if types.is_integer(array.type):
+        status = _empty(array)
+        values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
+        if values.dtype == np.uint64:
+            values = np.minimum(values, LIMIT)
+        values = values.astype(np.int64)
+        good = (values < LIMIT) & (values > -LIMIT)
+        return np.where(good, values, 0), np.where(good, status, REFUSED)
+    numbers, status = numbers_of(array, name, refuse_type)
+    good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)
+    return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REFUSED)
+
+
+def whole_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
+    """Write the tokens of floating-point numbers that are integers, as pandas stores a column of integers with gaps; return their
+    status. NaN is a missing value. A number is refused if it is not whole or if its type does not hold all integers of its
+    size."""
+    mantissa = {pa.float16(): 11, pa.float32(): 24}.get(array.type, 53)
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
+    missing |= np.isnan(values)
+    good = (np.abs(values) < 2.0**mantissa) & (np.trunc(values) == values)
+    out[:] = np.where(good, values, 0).astype(np.int64).view(np.uint64)
+    return np.where(missing, EMPTY, np.where(good, VALUE, REFUSED)).astype(np.uint8)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,15 +11,32 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from rayrec.config import InputError
-from rayrec.data.logs.column_values import EMPTY, REFUSED, VALUE, Text, integer_tokens, text_integers, text_tokens
+from rayrec.data.logs.column_values import (
+    EMPTY,
+    LIMIT,
+    MOST_SECONDS,
+    REFUSED,
+    VALUE,
+    RefuseType,
+    Text,
+    integer_tokens,
+    integers_of,
+    is_list,
+    is_text,
+    numbers_of,
+    plain_array,
+    resolved,
+    text_integers,
+    text_tokens,
+    times_of,
+    type_error,
+    whole_tokens,
+)
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, present_columns
 from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
 from rayrec.data.raw_block import RawBlock, RawList, category_type, number_type, places_of
 from rayrec.schema import Label, Schema
 
-LIMIT = 10**18
-"""Numbers beyond it are refused."""
 _KINDS = (
     "label is missing",
     LABEL_FAULT,
@@ -66,7 +82,7 @@ class _Refused:
         self.add(bad, LABEL, column)
         if bad.any():
             found = pc.unique(array.drop_null())
-            found = found if _is_text(found.type) else pc.cast(found, pa.string())
+            found = found if is_text(found.type) else pc.cast(found, pa.string())
             self.labels[name] = distinct_labels(
                 text.decode("utf-8", "replace") for text in pc.cast(found, pa.binary()).to_pylist()
             )
@@ -110,16 +126,16 @@ def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawBlock, _Refu
         refused.add(fault == TOO_MANY, MANY, _WHOLE_ROW)
         refused.add(fault == UNMATCHED, QUOTE, _WHOLE_ROW)
     arrays = {
-        name: _plain(table.column(name)) if name in table.column_names else pa.nulls(table.num_rows)
+        name: plain_array(table.column(name)) if name in table.column_names else pa.nulls(table.num_rows)
         for name in schema.columns
     }
-    refuse_type = _type_error(table.schema, path)
+    refuse_type = type_error(table.schema, path)
     labels: dict[str, np.ndarray] = {}
     weights = None
     if schema.label is not None:
         labels[schema.label] = _clicks(arrays[schema.label], schema.label, refused, refuse_type)
     if schema.weight is not None:
-        values, status = _numbers(arrays[schema.weight], schema.weight, refuse_type)
+        values, status = numbers_of(arrays[schema.weight], schema.weight, refuse_type)
         good = (status == VALUE) & (values >= 0) & (values <= LIMIT)
         refused.add(~good, WEIGHT, schema.columns.index(schema.weight))
         weights = np.where(good, values, 0).astype(np.float32)
@@ -158,15 +174,6 @@ def _bits(missing: np.ndarray) -> np.ndarray:
     return bits
 
 
-RefuseType = Callable[[str, str], InputError]
-
-
-def _type_error(table_schema: pa.Schema, path: str) -> RefuseType:
-    return lambda name, remedy: InputError(
-        f"{path}: column {name} is of type {table_schema.field(name).type}; {remedy}"
-    )
-
-
 def _fill_categories(
     block: RawBlock, arrays: dict[str, pa.Array], refused: _Refused, refuse_type: RefuseType
 ) -> tuple[RawList, ...]:
@@ -178,7 +185,7 @@ def _fill_categories(
             column, bad, kind, places[name] = _lists(arrays, name, schema, refuse_type)
             lists.append(column)
         else:
-            if _is_list(arrays[name].type) and schema.tokens == "any":
+            if is_list(arrays[name].type) and schema.tokens == "any":
                 raise refuse_type(name, "name it in the schema's lists, or leave it out")
             place = schema.singles.index(name)
             status, kind = _categories(arrays[name], name, schema, refuse_type, block.categories[:, place])
@@ -205,10 +212,10 @@ def _values_of(
     """(`number_type`, bool): a column of numbers, 0 if missing or refused, and which are missing; adds its faults as those of
     column `number`."""
     if schema.tokens == "hexadecimal":
-        values, status = _integers(array, name, refuse_type)
+        values, status = integers_of(array, name, refuse_type)
         refused.add(status == REFUSED, NOT_AN_INTEGER, number)
         return values, status == EMPTY
-    values, status = _numbers(array, name, refuse_type, times=True)
+    values, status = numbers_of(array, name, refuse_type, times=True)
     if schema.nan == "missing":
         status = np.where(np.isnan(values), EMPTY, status)
         values = np.where(status == EMPTY, 0.0, values)
@@ -222,13 +229,13 @@ def _values_of(
 def label_faults(table: pa.Table, label: str, *, path: str) -> Faults:
     """Return the faults of the label column alone."""
     refused = _Refused(table.num_rows)
-    _clicks(_plain(table.column(label)), label, refused, _type_error(table.schema, path))
+    _clicks(plain_array(table.column(label)), label, refused, type_error(table.schema, path))
     return refused.faults([label], path, 0)
 
 
 def _clicks(array: pa.Array, name: str, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
     """Return `Schema.label`, which is the first column, float32 [rows]."""
-    values, status = _numbers(array, name, refuse_type)
+    values, status = numbers_of(array, name, refuse_type)
     refused.add(status == EMPTY, NO_LABEL, 0)
     wrong = (status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1)))
     refused.add_labels(wrong, array, name, 0)
@@ -238,7 +245,7 @@ def _clicks(array: pa.Array, name: str, refused: _Refused, refuse_type: RefuseTy
 def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
     """float32 (rows): a label in addition to the first; NaN if missing. Pandas stores a missing number as NaN."""
     number = schema.columns.index(label.name)
-    values, status = _numbers(array, label.name, refuse_type)
+    values, status = numbers_of(array, label.name, refuse_type)
     missing = (status == EMPTY) | np.isnan(values)
     if label.missing == "fault":
         refused.add(missing, NO_LABEL, number)
@@ -259,174 +266,16 @@ def _timestamps(
     if name is None:
         return None
     array = arrays[name]
-    if _is_text(array.type):
-        values, status = _text_times(array)
+    if is_text(array.type):
+        values, status = times_of(array)
     else:
         if types.is_boolean(array.type):
             raise refuse_type(name, "a time is a date, a timestamp, its text in ISO 8601, or seconds since 1970")
-        seconds, status = _numbers(array, name, refuse_type, times=True)
-        good = np.isfinite(seconds) & (np.abs(seconds) < _MOST_SECONDS) & (status == VALUE)
+        seconds, status = numbers_of(array, name, refuse_type, times=True)
+        good = np.isfinite(seconds) & (np.abs(seconds) < MOST_SECONDS) & (status == VALUE)
         values, status = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64), np.where(good, VALUE, REFUSED)
     refused.add(status != VALUE, TIME, schema.columns.index(name))
     return values
-
-
-_MOST_SECONDS = 2.0**42
-"""Seconds of a time from 1970 on: 139,000 years, whose microseconds fit an int64."""
-
-
-def _text_times(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 microseconds, status) of text: a number of seconds since 1970, or a date or time in ISO 8601, UTC if it has no
-    zone."""
-    binary = pc.cast(array, pa.large_binary())
-    status = Text.of(binary).call("rayrec_check_numbers")
-    nothing = pa.scalar(None, pa.large_binary())
-    seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, nothing))
-    good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < _MOST_SECONDS)
-    values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
-    text = pc.cast(pc.if_else(pc.match_substring_regex(binary, _ISO_TIME), binary, nothing), pa.large_string())
-    zoned = pc.match_substring_regex(text, r"(Z|[+-]\d\d:?\d\d)$").fill_null(False)
-    for chosen, kind in ((zoned, pa.timestamp("us", "UTC")), (pc.invert(zoned), pa.timestamp("us"))):
-        times = _cast_where_possible(pc.if_else(chosen, text, pa.scalar(None, pa.large_string())), kind)
-        there = times.is_valid().to_numpy(zero_copy_only=False)
-        values[there] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[there]
-        good |= there
-    return values, np.where(good, VALUE, REFUSED).astype(np.uint8)
-
-
-_ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?)?$"
-
-
-def _cast_where_possible(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The values as `kind`; null for those that are none, such as a 30th of February. Few are expected: each costs some casts."""
-    try:
-        return pc.cast(array, kind)
-    except pa.ArrowInvalid:
-        middle = len(array) // 2
-        if not middle:
-            return pa.nulls(1, kind)
-        return pa.concat_arrays([_cast_where_possible(half, kind) for half in (array[:middle], array[middle:])])
-
-
-def _plain(column: pa.ChunkedArray) -> pa.Array:
-    """One array, its dictionaries resolved."""
-    if types.is_string(column.type) or types.is_binary(column.type):
-        column = column.cast(pa.large_binary())  # offsets of 32 bits may not reach across all chunks
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.array([], column.type) if not array.num_chunks else pa.concat_arrays(array.chunks)
-    return _resolved(array)
-
-
-def _resolved(array: pa.Array) -> pa.Array:
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
-    return array.dictionary_decode() if types.is_dictionary(array.type) else array
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return any(
-        is_kind(kind)
-        for is_kind in (
-            types.is_string,
-            types.is_large_string,
-            types.is_string_view,
-            types.is_binary,
-            types.is_large_binary,
-            types.is_binary_view,
-        )
-    )
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return any(
-        is_kind(kind)
-        for is_kind in (
-            types.is_list,
-            types.is_large_list,
-            types.is_fixed_size_list,
-            types.is_list_view,
-            types.is_large_list_view,
-        )
-    )
-
-
-def _nothing(array: pa.Array, dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros(len(array), dtype), np.full(len(array), EMPTY, np.uint8)
-
-
-def _empty(array: pa.Array) -> np.ndarray:
-    """uint8: EMPTY where null, else VALUE."""
-    return array.is_null().to_numpy(zero_copy_only=False).astype(np.uint8)
-
-
-def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(float64, status) of text: decimal numbers, `true` and `false` as 1 and 0, and NaN."""
-    array = pc.cast(array, pa.large_binary())
-    status = Text.of(array).call("rayrec_check_numbers")
-    text = pc.if_else(pa.array(status == VALUE), array, pa.scalar(None, pa.large_binary()))
-    values = pc.fill_null(pc.cast(pc.cast(text, pa.large_string()), pa.float64()), 0.0).to_numpy(zero_copy_only=False)
-    words = np.flatnonzero(status == REFUSED)
-    if len(words):
-        values = values.copy()
-        for value, spellings in _WORDS.items():
-            found = pc.is_in(array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary()))
-            meant = words[found.to_numpy(zero_copy_only=False)]
-            values[meant], status[meant] = value, VALUE
-    return values, status
-
-
-_WORDS = {
-    1.0: [b"true", b"True", b"TRUE"],
-    0.0: [b"false", b"False", b"FALSE"],
-    math.nan: [b"nan", b"NaN", b"NAN"],
-}
-
-
-def _seconds(array: pa.Array) -> pa.Array:
-    """float64: the seconds from 1970-01-01 00:00 UTC (or without a time zone, of local time) to dates or timestamps."""
-    if types.is_date(array.type):
-        array = pc.cast(array, pa.timestamp("s"))
-    units = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-    return pc.divide(pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False), float(units[array.type.unit]))
-
-
-def _numbers(
-    array: pa.Array, name: str, refuse_type: RefuseType, *, times: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """(float64, status): 0 if missing or refused; may hold NaN and infinities. With `times`, dates and timestamps are
-    seconds."""
-    if types.is_null(array.type):
-        return _nothing(array, np.float64)
-    if _is_text(array.type):
-        return _text_numbers(array)
-    if types.is_boolean(array.type):
-        array = pc.cast(array, pa.uint8())
-    if times and (types.is_timestamp(array.type) or types.is_date(array.type)):
-        array = _seconds(array)
-    if not (types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)):
-        raise refuse_type(name, "numbers are needed; convert it, or leave it out of the schema")
-    values = pc.cast(array, pa.float64(), safe=False)  # integers above 2^53 are rounded
-    return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
-
-
-def _integers(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
-    """(int64, status): of at most 18 digits, as in text; numbers of other types count where they are integral."""
-    if _is_text(array.type):
-        text = Text.of(array)
-        values = np.empty(len(text), np.int64)
-        return values, text.call("rayrec_text_integers", values)
-    if types.is_integer(array.type):
-        status = _empty(array)
-        values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
-        if values.dtype == np.uint64:
-            values = np.minimum(values, LIMIT)
-        values = values.astype(np.int64)
-        good = (values < LIMIT) & (values > -LIMIT)
-        return np.where(good, values, 0), np.where(good, status, REFUSED)
-    numbers, status = _numbers(array, name, refuse_type)
-    good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)
-    return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REFUSED)
 
 
 def _categories(
@@ -437,7 +286,7 @@ def _categories(
         out[:] = 0
         return np.full(len(array), EMPTY, np.uint8), NOT_UTF8
     if schema.tokens == "hexadecimal":
-        if not _is_text(array.type):
+        if not is_text(array.type):
             raise refuse_type(
                 name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories"
             )
@@ -447,14 +296,14 @@ def _categories(
         return status, NOT_HEXADECIMAL
     if types.is_date(array.type) and name not in schema.integers:
         array = pc.cast(pc.cast(array, pa.date32()), pa.large_string())
-    if _is_text(array.type):
+    if is_text(array.type):
         if name in schema.integers:
             return text_integers(array, out), NOT_WHOLE
         return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
     if types.is_integer(array.type) or types.is_boolean(array.type):
         return integer_tokens(array, out), NOT_WHOLE
     if types.is_floating(array.type) or types.is_decimal(array.type):
-        return _whole_tokens(array, out), NOT_WHOLE
+        return whole_tokens(array, out), NOT_WHOLE
     if types.is_timestamp(array.type):
         raise refuse_type(
             name,
@@ -462,19 +311,6 @@ def _categories(
             "(pandas: .dt.date) or the hour (.dt.hour)",
         )
     raise refuse_type(name, "text or integers are needed; convert it, or leave it out of the schema")
-
-
-def _whole_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
-    """Write the tokens of floating-point numbers that are integers, as pandas stores a column of integers with gaps; return their
-    status. NaN is a missing value. A number is refused if it is not whole or if its type does not hold all integers of its
-    size."""
-    mantissa = {pa.float16(): 11, pa.float32(): 24}.get(array.type, 53)
-    missing = array.is_null().to_numpy(zero_copy_only=False)
-    values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
-    missing |= np.isnan(values)
-    good = (np.abs(values) < 2.0**mantissa) & (np.trunc(values) == values)
-    out[:] = np.where(good, values, 0).astype(np.int64).view(np.uint64)
-    return np.where(missing, EMPTY, np.where(good, VALUE, REFUSED)).astype(np.uint8)
 
 
 def _lists(
@@ -494,7 +330,7 @@ def _lists(
         )
     array = _as_lists(array, name, schema, refuse_type)
     lengths = _list_lengths(array)
-    items = _resolved(pc.list_flatten(array))
+    items = resolved(pc.list_flatten(array))
     tokens = np.empty(len(items), np.uint64)
     status, kind = _categories(items, name, schema, refuse_type, tokens)
     bad, weights = np.zeros(rows, bool), None
@@ -515,9 +351,9 @@ def _lists(
 
 
 def _as_lists(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType) -> pa.Array:
-    if _is_text(array.type):
+    if is_text(array.type):
         return pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=schema.list_delimiter)
-    if not _is_list(array.type):
+    if not is_list(array.type):
         raise refuse_type(name, "a list is needed, or text with the schema's list_delimiter; take it out of lists")
     return array
 
@@ -539,7 +375,7 @@ def _list_weights(
     if not types.is_null(array.type):
         array = _as_lists(array, name, schema, refuse_type)
         given = _list_lengths(array)
-        values, status = _numbers(_resolved(pc.list_flatten(array)), name, refuse_type)
+        values, status = numbers_of(resolved(pc.list_flatten(array)), name, refuse_type)
     good = (status == VALUE) & np.isfinite(values) & (np.abs(values) <= LIMIT)
     fits = given == lengths
     items = places_of(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])
