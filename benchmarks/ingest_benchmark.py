@@ -25,7 +25,6 @@ from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, StreamEngine, TaskPlacement, ThreadEngine
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, select
-from rayrec.data.logs.reading import encode_block
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches, Slicer
 from rayrec.ingest.block_order import Block, BlockOrder, Part
@@ -41,7 +40,7 @@ from rayrec.ingest.ray_engine import (
     tables_apart,
     tasks_dataset,
 )
-from rayrec.ingest.stream import TaskSource, encode_task
+from rayrec.ingest.stream import TaskSource, encode_block, encode_task
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 

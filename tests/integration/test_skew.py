@@ -18,7 +18,6 @@ from rayrec.data.encoded import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.logs.index import LogIndex, Part, select
-from rayrec.data.logs.reading import encode_block
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
@@ -26,6 +25,7 @@ from rayrec.inference.export import export
 from rayrec.inference.model import open_served
 from rayrec.ingest.batches import sparse_features
 from rayrec.ingest.block_order import blocks_of_epoch
+from rayrec.ingest.stream import encode_block
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import load_scorer

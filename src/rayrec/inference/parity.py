@@ -17,9 +17,10 @@ from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, Part, Segment, select
-from rayrec.data.logs.lines import good_lines, line_starts, read_text
 from rayrec.data.logs.parquet import read_rows
+from rayrec.data.logs.reading import good_lines, line_starts
 from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig

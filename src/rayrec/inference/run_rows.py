@@ -11,7 +11,7 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import Block, LogIndex, Part, select
-from rayrec.data.logs.reading import open_block
+from rayrec.ingest.stream import open_block
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor

@@ -6,8 +6,8 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import ClassVar, Final, Generic, TypeAlias, TypeVar, final
 
@@ -17,9 +17,10 @@ from rayrec.data import materialized
 from rayrec.data.encoded import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import STOP_ASKED, Shared, StreamEngine
-from rayrec.data.logs.index import Block
-from rayrec.data.logs.reading import encode_block
+from rayrec.data.logs.index import Block, row_numbers
+from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.dataset import dataset_of
+from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage, times_of, with_times
 from rayrec.ingest.block_order import Piece
 from rayrec.native import keep_freed_memory
@@ -98,6 +99,41 @@ class Ahead(Generic[T]):
             except queue.Full:
                 continue
             return
+
+
+@dataclass(frozen=True)
+class OpenedBlock:
+    """A block whose rows are encoded when they are asked for."""
+
+    encode: Callable[[int, int], EncodedRows]
+    """Of start and stop: rows [start, stop) of the block, permuted and encoded."""
+    raw: RawBlock | None
+    """All rows of the block's segments, in their own order; None where they are preprocessed."""
+
+
+def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> OpenedBlock:
+    """A raw log is read and parsed here, preprocessed rows when they are asked for."""
+    segments, order = [part.segment for part in block.parts], block.order()
+    if segments[0].format in materialized.FORMATS:
+        read = stage("read")(lambda start, stop: materialized.read(segments, order[start:stop], preprocessor))
+        return OpenedBlock(read, None)
+    raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
+    numbers = row_numbers(segments)  # reading has checked that every segment has the rows that it was indexed with
+
+    @stage("encode")
+    def encode(start: int, stop: int) -> EncodedRows:
+        chosen = order[start:stop]
+        groups = raw.group_keys(chosen) if labelled and raw.schema.group else None
+        return replace(preprocessor.encode(raw, chosen), row_numbers=numbers[chosen], groups=groups)
+
+    return OpenedBlock(encode, raw)
+
+
+def encode_block(
+    block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True
+) -> EncodedRows:
+    """Rows [start, stop) of a block, permuted and encoded."""
+    return open_block(block, preprocessor, labelled=labelled).encode(start, stop)
 
 
 def encode_task(item: tuple[Block, int, int], *, preprocessor: Shared[Preprocessor]) -> pa.Table:

@@ -23,11 +23,11 @@ from rayrec.data.arrow import json_reply
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import Segment, changed, checksum
+from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
-from rayrec.data.logs.text_log import is_gzip
-from rayrec.data.logs.text_parser import PADDING_BYTES, TextParser, max_rows_in
+from rayrec.data.logs.text_log import is_gzip, read_text
+from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
@@ -134,18 +134,9 @@ class Tables:
         self.end = part.end
 
 
-def _text_of(segment: Segment) -> tuple[npt.NDArray[np.uint8], int]:
-    size = segment.stop - segment.start
-    text = np.zeros(size + PADDING_BYTES, np.uint8)
-    got = storage.read_into(segment.path, segment.start, text[:size])
-    if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
-        raise changed(segment.path, segment.start, segment.stop, "bytes")
-    return text, size
-
-
 def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
     """The good rows of a segment, and their lines."""
-    text, size = _text_of(segment)
+    text, size = read_text(segment), segment.stop - segment.start
     parser = TextParser(schema, max_rows_in(schema, size))
     starts = np.concatenate([[0], np.flatnonzero(text[:size] == ord("\n")) + 1])
     starts = starts[starts < size]

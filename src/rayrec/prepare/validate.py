@@ -23,9 +23,9 @@ from rayrec.data.encoding.presets import RAYREC, Preset
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, Part, Segment
-from rayrec.data.logs.lines import read_text
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, parts_of, slices_of
+from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.native import keep_freed_memory

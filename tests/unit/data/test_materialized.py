@@ -27,14 +27,14 @@ from rayrec.data.encoding.presets import ALL, RAYREC
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.index import LogIndex, Part, select
-from rayrec.data.logs.reading import encode_block, read_raw
+from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Split
 from rayrec.data.materialized import checks, row_maps
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import BlockOrder, whole
-from rayrec.ingest.stream import MappedSource, RowStream
+from rayrec.ingest.stream import MappedSource, RowStream, encode_block
 from rayrec.schema import Schema
 
 ROWS = 3_000

@@ -1,18 +1,22 @@
-"""Reads the rows of segments and blocks, whatever format they are in."""
+"""Rows of raw logs in any format, where their lines stand, and the values of single columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from itertools import pairwise
 
-from rayrec.data import materialized
-from rayrec.data.encoded import EncodedRows
-from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.logs.index import Block, Segment, row_numbers
-from rayrec.data.logs.table_log import read_tables
-from rayrec.data.logs.text_log import read_segments
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayrec.data.engine import Engine
+from rayrec.data.logs.index import Block, LogIndex, Part, Segment
+from rayrec.data.logs.parquet import read_rows
+from rayrec.data.logs.splits import Slice
+from rayrec.data.logs.table_log import good_rows, read_tables
+from rayrec.data.logs.text_log import read_segments, read_text
+from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
-from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
 
 
@@ -23,36 +27,104 @@ def read_raw(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     return read_segments(segments, schema)
 
 
-@dataclass(frozen=True)
-class OpenedBlock:
-    """A block whose rows are encoded when they are asked for."""
-
-    encode: Callable[[int, int], EncodedRows]
-    """Of start and stop: rows [start, stop) of the block, permuted and encoded."""
-    raw: RawBlock | None
-    """All rows of the block's segments, in their own order; None where they are preprocessed."""
-
-
-def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> OpenedBlock:
-    """A raw log is read and parsed here, preprocessed rows when they are asked for."""
-    segments, order = [part.segment for part in block.parts], block.order()
-    if segments[0].format in materialized.FORMATS:
-        read = stage("read")(lambda start, stop: materialized.read(segments, order[start:stop], preprocessor))
-        return OpenedBlock(read, None)
-    raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
-    numbers = row_numbers(segments)  # reading has checked that every segment has the rows that it was indexed with
-
-    @stage("encode")
-    def encode(start: int, stop: int) -> EncodedRows:
-        chosen = order[start:stop]
-        groups = raw.group_keys(chosen) if labelled and raw.schema.group else None
-        return replace(preprocessor.encode(raw, chosen), row_numbers=numbers[chosen], groups=groups)
-
-    return OpenedBlock(encode, raw)
+def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> dict[Segment, int]:
+    """The position of each segment's first line (or row of a table) in the whole log, faulty ones counted too; that of
+    preprocessed rows is unchanged. Reads a text log once more, if it has faulty lines."""
+    if not index.faults.total or index.format not in ("text", "table"):
+        return {segment: segment.first_row for segment in index.segments}
+    if index.format == "table":
+        sizes = [segment.stop - segment.start for segment in index.segments]
+        return dict(zip(index.segments, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+    groups = [index.segments[i : i + segments_per_task] for i in range(0, len(index.segments), segments_per_task)]
+    tables = engine.run("count lines", _count_lines, groups, block_bytes=1 << 12)
+    lines = [count for table in tables for count in table.column("lines").to_pylist()]
+    starts = np.concatenate([[0], np.cumsum(lines, dtype=np.int64)])
+    assert int(starts[-1]) == index.rows + index.faults.total
+    return {segment: int(start) for segment, start in zip(index.segments, starts[:-1], strict=True)}
 
 
-def encode_block(
-    block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True
-) -> EncodedRows:
-    """Rows [start, stop) of a block, permuted and encoded."""
-    return open_block(block, preprocessor, labelled=labelled).encode(start, stop)
+def _count_lines(segments: Sequence[Segment]) -> pa.Table:
+    return pa.table({"lines": [len(line_starts(read_text(segment), _length(segment))) for segment in segments]})
+
+
+def _length(segment: Segment) -> int:
+    return segment.stop - segment.start
+
+
+def line_starts(text: np.ndarray, length: int) -> np.ndarray:
+    """int64: where each line of text[:length] starts. A line cut off by the segment's end counts: it starts here."""
+    if not length:
+        return np.empty(0, np.int64)
+    newlines = np.flatnonzero(text[: length - 1] == ord("\n"))
+    return np.concatenate([[0], newlines + 1])
+
+
+def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
+    """int64 (segment.rows): the place of each good row among the segment's lines (or rows of a table), from 0 on."""
+    if segment.format == "table":
+        return good_rows(segment, schema)
+    text, length = read_text(segment), _length(segment)
+    starts = line_starts(text, length)
+    if len(starts) == segment.rows:
+        return np.arange(segment.rows, dtype=np.int64)
+    faults = TextParser(schema, max_rows_in(schema, length)).parse(text, length, most_faults=len(starts))
+    bad = np.searchsorted(starts, np.array([fault.byte for fault in faults.first], np.int64))
+    good = np.delete(np.arange(len(starts), dtype=np.int64), bad)
+    assert len(good) == segment.rows
+    return good
+
+
+def values_of(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Array:
+    """One value a row of an unpermuted block whose segments `raw` holds, null where missing: uint32 for a category of 8
+    hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a number."""
+    order = block.order()
+    values = raw.column(column)
+    if isinstance(values, np.ndarray) and (column in schema.dense or schema.tokens == "hexadecimal"):
+        return pa.array(values[order], mask=raw.is_missing(column)[order])
+    # Wide tokens do not tell what they were made of.
+    return pa.concat_arrays([_text(part, column, schema) for part in block.parts]).dictionary_encode()
+
+
+def _text(part: Part, column: str, schema: Schema) -> pa.Array:
+    """Large text of the part's rows, null where missing."""
+    segment = part.segment
+    table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=[column])
+    found = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
+    if segment.rows != segment.stop - segment.start:
+        found = found.take(pa.array(good_rows(segment, schema)))
+    found = found.slice(part.start, part.stop - part.start)
+    if pa.types.is_dictionary(found.type):
+        found = found.cast(found.type.value_type)
+    if pa.types.is_boolean(found.type):
+        found = found.cast(pa.uint8())  # as its tokens count
+    if pa.types.is_floating(found.type):  # whole numbers; NaN is a missing value
+        found = pc.if_else(pc.is_nan(found), pa.scalar(None, found.type), found).cast(pa.int64())
+    text = found.cast(pa.large_binary()).cast(pa.large_string()) if _is_binary(found) else found.cast(pa.large_string())
+    return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
+
+
+def _is_binary(values: pa.ChunkedArray) -> bool:
+    return pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
+
+
+def stretch_of(block: Block, stretches: Sequence[Slice]) -> pa.Array:
+    """The name of the stretch that each row of an unpermuted block lies in, as a dictionary; the stretches follow each other
+    from the log's first row to its last."""
+    starts = np.array([stretch.start for stretch in stretches], np.int64)
+    rows = np.concatenate(
+        [part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64) for part in block.parts]
+    )
+    numbers = np.searchsorted(starts, rows, side="right") - 1
+    return pa.DictionaryArray.from_arrays(
+        pa.array(numbers.astype(np.int32)), pa.array(distinct_names(stretches), pa.large_string())
+    )
+
+
+def distinct_names(stretches: Sequence[Slice]) -> list[str]:
+    """The stretches' names; those of several folders' files of one name are numbered."""
+    assert all(before.stop == after.start for before, after in pairwise(stretches))
+    names = [stretch.name for stretch in stretches]
+    return [
+        f"{name} ({names[:place].count(name) + 1})" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
+    ]

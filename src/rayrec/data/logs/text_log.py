@@ -123,13 +123,11 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     sizes = [segment.stop - segment.start for segment in segments]
     parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
     texts = storage.ahead(
-        [functools.partial(_read_text, segment) for segment in segments], of=segments[0].path if segments else ""
+        [functools.partial(read_text, segment) for segment in segments], of=segments[0].path if segments else ""
     )
     for segment, size in zip(segments, sizes, strict=True):
         with stage("read"):
-            text, got = next(texts)
-        if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
-            raise changed(segment.path, segment.start, segment.stop, "bytes")
+            text = next(texts)
         before = parser.rows
         with stage("parse"):
             parser.parse(text, size, path=segment.path, first_byte=segment.start)
@@ -138,12 +136,18 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     return parser.block()
 
 
-def _read_text(segment: Segment) -> tuple[np.ndarray, int]:
-    """A segment's bytes with the padding the parser needs behind them, and how many bytes there were."""
+def read_text(segment: Segment) -> np.ndarray:
+    """Return the segment's bytes, uint8, with the padding behind them that the parser needs.
+
+    Raises InputError if they are not those that were indexed.
+    """
     size = segment.stop - segment.start
     text = np.empty(size + PADDING_BYTES, np.uint8)
     text[size:] = 0
-    return text, storage.read_into(segment.path, segment.start, text[:size])
+    got = storage.read_into(segment.path, segment.start, text[:size])
+    if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
+        raise changed(segment.path, segment.start, segment.stop, "bytes")
+    return text
 
 
 def is_gzip(path: str) -> bool:

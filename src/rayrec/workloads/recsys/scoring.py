@@ -22,11 +22,10 @@ from rayrec.data.engine import Shared
 from rayrec.data.log_source import open_log
 from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import Block, LogIndex, Part, select
-from rayrec.data.logs.lines import first_lines, good_lines
-from rayrec.data.logs.raw_values import stretch_of, values_of
-from rayrec.data.logs.reading import open_block
+from rayrec.data.logs.reading import first_lines, good_lines, stretch_of, values_of
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import blocks_of_epoch
+from rayrec.ingest.stream import open_block
 from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.means import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS
