@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders.engines import HereEngine
+from builders.engines import LoopEngine
 from children import check_ended
 from hosts.slow_store import SlowStore
 from rows import emit, part, say
@@ -43,7 +43,7 @@ def opened(path: str, cache: str, *, segment_bytes: int = 2 << 20) -> LogIndex:
         path,
         CLICKS,
         segment_bytes=segment_bytes,
-        engine=HereEngine(),
+        engine=LoopEngine(),
         cache_folder=cache,
         note=lambda _: None,
         progress=lambda *_: None,
@@ -108,7 +108,7 @@ def many_categories(folder: Path, size: int) -> Iterator[Result]:
 
     def count() -> int:
         with count_log(
-            ALL["rayrec"].counting(CLICKS), parts, engine=HereEngine(), memory_bytes=256 << 20, spill_folder=str(folder)
+            ALL["rayrec"].counting(CLICKS), parts, engine=LoopEngine(), memory_bytes=256 << 20, spill_folder=str(folder)
         ) as counts:
             return counts.rows
 
