@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,79 +36,73 @@ def _block_seed(seed: int, table: str, block: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # torch wants a signed 64-bit seed
 
 
-def fill_table_part(
-    part: torch.Tensor,
-    *,
-    seed: int,
-    table: str,
-    num_embeddings: int,
-    embedding_dim: int,
-    row_offset: int = 0,
-    column_offset: int = 0,
-    start: TableStart | None = None,
-    threads: int | None = None,
-) -> None:
-    """Write the start values of one part of a table into `part`, in place.
+@dataclass(frozen=True)
+class TableValues:
+    """Start values of a table.
 
-    Row r, column c gets the same value of the distribution `start` (None: the default) in any shard: it depends on
-    (seed, table, r, c, shape of the table) alone. `threads` draw them; None: one for a table in host memory, and for one on a
-    device, which is too large for one thread to fill soon, as many as there are CPUs, up to 8.
+    Row r, column c gets the same value of the distribution `start` in any shard: it depends on (seed, table, r, c, shape of the
+    table) alone.
     """
-    distribution = start or TableStart()
-    bound = num_embeddings**-0.5
-    rows, columns = part.shape
 
-    @torch.no_grad()
-    def fill(block: int) -> None:
-        block_start = block * _BLOCK_ROWS
-        block_rows = min(_BLOCK_ROWS, num_embeddings - block_start)
-        row, stop = max(row_offset, block_start), min(block_start + block_rows, row_offset + rows)
-        target = part[row - row_offset : stop - row_offset]
-        whole = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
-        in_place = whole and target.shape == (block_rows, embedding_dim)
-        values = target if in_place else torch.empty(block_rows, embedding_dim)
-        generator = torch.Generator().manual_seed(_block_seed(seed, table, block))
-        if distribution.kind == "normal":
-            values.normal_(0.0, distribution.std, generator=generator)
-        else:
-            values.uniform_(-bound, bound, generator=generator)
-        if not in_place:
-            target.copy_(values[row - block_start : stop - block_start, column_offset : column_offset + columns])
+    seed: int
+    table: str
+    num_embeddings: int
+    embedding_dim: int
+    start: TableStart | None = None
+    """Distribution; None: the default."""
 
-    if not rows:
-        return
-    blocks = range(row_offset // _BLOCK_ROWS, (row_offset + rows - 1) // _BLOCK_ROWS + 1)
-    if threads is None:
-        threads = 1 if part.device.type in ("cpu", "meta") else min(_MOST_THREADS, machine.usable_cpus(granted=None))
-    if min(threads, len(blocks)) <= 1:
-        for block in blocks:
-            fill(block)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="start-values") as pool:
-        for _ in pool.map(fill, blocks):
-            pass
+    def fill(
+        self, part: torch.Tensor, *, row_offset: int = 0, column_offset: int = 0, threads: int | None = None
+    ) -> None:
+        """Write the start values of one part of the table into `part`, in place.
 
+        `threads` draw them; None: one for a table in host memory, and for one on a device, which is too large for one thread to
+        fill soon, as many as there are CPUs, up to 8.
+        """
+        distribution = self.start or TableStart()
+        bound = self.num_embeddings**-0.5
+        rows, columns = part.shape
 
-def _fill_whole(
-    parameter: torch.Tensor,
-    *,
-    seed: int,
-    table: str,
-    num_embeddings: int,
-    embedding_dim: int,
-    start: TableStart | None,
-) -> None:
-    # TorchRec also calls this on row- and column-wise shards, without saying which part they are: those are left to
-    # `initialize_shards`, which must follow.
-    if tuple(parameter.shape) == (num_embeddings, embedding_dim):
-        fill_table_part(
-            parameter.data,
-            seed=seed,
-            table=table,
-            num_embeddings=num_embeddings,
-            embedding_dim=embedding_dim,
-            start=start,
-        )
+        @torch.no_grad()
+        def fill_block(block: int) -> None:
+            block_start = block * _BLOCK_ROWS
+            block_rows = min(_BLOCK_ROWS, self.num_embeddings - block_start)
+            row, stop = max(row_offset, block_start), min(block_start + block_rows, row_offset + rows)
+            target = part[row - row_offset : stop - row_offset]
+            whole = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
+            in_place = whole and target.shape == (block_rows, self.embedding_dim)
+            values = target if in_place else torch.empty(block_rows, self.embedding_dim)
+            generator = torch.Generator().manual_seed(_block_seed(self.seed, self.table, block))
+            if distribution.kind == "normal":
+                values.normal_(0.0, distribution.std, generator=generator)
+            else:
+                values.uniform_(-bound, bound, generator=generator)
+            if not in_place:
+                target.copy_(values[row - block_start : stop - block_start, column_offset : column_offset + columns])
+
+        if not rows:
+            return
+        blocks = range(row_offset // _BLOCK_ROWS, (row_offset + rows - 1) // _BLOCK_ROWS + 1)
+        if threads is None:
+            threads = (
+                1 if part.device.type in ("cpu", "meta") else min(_MOST_THREADS, machine.usable_cpus(granted=None))
+            )
+        if min(threads, len(blocks)) <= 1:
+            for block in blocks:
+                fill_block(block)
+            return
+        with ThreadPoolExecutor(threads, thread_name_prefix="start-values") as pool:
+            for _ in pool.map(fill_block, blocks):
+                pass
+
+    def fill_whole(self, parameter: torch.Tensor) -> None:
+        """Write all start values into a parameter that is the whole table.
+
+        TorchRec also calls this on row- and column-wise shards, without saying which part they are: those are left to
+        `initialize_shards`, which must follow.
+        """
+        if tuple(parameter.shape) == (self.num_embeddings, self.embedding_dim):
+            self.fill(parameter.data)
 
 
 def build_embeddings(
@@ -175,9 +169,7 @@ def _table_settings(
             "feature_names": [feature],
             "num_embeddings": rows,
             "embedding_dim": embedding_dim,
-            "init_fn": partial(
-                _fill_whole, seed=seed, table=name, num_embeddings=rows, embedding_dim=embedding_dim, start=start
-            ),
+            "init_fn": TableValues(seed, name, rows, embedding_dim, start).fill_whole,
         }
     return list(tables.values())
 
@@ -197,13 +189,5 @@ def initialize_shards(model: nn.Module, *, seed: int, start: TableStart | None =
             if tuple(shard.tensor.shape) == (num_embeddings, embedding_dim):
                 continue
             row_offset, column_offset = shard.metadata.shard_offsets
-            fill_table_part(
-                shard.tensor,
-                seed=seed,
-                table=table,
-                num_embeddings=num_embeddings,
-                embedding_dim=embedding_dim,
-                row_offset=row_offset,
-                column_offset=column_offset,
-                start=start,
-            )
+            values = TableValues(seed, table, num_embeddings, embedding_dim, start)
+            values.fill(shard.tensor, row_offset=row_offset, column_offset=column_offset)

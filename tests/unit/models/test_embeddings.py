@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.config import InputError
 from rayrec.models.base import TableStart
-from rayrec.models.embeddings import build_embeddings, fill_table_part
+from rayrec.models.embeddings import TableValues, build_embeddings
 from rayrec.models.scoring_tables import table_name
 
 TABLE: dict[str, Any] = {"seed": 3, "table": "cat_1", "num_embeddings": 150_000, "embedding_dim": 8}
@@ -19,19 +19,19 @@ TABLE: dict[str, Any] = {"seed": 3, "table": "cat_1", "num_embeddings": 150_000,
 @pytest.mark.parametrize("start", [None, TableStart(kind="normal", std=0.5)])
 def test_parts_agree_with_the_whole(start: TableStart | None) -> None:
     whole = torch.empty(150_000, 8)
-    fill_table_part(whole, **TABLE, start=start)
+    TableValues(**TABLE, start=start).fill(whole)
     for row, column, rows, columns in ((0, 0, 10, 8), (65_530, 4, 20, 4), (140_000, 0, 10_000, 8), (1, 2, 149_999, 2)):
         part = torch.empty(rows, columns)
-        fill_table_part(part, **TABLE, row_offset=row, column_offset=column, start=start)
+        TableValues(**TABLE, start=start).fill(part, row_offset=row, column_offset=column)
         assert torch.equal(part, whole[row : row + rows, column : column + columns])
     by_threads = torch.empty(150_000, 8)
-    fill_table_part(by_threads, **TABLE, start=start, threads=3)
+    TableValues(**TABLE, start=start).fill(by_threads, threads=3)
     assert torch.equal(by_threads, whole)
 
 
 def test_values_fill_their_range_and_differ_between_blocks() -> None:
     whole = torch.empty(150_000, 8)
-    fill_table_part(whole, **TABLE)
+    TableValues(**TABLE).fill(whole)
     bound = 150_000**-0.5
     assert whole.abs().max() <= bound
     assert whole.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)
@@ -40,7 +40,7 @@ def test_values_fill_their_range_and_differ_between_blocks() -> None:
 
 def test_normal_values_have_their_standard_deviation() -> None:
     whole = torch.empty(150_000, 8)
-    fill_table_part(whole, **TABLE, start=TableStart(kind="normal"))
+    TableValues(**TABLE, start=TableStart(kind="normal")).fill(whole)
     assert whole.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert whole.std().item() == pytest.approx(1e-4, rel=0.01)
     assert whole.abs().max() > 4e-4
@@ -52,7 +52,7 @@ def test_normal_values_have_their_standard_deviation() -> None:
 def test_the_default_keeps_its_bits() -> None:
     """Runs and golden curves of earlier versions begin with these values."""
     part = torch.empty(2, 3)
-    fill_table_part(part, seed=3, table="cat_1", num_embeddings=100, embedding_dim=3)
+    TableValues(3, "cat_1", 100, 3).fill(part)
     expected = [-1114835955, -1127736896, 1027692397, -1116264761, -1120535357, 1014909978]
     assert part.view(torch.int32).flatten().tolist() == expected
 

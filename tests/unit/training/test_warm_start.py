@@ -23,7 +23,7 @@ from rayrec.checkpoint import Checkpoint, full_tensors, open_checkpoint
 from rayrec.checkpoint.state import all_tensors, start_from
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.models.embeddings import fill_table_part
+from rayrec.models.embeddings import TableValues
 from rayrec.models.ranking.dcnv2 import DCNv2Config
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -161,7 +161,7 @@ def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
         fresh = torch.zeros_like(tensor)
         if name.startswith("model."):
             rows = len(tensor)
-            fill_table_part(fresh, seed=SEED, table=vocabulary, num_embeddings=rows, embedding_dim=DIM)
+            TableValues(SEED, vocabulary, rows, DIM).fill(fresh)
         for token, row in new_ids.items():
             source = before[name][old_ids[token]] if token in old_ids else fresh[row]
             assert torch.equal(tensor[row], source), (name, row)
