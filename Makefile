@@ -74,7 +74,7 @@ test: setup ## all tests but the extended ones and those of the documentation, w
 	@$(RUN)/python -m pytest tests/integration -m "not extended" $(TWO_PROCESSES)
 	@OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/unit tests/test_architecture.py -m "not extended" $(TWO_PROCESSES)
 
-test-extended: setup ## longer tests: what dies, several nodes, an S3 server in a Python environment that they make first
+test-extended: setup ## longer tests: what dies, several nodes, an S3 server
 	@$(RUN)/python -m pytest --ignore tests/test_docs.py -m "extended and not exhaustive"
 
 test-exhaustive: setup ## what CI has no time for: most tests of Spark, forecasts held against the clock, variants of others

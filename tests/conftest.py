@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
-from hosts.ports import free_ports
+from hosts.cloud_stores import S3Store
 from hypothesis import HealthCheck, settings
 
 from rayrec.cluster import connection
@@ -48,7 +46,6 @@ LONGEST = (
 )
 """Files that take more than ten seconds on two cores, those that take longest first."""
 _is_connected = connection.is_connected
-SWIFT = "swift==2.38.3"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -141,77 +138,10 @@ def local_ray(start_ray: Callable[[], None]) -> Iterator[None]:
     ray.shutdown()
 
 
-class S3Server:
-    """An S3-compatible server on loopback that can be killed and started again, on the same port and with what it stored."""
-
-    def __init__(self, python: str, folder: Path) -> None:
-        self.port = free_ports(4)
-        self.environment = {
-            "AWS_ACCESS_KEY_ID": "acct:tester",
-            "AWS_SECRET_ACCESS_KEY": "secret-word",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-        """The standard variables by which the server is reached."""
-        script = Path(__file__).parent / "hosts" / "s3_server.py"
-        self._command = [python, str(script), str(folder), str(self.port), "tester", "secret-word"]
-        self._process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        """Returns when it answers."""
-        assert self._process is None
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-
-    def kill(self) -> None:
-        """SIGKILL; connections break off."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def url(self, bucket: str) -> str:
-        """The URL of a bucket, which is made where it is missing; needs `environment`."""
-        from pyarrow import fs
-
-        filesystem, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
-        filesystem.create_dir(bucket)
-        return f"s3://{bucket}"
-
-
-@pytest.fixture(scope="session")
-def swift_python(shared_folder: Path) -> str:
-    """An interpreter that has Swift; RAYREC_TEST_CACHE keeps its environment for the next run too."""
-    folder = Path(os.environ.get("RAYREC_TEST_CACHE") or shared_folder) / "swift"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        return _python_with_swift(folder)
-
-
-def _python_with_swift(folder: Path) -> str:
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", "--retries", "10", "--timeout", "60", SWIFT],
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-        (folder / "complete").touch()
-    return str(python)
-
-
 @pytest.fixture(scope="module")
-def s3_server(swift_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def s3_server() -> Iterator[S3Store]:
     """A server that runs, and the environment of this process set to reach it. Who kills it starts it again."""
-    server = S3Server(swift_python, tmp_path_factory.mktemp("s3"))
+    server = S3Store()
     try:
         server.start()
         with pytest.MonkeyPatch.context() as patch:
@@ -219,11 +149,11 @@ def s3_server(swift_python: str, tmp_path_factory: pytest.TempPathFactory) -> It
                 patch.setenv(name, value)
             yield server
     finally:
-        server.kill()
+        server.end()
 
 
 @pytest.fixture(scope="module")
-def bucket(s3_server: S3Server) -> str:
+def bucket(s3_server: S3Store) -> str:
     """The URL of an empty bucket, reachable by the standard environment variables alone."""
     return s3_server.url("logs")
 

@@ -1,4 +1,4 @@
-"""Stores on loopback at gs:// and az:// for tests, which can be killed and started again with what they stored."""
+"""Stores on loopback at s3://, gs:// and az:// for tests, which can be killed and started again with what they stored."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from hosts.blob_server import ACCOUNT, KEY, BlobServer
 from hosts.ports import free_ports
+from pyarrow import fs
 
 _AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Published by Microsoft, the same for every Azurite."""
@@ -49,6 +50,50 @@ class GoogleStore:
         if process is not None:
             process.kill()
             process.communicate()
+
+
+class S3Store:
+    """moto's S3 in a process of its own: `kill` breaks its connections off and lets none begin; it keeps what it stored."""
+
+    def __init__(self) -> None:
+        self.port = free_ports(1)
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": "tester",
+            "AWS_SECRET_ACCESS_KEY": "secret-word",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        script = Path(__file__).parent / "s3_server.py"
+        command = [sys.executable, str(script), str(self.port), "tester", "secret-word"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self) -> None:
+        self._tell("open")
+
+    def kill(self) -> None:
+        self._tell("close")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def url(self, bucket: str) -> str:
+        """The URL of a bucket, which is made where it is missing; needs `environment`."""
+        filesystem, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
+        filesystem.create_dir(bucket)
+        return f"s3://{bucket}"
+
+    def _tell(self, what: str) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n"
 
 
 class AzureStore:

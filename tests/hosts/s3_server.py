@@ -1,95 +1,99 @@
-"""Starts an S3-compatible server on loopback: OpenStack Swift with its s3api, one process, objects in a folder.
+"""Serves moto's S3 on loopback: keeps what it stores while it is killed, checks signatures.
 
-Usage: python s3_server.py FOLDER PORT USER SECRET, in an environment that has Swift; access key acct:USER. The ports that
-follow PORT are used too. Unlike a mock it checks signatures and keeps what it stores.
+Usage: python s3_server.py PORT KEY SECRET. Each line of standard input opens or closes it, and is answered when that is done.
 """
 
-import eventlet
+from __future__ import annotations
 
-eventlet.monkey_patch()
+import contextlib
+import hmac
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import quote, unquote
 
-import logging  # noqa: E402
-import os  # noqa: E402
-import sys  # noqa: E402
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from moto.moto_server.werkzeug_app import create_backend_app
+from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-from eventlet import wsgi as eventlet_wsgi  # noqa: E402
-from swift.common import utils  # noqa: E402
-from swift.common.ring import RingBuilder  # noqa: E402
-from swift.common.wsgi import SwiftHttpProtocol, loadapp  # noqa: E402
-
-PLAIN_FILTERS = ("catch_errors", "gatekeeper", "listing_formats", "bulk", "copy", "slo", "dlo")
+CONNECTIONS: set[socket.socket] = set()
 
 
-def main(folder: str, port: int, user: str, secret: str) -> None:
-    settings = os.path.join(folder, "etc")
-    os.makedirs(settings, exist_ok=True)
-    os.makedirs(os.path.join(folder, "devices", "disk"), exist_ok=True)
+class _Handler(WSGIRequestHandler):
+    protocol_version = "HTTP/1.1"
 
-    def write(name: str, text: str) -> str:
-        path = os.path.join(settings, name)
-        with open(path, "w") as file:
-            file.write(text)
-        return path
+    def setup(self) -> None:
+        super().setup()
+        CONNECTIONS.add(self.connection)
 
-    utils.SWIFT_CONF_FILE = write(
-        "swift.conf",
-        "[swift-hash]\nswift_hash_path_prefix = a\nswift_hash_path_suffix = b\n"
-        "[storage-policy:0]\nname = only\ndefault = yes\n",
-    )
-    utils.set_swift_dir(settings)
-    utils.validate_configuration()
-    shared = (
-        f"[DEFAULT]\nswift_dir = {settings}\ndevices = {folder}/devices\nmount_check = false\nbind_ip = 127.0.0.1\n"
-        "log_level = WARNING\nlog_address = /nonexistent\ndisable_fallocate = true\nfallocate_reserve = 0\n"
-    )
-    servers = {}
-    for offset, kind in enumerate(("account", "container", "object"), start=1):
-        servers[kind] = port + offset
-        if not os.path.exists(os.path.join(settings, f"{kind}.ring.gz")):
-            ring = RingBuilder(4, 1, 1)
-            place = {"ip": "127.0.0.1", "port": port + offset, "device": "disk", "region": 1, "zone": 1, "weight": 1}
-            ring.add_dev({**place, "replication_ip": "127.0.0.1", "replication_port": port + offset})
-            ring.rebalance()
-            ring.get_ring().save(os.path.join(settings, f"{kind}.ring.gz"))
-        write(
-            f"{kind}.conf",
-            f"{shared}bind_port = {port + offset}\n[pipeline:main]\npipeline = {kind}-server\n"
-            f"[app:{kind}-server]\nuse = egg:swift#{kind}\n",
-        )
-    filters = "".join(f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in PLAIN_FILTERS)
-    write(
-        "proxy.conf",
-        f"{shared}bind_port = {port}\n"
-        "[pipeline:main]\n"
-        "pipeline = catch_errors gatekeeper listing_formats bulk s3api tempauth copy slo dlo proxy-server\n"
-        "[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\nallow_account_management = true\n"
-        f"{filters}"
-        "[filter:s3api]\nuse = egg:swift#s3api\nlocation = us-east-1\ns3_acl = false\n"
-        f"[filter:tempauth]\nuse = egg:swift#tempauth\nuser_acct_{user} = {secret} .admin\n",
-    )
-    quiet = logging.getLogger("quiet")
-    quiet.addHandler(logging.NullHandler())
-    quiet.propagate = False
-    threads = []
-    for kind, at in {**servers, "proxy": port}.items():
-        application = loadapp(os.path.join(settings, f"{kind}.conf"), global_conf={"log_name": kind})
-        socket = eventlet.listen(("127.0.0.1", at), backlog=1024)
-        threads.append(
-            eventlet.spawn(
-                eventlet_wsgi.server,
-                socket,
-                application,
-                log=quiet,
-                log_output=False,
-                protocol=SwiftHttpProtocol,
-                custom_pool=eventlet.GreenPool(256),
-                capitalize_response_headers=False,
-            )
-        )
-    print("ready", flush=True)
-    for thread in threads:
-        thread.wait()
+    def finish(self) -> None:
+        CONNECTIONS.discard(self.connection)
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def log(self, *_: object) -> None: ...
+
+
+class Signed:
+    """An application that answers requests with the signature of its one user."""
+
+    def __init__(self, application: Callable[..., Iterable[bytes]], key: str, secret: str) -> None:
+        self._application, self._user = application, Credentials(key, secret)
+
+    def __call__(self, environment: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if self._is_signed(environment):
+            return self._application(environment, start)
+        start("403 Forbidden", [("Content-Type", "application/xml")])
+        return [b"<Error><Code>SignatureDoesNotMatch</Code><Message>it does not match</Message></Error>"]
+
+    def _is_signed(self, environment: dict[str, Any]) -> bool:
+        kind, _, rest = environment.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if kind != "AWS4-HMAC-SHA256":
+            return False
+        told = dict(part.strip().split("=", 1) for part in rest.split(","))
+        key, _, region, service, _ = told["Credential"].split("/")
+        names = {"content-type": "CONTENT_TYPE", "content-length": "CONTENT_LENGTH"}
+        headers = {
+            name: environment.get(names.get(name, "HTTP_" + name.upper().replace("-", "_")), "")
+            for name in told["SignedHeaders"].split(";")
+        }
+        request = AWSRequest()
+        request.context["timestamp"] = environment.get("HTTP_X_AMZ_DATE", "")
+        signer = S3SigV4Auth(self._user, service, region)
+        canonical = _canonical(environment["REQUEST_METHOD"], environment["REQUEST_URI"], headers)
+        text = signer.string_to_sign(request, canonical)
+        return key == self._user.access_key and hmac.compare_digest(told["Signature"], signer.signature(text, request))
+
+
+def _canonical(method: str, uri: str, headers: dict[str, str]) -> str:
+    """The request as it is signed."""
+    path, _, query = uri.partition("?")
+    pairs = sorted(part if "=" in part else f"{part}=" for part in query.split("&") if part)
+    lines = [f"{name}:{' '.join(headers[name].split())}" for name in sorted(headers)]
+    signed = [";".join(sorted(headers)), headers.get("x-amz-content-sha256", "")]
+    return "\n".join([method, quote(unquote(path), safe="/-_.~"), "&".join(pairs), *lines, "", *signed])
+
+
+def main(port: int, key: str, secret: str) -> None:
+    application = Signed(create_backend_app("s3"), key, secret)
+    server: ThreadedWSGIServer | None = None
+    for line in sys.stdin:
+        if line == "open\n":
+            server = ThreadedWSGIServer("127.0.0.1", port, application, handler=_Handler)
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        elif server is not None:
+            TCPServer.shutdown(server)
+            server.server_close()
+            for connection in list(CONNECTIONS):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        print("done", flush=True)
 
 
 if __name__ == "__main__":
-    main(os.path.abspath(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -353,9 +353,7 @@ def test_endpoint_region_and_credentials_come_from_a_profile_too(
     (tmp_path / "config").write_text(
         f"[profile mine]\nregion = us-east-1\nendpoint_url = {s3_server.environment['AWS_ENDPOINT_URL']}\n"
     )
-    (tmp_path / "credentials").write_text(
-        "[mine]\naws_access_key_id = acct:tester\naws_secret_access_key = secret-word\n"
-    )
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = tester\naws_secret_access_key = secret-word\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_PROFILE", "mine")

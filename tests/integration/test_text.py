@@ -27,7 +27,7 @@ from rayrec.observe.console import Console
 from rayrec.prepare import text as preparing
 
 if TYPE_CHECKING:
-    from conftest import S3Server
+    from hosts.cloud_stores import S3Store
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -126,7 +126,7 @@ def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alon
 @pytest.mark.exhaustive
 @pytest.mark.extended
 def test_text_in_s3_is_prepared_there_and_read_from_there(
-    bucket: str, s3_server: S3Server, text: Path, alone: Path, tmp_path: Path
+    bucket: str, s3_server: S3Store, text: Path, alone: Path, tmp_path: Path
 ) -> None:
     """By the standard variables alone; the store may go and come back meanwhile."""
     storage.copy_file(str(text), f"{bucket}/text/words.txt")

@@ -14,7 +14,7 @@ from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquir
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
-    from conftest import S3Server
+    from hosts.cloud_stores import S3Store
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow]
 
@@ -66,7 +66,7 @@ def test_saves_restores_and_removes(bucket: str) -> None:
     successor.close()
 
 
-def test_an_outage(s3_server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage(s3_server: S3Store, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.checkpoint import save_retry
 
     monkeypatch.setattr(save_retry, "PATIENCE_S", 0.5)
