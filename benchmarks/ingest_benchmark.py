@@ -22,8 +22,8 @@ from rayrec.data.encoded import from_arrow
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
-from rayrec.data.engine import InProcess, Shared, StreamEngine, TaskPlacement, ThreadEngine
-from rayrec.data.log_source import open_log
+from rayrec.data.engine import InProcess, Shared, StreamEngine, TaskContext, TaskPlacement, ThreadEngine
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches, Slicer
@@ -89,15 +89,7 @@ class Peak:
 
 
 def indexed(path: str, schema: Schema, engine: StreamEngine, cache: str) -> LogIndex:
-    return open_log(
-        path,
-        schema,
-        segment_bytes=2 << 20,
-        engine=engine,
-        cache_folder=cache,
-        note=say,
-        progress=lambda *_: None,
-    )
+    return LogSource.at(path).index(schema, segment_bytes=2 << 20, context=TaskContext(engine, cache, say))
 
 
 def prepare(

@@ -27,7 +27,8 @@ from rows import emit, part, say
 
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.presets import ALL
-from rayrec.data.log_source import open_log
+from rayrec.data.engine import TaskContext
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, Part
 from rayrec.data.logs.reading import read_raw
 from rayrec.schema import Schema
@@ -39,15 +40,7 @@ MEMORY_BYTES = 2 << 30
 
 
 def opened(path: str, cache: str, *, segment_bytes: int = 2 << 20) -> LogIndex:
-    return open_log(
-        path,
-        CLICKS,
-        segment_bytes=segment_bytes,
-        engine=LoopEngine(),
-        cache_folder=cache,
-        note=lambda _: None,
-        progress=lambda *_: None,
-    )
+    return LogSource.at(path).index(CLICKS, segment_bytes=segment_bytes, context=TaskContext(LoopEngine(), cache))
 
 
 def clicks(rows: int, first: int = 0) -> pa.Table:

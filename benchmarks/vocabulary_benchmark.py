@@ -30,7 +30,7 @@ from rayrec.data.encoding.encoder import look_up
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.data.engine import TaskPlacement
+from rayrec.data.engine import TaskContext, TaskPlacement
 from rayrec.data.log_source import CHUNK_BYTES, index_log
 from rayrec.data.logs.index import LogIndex, Part, numbered
 from rayrec.data.logs.text_log import cut, index_chunk, read_segments
@@ -58,7 +58,7 @@ def warm() -> None:
 
 def index_and_count(files: Sequence[storage.File], *, task_bytes: int = TASK_BYTES) -> LogIndex:
     with CountingIndexer(CountingJob(SCHEMA), lambda index: (0, index.rows), task_bytes=task_bytes) as indexer:
-        index = indexer.index(files, SCHEMA, segment_bytes=SEGMENT_BYTES, engine=ENGINE)
+        index = indexer.index(files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None))
         indexer.counts(index, engine=ENGINE).close()
         return index
 
@@ -77,7 +77,9 @@ def two_passes_rate(path: str) -> float:
     warm()
 
     def count() -> int:
-        index = index_log(storage.list_files(path), SCHEMA, segment_bytes=SEGMENT_BYTES, engine=ENGINE)
+        index = index_log(
+            storage.list_files(path), SCHEMA, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None)
+        )
         return count_log(CountingJob(SCHEMA), parts_of(index), engine=ENGINE).rows
 
     rows, seconds = timed(count)
@@ -199,7 +201,9 @@ class PeakMemory:
 
 def bounded_counting(distinct: int, memory_bytes: int) -> None:
     """Counts more distinct tokens than memory is given for, and again without a bound."""
-    index = index_log(storage.list_files(wide_log(distinct)), WIDE, segment_bytes=SEGMENT_BYTES, engine=ENGINE)
+    index = index_log(
+        storage.list_files(wide_log(distinct)), WIDE, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None)
+    )
     parts = parts_of(index)
     kept: dict[str, np.ndarray] = {}
     for min_count in (2, 3):

@@ -26,10 +26,9 @@ from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, make_preprocessor
-from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.log_source import open_log
-from rayrec.data.logs.index import LogIndex, Part, Segment, select
-from rayrec.data.materialized.files import MAPPED
+from rayrec.data.engine import InProcess, TaskContext, ThreadEngine
+from rayrec.data.log_source import LogSource
+from rayrec.data.logs.index import MAPPED, LogIndex, Part, Segment, select
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA as CRITEO
@@ -210,14 +209,8 @@ def engine() -> ThreadEngine:
 
 def opened(path: Path, schema: Schema) -> LogIndex:
     """Open a raw or preprocessed log."""
-    return open_log(
-        str(path),
-        schema,
-        segment_bytes=SEGMENT_BYTES,
-        engine=engine(),
-        cache_folder=str(path.parent / "cache"),
-        note=lambda text: None,
-        progress=lambda what, done, total: None,
+    return LogSource.at(str(path)).index(
+        schema, segment_bytes=SEGMENT_BYTES, context=TaskContext(engine(), str(path.parent / "cache"))
     )
 
 

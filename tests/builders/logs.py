@@ -12,7 +12,8 @@ from builders.engines import LoopEngine
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
-from rayrec.data.log_source import open_log
+from rayrec.data.engine import TaskContext
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import parts_of
 from rayrec.datasets.criteo import SCHEMA
@@ -30,15 +31,8 @@ def open_index(
 ) -> LogIndex:
     """Open a log. A packed file and a table need a `cache` that stays."""
     with tempfile.TemporaryDirectory() as folder:
-        return open_log(
-            str(path),
-            schema,
-            segment_bytes=segment_bytes,
-            engine=engine or LoopEngine(),
-            cache_folder=str(cache or folder),
-            note=note,
-            progress=lambda *_: None,
-        )
+        context = TaskContext(engine or LoopEngine(), str(cache or folder), note)
+        return LogSource.at(str(path)).index(schema, segment_bytes=segment_bytes, context=context)
 
 
 def learn(index: LogIndex, schema: Schema = SCHEMA, preset: Preset = RAYREC) -> Preprocessor:

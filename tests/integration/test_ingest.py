@@ -22,8 +22,8 @@ from rayrec.config import InputError
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.engine import Shared, TaskPlacement
-from rayrec.data.log_source import index_log, open_log
+from rayrec.data.engine import Shared, TaskContext, TaskPlacement
+from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.logs.text_log import read_segments
 from rayrec.data.logs.text_parser import parse
@@ -43,14 +43,10 @@ Row = tuple[bytes, ...]
 
 
 def open_here(path: str | Path, folder: Path, notes: list[str] | None = None) -> LogIndex:
-    return open_log(
-        str(path),
+    return LogSource.at(str(path)).index(
         SCHEMA,
         segment_bytes=SEGMENT_BYTES,
-        engine=RayEngine(PLACEMENT),
-        cache_folder=str(folder / "cache"),
-        note=(notes if notes is not None else []).append,
-        progress=lambda *_: None,
+        context=TaskContext(RayEngine(PLACEMENT), str(folder / "cache"), (notes if notes is not None else []).append),
     )
 
 
@@ -142,16 +138,12 @@ def test_closing_early_stops_and_lets_others_go_on(make_loader: Callable[..., Lo
 def test_the_index_numbers_every_row_and_is_kept(click_log: Path, tmp_path: Path) -> None:
     files = storage.list_files(str(click_log / "train.txt"))
     done: list[int] = []
-    arguments: dict[str, Any] = {
-        "segment_bytes": SEGMENT_BYTES,
-        "engine": RayEngine(PLACEMENT),
-        "cache_folder": str(tmp_path),
-    }
-    made = index_log(files, SCHEMA, **arguments, progress=done.append)
+    context = TaskContext(RayEngine(PLACEMENT), str(tmp_path), progress=lambda what, size, total: done.append(size))
+    made = index_log(files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=context)
     assert made.rows == 20_000
     assert done[-1] == made.size_bytes == files[0].size_bytes
     done.clear()
-    assert index_log(files, SCHEMA, **arguments, progress=done.append) == made
+    assert index_log(files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=context) == made
     assert not done  # read back
     assert len(os.listdir(tmp_path)) == 1
 

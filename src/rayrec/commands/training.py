@@ -252,21 +252,20 @@ def named_configuration(text: str) -> TrainConfig:
 def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     """Raises InputError where a recipe of published files is given a folder that lacks some: which, how large they are
     and where they are published. Files of an unlikely size are noted."""
-    from rayrec import recipes, storage
-    from rayrec.data.log_source import refuse_foreign
-    from rayrec.data.materialized import is_preprocessed
+    from rayrec import recipes
+    from rayrec.data.log_source import LogSource
     from rayrec.datasets import fetch as fetching
     from rayrec.datasets import published_files
 
     name, path = recipes.PUBLISHED.get(config.recipe), config.train_data.path
-    if name is None or path is None or not os.path.isdir(path) or is_preprocessed(path):
+    if name is None or path is None or not os.path.isdir(path) or LogSource.at(path).is_preprocessed:
         return
     named = config.train_data.files
     wanted = [file for file in fetching.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
     try:
         published_files.require_files(path, wanted, fetch_name=name, note=note)
     except InputError:
-        refuse_foreign(path, storage.list_files(path))
+        LogSource.at(path).raw_files()
         raise
 
 

@@ -79,6 +79,23 @@ class StreamEngine(Engine, Protocol):
         ...
 
 
+def _ignore(*_: object) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """Who runs tasks, where caches lie, and whom notes and progress go to."""
+
+    engine: Engine
+    cache_folder: str | None
+    """Of indices and unpacked files; None: indices are not kept."""
+    note: Callable[[str], None] = _ignore
+    """Tells the user one line."""
+    progress: Callable[[str, int, int | None], None] = _ignore
+    """Shows a named amount done of an amount in all."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskPlacement(Config):
     """Where data tasks run and how much of the cluster one pipeline of them may use."""

@@ -1,24 +1,27 @@
-"""From a path to the index of the log that lies there, raw or preprocessed."""
+"""What lies at a path, a raw log or preprocessed data, and its index."""
 
 from __future__ import annotations
 
 import functools
-import json
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import materialized
-from rayrec.data.arrow import arrow_texts
-from rayrec.data.engine import Engine
+from rayrec.data.arrow import json_of, json_reply
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.engine import Engine, TaskContext
 from rayrec.data.logs.faults import Faults
+from rayrec.data.logs.head import check_first_rows, has_label_column, with_tokens
 from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered, remove_older, said_of
 from rayrec.data.logs.table_log import index_tables, is_table
 from rayrec.data.logs.text_log import Chunk, cut, index_chunk, is_gzip, unpack, unpacked_path
+from rayrec.data.materialized.dataset import MANIFEST, PreprocessedDataset, open_preprocessed, open_verified
 from rayrec.schema import Schema
 
 CHUNK_BYTES = 32 << 20
@@ -29,25 +32,24 @@ SNIFFED_FILES = 256
 """Files of a store that one process opens to see whether they are gzip; more are opened by data tasks."""
 
 
-def plain_files(
-    files: Sequence[storage.File], *, unpack_folder: str, engine: Engine, note: Callable[[str], None]
-) -> list[storage.File]:
-    """The files as text that can be split; gzip files are unpacked once, in parallel, into `unpack_folder`, where the text
-    of older versions of them is removed."""
-    packed = [file for file, is_packed in zip(files, _are_gzip(files, engine), strict=True) if is_packed]
+def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[storage.File]:
+    """The files as text that can be split; gzip files are unpacked once, in parallel, into the cache folder, where the text of
+    older versions of them is removed."""
+    packed = [file for file, is_packed in zip(files, _are_gzip(files, context.engine), strict=True) if is_packed]
     if not packed:
         return list(files)
-    targets = {file: unpacked_path(file, storage.absolute(unpack_folder)) for file in packed}
+    assert context.cache_folder is not None
+    folder = storage.absolute(storage.join(context.cache_folder, "unpacked"))
+    targets = {file: unpacked_path(file, folder) for file in packed}
     there = storage.find_files(list(targets.values()))
     new = [file for file in packed if targets[file] not in there]
     if new:
         names = ", ".join(file.path for file in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
-        note(f"gzip cannot be split: unpacking {names} to {unpack_folder} (once; give plain files to skip this)")
-        task = functools.partial(_unpack_task, folder=storage.absolute(unpack_folder))
-        for _ in engine.run("unpack", task, new):
+        context.note(f"gzip cannot be split: unpacking {names} to {folder} (once; give plain files to skip this)")
+        for _ in context.engine.run("unpack", functools.partial(_unpack_task, folder=folder), new):
             pass
         there |= storage.find_files([targets[file] for file in new])
-        remove_older(unpack_folder, [storage.name_of(path) for path in targets.values()])
+        remove_older(folder, [storage.name_of(path) for path in targets.values()])
     return [there[targets[file]] if file in targets else file for file in files]
 
 
@@ -66,7 +68,7 @@ def _sniff_task(paths: Sequence[str]) -> pa.Table:
 
 
 def _unpack_task(file: storage.File, *, folder: str) -> pa.Table:
-    return pa.table({"path": arrow_texts([unpack(file, folder).path])})
+    return json_reply(unpack(file, folder).path)
 
 
 def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int) -> pa.Table:
@@ -76,7 +78,7 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     for found, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
         entries += found
         total.add(faults)
-    return pa.table({"index": arrow_texts([json.dumps({"entries": entries, "faults": total.to_dict()})])})
+    return json_reply({"entries": entries, "faults": total.to_dict()})
 
 
 def _grouped(chunks: Sequence[Chunk], group_bytes: int) -> list[list[Chunk]]:
@@ -98,37 +100,32 @@ def index_log(
     schema: Schema,
     *,
     segment_bytes: int,
-    engine: Engine,
-    cache_folder: str | None = None,
-    progress: Callable[[int], None] | None = None,
-    note: Callable[[str], None] | None = None,
+    context: TaskContext,
 ) -> LogIndex:
     """Parses the whole log once to number its rows and count its faults; about 5 million Criteo rows/s a core.
 
-    With `cache_folder`, an index of the very same files is read back from there instead. `progress` gets bytes done; `note`
-    gets where the log was edited since it was indexed before.
+    With a cache folder, an index of the very same files is read back from there instead. The user is told where the log was
+    edited since it was indexed before.
     """
-    cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
+    cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
     if cached := cache.read():
         return cached
     group_bytes = max(CHUNK_BYTES, segment_bytes)
     groups = _grouped(cut(files, group_bytes), group_bytes)
     entries: list[Entry] = []
-    faults, done = Faults(), 0
+    faults, done, size = Faults(), 0, sum(file.size_bytes for file in files)
     function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
-    for table in engine.run("index", function, groups, block_bytes=1 << 16):
-        for text in table.column("index").to_pylist():
-            result = json.loads(text)
-            found = [Entry(*entry) for entry in result["entries"]]
-            entries.extend(found)
-            faults.add(Faults.from_dict(result["faults"]))
-            done += sum(entry.stop - entry.start for entry in found)
-            if progress:
-                progress(done)
+    for table in context.engine.run("index", function, groups, block_bytes=1 << 16):
+        result = json_of(table)
+        found = [Entry(*entry) for entry in result["entries"]]
+        entries.extend(found)
+        faults.add(Faults.from_dict(result["faults"]))
+        done += sum(entry.stop - entry.start for entry in found)
+        context.progress("index (bytes)", done, size)
     index = LogIndex(numbered(entries), faults)
     edited = cache.write(index)
-    if edited and note:
-        note(said_of(edited))
+    if edited:
+        context.note(said_of(edited))
     return index
 
 
@@ -141,66 +138,123 @@ class TextIndexer(Protocol):
         schema: Schema,
         *,
         segment_bytes: int,
-        engine: Engine,
-        cache_folder: str | None = None,
-        progress: Callable[[int], None] | None = None,
-        note: Callable[[str], None] | None = None,
+        context: TaskContext,
     ) -> LogIndex: ...
 
 
-def open_log(
-    path: str,
-    schema: Schema,
-    *,
-    files: Sequence[str] = (),
-    segment_bytes: int,
-    engine: Engine,
-    cache_folder: str,
-    note: Callable[[str], None],
-    progress: Callable[[str, int, int | None], None],
-    index_text: TextIndexer = index_log,
-) -> LogIndex:
-    """The index of whatever `path` names, raw or preprocessed, or of the named `files` of a folder; unpacked gzip files and
-    indices are kept in `cache_folder`. `index_text` indexes text whose index is not kept there."""
-    if materialized.is_preprocessed(path):
-        return materialized.open_verified(
-            path,
-            engine=engine,
-            cache_folder=cache_folder,
-            progress=lambda done, size: progress("verify (bytes)", done, size),
-        ).index
-    found = storage.list_files(path, names=files)
-    refuse_foreign(path, found)
-    if is_table(found, schema):
-        return index_tables(
-            found,
-            schema,
-            segment_bytes=segment_bytes,
-            engine=engine,
-            cache_folder=cache_folder,
-            note=note,
-            progress=progress,
-        )
-    cache = CachedIndex.at(cache_folder, files=found, schema=schema, segment_bytes=segment_bytes)
-    if cached := cache.read():
-        return cached
-    plain = plain_files(found, unpack_folder=storage.join(cache_folder, "unpacked"), engine=engine, note=note)
-    size = sum(file.size_bytes for file in plain)
-    index = index_text(
-        plain,
-        schema,
-        segment_bytes=segment_bytes,
-        engine=engine,
-        cache_folder=cache_folder,
-        progress=lambda done: progress("index (bytes)", done, size),
-        note=note,
-    )
-    if plain != found:  # the next run need not look at the unpacked files
-        cache.write(index)
-    return index
+@dataclass(frozen=True)
+class LogSource:
+    """The data at a path, looked at once; the only place that tells raw logs from preprocessed data."""
+
+    path: str
+    names: tuple[str, ...]
+    """Of the folder's files that are the log, in this order; empty: all of them."""
+    is_preprocessed: bool
+
+    @classmethod
+    def at(cls, path: str, names: Sequence[str] = ()) -> LogSource:
+        return cls(path, tuple(names), storage.exists(storage.join(path, MANIFEST)))
+
+    def require_raw(self, remedy: str = "give the raw log it was made from") -> None:
+        """Raises InputError for preprocessed data."""
+        if self.is_preprocessed:
+            raise InputError(f"{self.path}: is preprocessed data; {remedy}")
+
+    def dataset(self) -> PreprocessedDataset | None:
+        """The preprocessed data, opened; None for a raw log. Raises InputError if it is damaged."""
+        return open_preprocessed(self.path) if self.is_preprocessed else None
+
+    def preprocessor(self) -> str | None:
+        """The folder of the Preprocessor that preprocessed data was made with."""
+        dataset = self.dataset()
+        return None if dataset is None else dataset.preprocessor
+
+    def list_files(self) -> list[storage.File]:
+        """List the files without reading them."""
+        dataset = self.dataset()
+        return storage.list_files(self.path, names=self.names) if dataset is None else dataset.list_files()
+
+    def raw_files(self) -> list[storage.File]:
+        """The files of a raw log. Raises InputError for preprocessed data, another program's too."""
+        self.require_raw()
+        try:
+            found = storage.list_files(self.path, names=self.names)
+        except InputError:
+            if os.path.isdir(self.path):  # whose files have other names, since they are another program's
+                _refuse_foreign(self.path, storage.list_files(self.path))
+            raise
+        _refuse_foreign(self.path, found)
+        return found
+
+    def schema(self, schema: Schema) -> Schema:
+        """Return the schema with the `tokens` of the data: hexadecimal for text without a header, and for preprocessed data those
+        of its log. Only a schema whose delimiter is a tab changes."""
+        if schema.tokens == "hexadecimal" or schema.delimiter != "\t":
+            return schema
+        try:
+            folder = self.preprocessor()
+            if folder is not None:
+                return schema.replace(tokens=Preprocessor.load(folder).schema.tokens)
+            return with_tokens(schema, storage.list_files(self.path, names=self.names))
+        except InputError:  # of the path or the columns, whose next reader explains it
+            return schema
+
+    def check_head(self, schema: Schema, *, max_bad_fraction: float = 0.0) -> None:
+        """Raises InputError if there is no file at the path, if all are empty, if the first table lacks a column of the schema,
+        if no line at the beginning of the first text file can be parsed, with the likely cause, or if many labels there, and
+        more than `max_bad_fraction`, are not 0 or 1. URLs are only checked to be well-formed: reading from a store twice costs
+        more than an early message is worth."""
+        if storage.is_url(self.path):
+            storage.resolve(self.path)
+        elif not self.is_preprocessed:
+            check_first_rows(self.path, self.raw_files(), schema, max_bad_fraction)
+
+    def is_labelled(self, schema: Schema) -> bool:
+        """Whether the rows have the label column of `schema`, told by the first file of a raw log that says so.
+
+        Text without a header: by the first line with the right number of columns. A log with no such line counts as labelled,
+        and its lines as faulty.
+        """
+        dataset = self.dataset()
+        if dataset is not None:
+            return dataset.labelled
+        return has_label_column(storage.list_files(self.path, names=self.names), schema)
+
+    def index(
+        self,
+        schema: Schema,
+        *,
+        segment_bytes: int,
+        context: TaskContext,
+        max_bad_fraction: float | None = None,
+        index_text: TextIndexer = index_log,
+    ) -> LogIndex:
+        """The index; `index_text` indexes text whose index is not in the cache folder. Raises InputError for a share of faulty
+        rows above `max_bad_fraction`; of fewer the user is told."""
+        index = self._index(schema, segment_bytes, context, index_text)
+        if max_bad_fraction is not None:
+            index.check(max_bad_fraction, self.path)
+            if index.faults.total:
+                context.note(f"{self.path}: {index.faults.describe()}; they are left out")
+        return index
+
+    def _index(self, schema: Schema, segment_bytes: int, context: TaskContext, index_text: TextIndexer) -> LogIndex:
+        if self.is_preprocessed:
+            return open_verified(self.path, context).index
+        found = self.raw_files()
+        if is_table(found, schema):
+            return index_tables(found, schema, segment_bytes=segment_bytes, context=context)
+        cache = CachedIndex.at(context.cache_folder, files=found, schema=schema, segment_bytes=segment_bytes)
+        if cached := cache.read():
+            return cached
+        plain = plain_files(found, context)
+        index = index_text(plain, schema, segment_bytes=segment_bytes, context=context)
+        if plain != found:  # the next run need not look at the unpacked files
+            cache.write(index)
+        return index
 
 
-def refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
+def _refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
     """Raises InputError for a folder of another program's preprocessed files."""
     names = [storage.name_of(file.path) for file in files]
     arrays = [name for name in names if name.endswith((".npy", ".npz"))]

@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.logs.head import has_labels
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, Part, Segment, select
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.reading import good_lines, line_starts
@@ -87,7 +86,7 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
     """
     if settings.parity_path is not None:
         path = settings.parity_path
-        if not has_labels(path, preprocessor.schema):
+        if not LogSource.at(path).is_labelled(preprocessor.schema):
             raise InputError(f"{path}: holds no labels, so no AUROC can be compared; give a labelled log")
         index = open_run_log(config.train_data.replace(path=path, files=()), preprocessor, cache=cache)
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {path}")
@@ -192,7 +191,7 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
 
     Returns `rows`, `origin`, and `failure`: the first difference, None if there is none.
     """
-    drawn = not rows.parts or rows.parts[0].segment.format in materialized.FORMATS
+    drawn = not rows.parts or rows.parts[0].segment.is_preprocessed
     found = (
         [_as_table_rows(_drawn_table(preprocessor), preprocessor.schema)]
         if drawn

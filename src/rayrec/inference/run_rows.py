@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.engine import ThreadEngine
-from rayrec.data.log_source import open_log
+from rayrec.data.engine import TaskContext, ThreadEngine
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex, Part, select
 from rayrec.ingest.stream import open_block
 
@@ -28,18 +28,12 @@ def open_run_log(
     share of its lines are faulty."""
     if data.path is None:
         raise InputError("the run names no log")
-    index = open_log(
-        data.path,
+    return LogSource.at(data.path, data.files).index(
         preprocessor.schema,
-        files=data.files,
         segment_bytes=data.segment_bytes,
-        engine=ThreadEngine(machine.usable_cpus()),
-        cache_folder=cache,
-        note=lambda _: None,
-        progress=lambda *_: None,
+        context=TaskContext(ThreadEngine(machine.usable_cpus()), cache),
+        max_bad_fraction=max_bad_fraction,
     )
-    index.check(max_bad_fraction, data.path)
-    return index
 
 
 def encoded(index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor) -> Iterator[EncodedRows]:

@@ -17,7 +17,7 @@ from rayrec.cluster import connection
 from rayrec.cluster.connection import is_in_process
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
-from rayrec.data.engine import StreamEngine, ThreadEngine
+from rayrec.data.engine import StreamEngine, TaskPlacement, ThreadEngine
 from rayrec.inference.pool import Pool, plan_pool, scored_tables, weight_bytes
 from rayrec.observe.console import Console
 from rayrec.workloads.base import ScoringContext
@@ -150,7 +150,6 @@ class ScoringRequest:
 
     def _engine_on_ray(self) -> StreamEngine:
         from rayrec.cluster.node_storage import require_reachable
-        from rayrec.data.engine import TaskPlacement
         from rayrec.ingest.ray_engine import RayEngine
 
         wanted = self.config.cluster

@@ -13,13 +13,13 @@ from typing import ClassVar, Final, Generic, TypeAlias, TypeVar, final
 
 import pyarrow as pa
 
-from rayrec.data import materialized
 from rayrec.data.encoded import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import STOP_ASKED, Shared, StreamEngine
 from rayrec.data.logs.index import Block, row_numbers
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.dataset import dataset_of
+from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import BlockTimes, StageAccount, measured, stage, times_of, with_times
 from rayrec.ingest.block_order import Piece
@@ -114,8 +114,8 @@ class OpenedBlock:
 def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> OpenedBlock:
     """A raw log is read and parsed here, preprocessed rows when they are asked for."""
     segments, order = [part.segment for part in block.parts], block.order()
-    if segments[0].format in materialized.FORMATS:
-        read = stage("read")(lambda start, stop: materialized.read(segments, order[start:stop], preprocessor))
+    if segments[0].is_preprocessed:
+        read = stage("read")(lambda start, stop: read_preprocessed(segments, order[start:stop], preprocessor))
         return OpenedBlock(read, None)
     raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
     numbers = row_numbers(segments)  # reading has checked that every segment has the rows that it was indexed with
@@ -212,7 +212,7 @@ class MappedSource:
     def make_here(self, block: Block, piece: Piece) -> Sequence[EncodedRows]:
         with stage("read"):
             order = block.order()[piece.start : piece.stop]
-            return [materialized.read([part.segment for part in block.parts], order, self.preprocessor)]
+            return [read_preprocessed([part.segment for part in block.parts], order, self.preprocessor)]
 
 
 @final

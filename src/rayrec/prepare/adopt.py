@@ -15,10 +15,10 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.data import materialized
 from rayrec.data.encoding.extension import preprocessor_folder
 from rayrec.data.encoding.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.engine import Engine
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Entry, LogIndex, numbered
 from rayrec.data.logs.splits import NAMES, Kind, Split, SplitParts, check_parts
 from rayrec.data.materialized.adopted import (
@@ -208,9 +208,13 @@ def _check_folder(path: str) -> None:
 
 def _check_new(path: str) -> None:
     """Raises InputError for a folder that runs can read already."""
-    if materialized.is_preprocessed(path):
-        adopted = materialized.open_preprocessed(path).manifest["preset"] == PRESET
-        remedy = "remove its dataset.json to adopt it again, or give --out DIR" if adopted else "train on it as it is"
+    dataset = LogSource.at(path).dataset()
+    if dataset is not None:
+        remedy = (
+            "remove its dataset.json to adopt it again, or give --out DIR"
+            if dataset.adopted
+            else "train on it as it is"
+        )
         raise InputError(f"{path}: has a dataset.json already, so that runs can read it; {remedy}")
 
 

@@ -10,11 +10,9 @@ from typing import ClassVar, Literal
 
 from rayrec import machine, storage
 from rayrec.config import Config, InputError
-from rayrec.data import materialized
 from rayrec.data.encoding.presets import Preset, by_name
-from rayrec.data.engine import Engine, ThreadEngine
-from rayrec.data.log_source import TextIndexer, index_log, open_log
-from rayrec.data.logs.head import schema_of
+from rayrec.data.engine import Engine, TaskContext, ThreadEngine
+from rayrec.data.log_source import LogSource, TextIndexer, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Kind, Split, SplitParts, check_parts
 from rayrec.datasets.criteo import SCHEMA
@@ -73,7 +71,7 @@ class PreparationConfig(Config):
 
     def adapted(self, path: str) -> PreparationConfig:
         """With the `tokens` of a log."""
-        return self.replace(schema=schema_of(path, self.schema, files=self.files))
+        return self.replace(schema=LogSource.at(path, self.files).schema(self.schema))
 
     @property
     def rules(self) -> Preset:
@@ -137,20 +135,17 @@ def raw_index(
 ) -> LogIndex:
     """The index of a raw log; `index_text` makes that of text if it is not in the cache. Raises InputError for a log that cannot
     be used."""
-    if materialized.is_preprocessed(path):
-        raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
-    index = open_log(
-        path,
+    source = LogSource.at(path, config.files)
+    source.require_raw()
+    return source.index(
         config.schema if labelled else config.schema.unlabelled(),
-        files=config.files,
         segment_bytes=config.segment_bytes,
-        engine=engine,
-        cache_folder=storage.absolute(cache_folder()),
-        note=console.note,
-        progress=console.progress,
+        context=task_context(engine, console),
+        max_bad_fraction=config.max_bad_fraction,
         index_text=index_text,
     )
-    index.check(config.max_bad_fraction, path)
-    if index.faults.total:
-        console.note(f"{path}: {index.faults.describe()}; they are left out")
-    return index
+
+
+def task_context(engine: Engine, console: Console) -> TaskContext:
+    """That of a command outside a run."""
+    return TaskContext(engine, storage.absolute(cache_folder()), console.note, console.progress)

@@ -14,8 +14,7 @@ from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.engine import Engine
-from rayrec.data.log_source import index_log
-from rayrec.data.logs.head import has_labels
+from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized import writer as writing
 from rayrec.observe.console import Console
@@ -233,7 +232,7 @@ def _preprocess_log(
         engine(config, console, paths=(path, out)) as running,
         counting_indexer(config, config.rules) as counting,
     ):
-        labelled = has_labels(path, config.schema, files=config.files)
+        labelled = LogSource.at(path, config.files).is_labelled(config.schema)
         if not labelled and given is None:
             raise InputError(
                 f"{path}: has no labels, so it is not for counting categories; name the training log's Preprocessor with "

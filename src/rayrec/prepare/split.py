@@ -19,13 +19,11 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import Config, InputError
-from rayrec.data import materialized
 from rayrec.data.arrow import json_of, numpy_of
 from rayrec.data.engine import Engine
 from rayrec.data.job import ResumableJob, resumable_job
-from rayrec.data.log_source import refuse_foreign
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.observe.console import Console
@@ -161,11 +159,10 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
     if others:
         raise InputError(f"--{others[0].replace('_', '-')}: not an option of a split; leave it out")
     out = storage.absolute(out).rstrip("/")
-    if materialized.is_preprocessed(path):
-        raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
+    source = LogSource.at(path, config.files)
+    source.require_raw()
     schema = rows.columns_of(config.adapted(path).schema)
-    files = storage.list_files(path, names=config.files)
-    refuse_foreign(path, files)
+    files = source.raw_files()
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
     made_of = {
         "version": _JOB_VERSION,
@@ -215,7 +212,7 @@ class _Work:
     def tasks(self) -> list[SplitTask]:
         """The tasks, with the numbers of their good rows. Raises InputError for a log with too many faulty rows."""
         if not is_table(self.files, self.config.schema):
-            labelled = has_labels(self.path, self.config.schema, files=self.config.files)
+            labelled = LogSource.at(self.path, self.config.files).is_labelled(self.config.schema)
             if not labelled:
                 self.job = replace(self.job, schema=self.config.schema.unlabelled())
             self.index = raw_index(self.path, self.config, self.engine, self.console, labelled=labelled)

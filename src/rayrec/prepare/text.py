@@ -36,7 +36,7 @@ from rayrec.data.text.tokenizer import (
 )
 from rayrec.imports import require
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, cache_folder, engine
+from rayrec.prepare.config import PreparationConfig, engine, task_context
 from rayrec.prepare.text_tasks import (
     ShardTask,
     TextJob,
@@ -137,8 +137,7 @@ def _given(folder: str) -> Files:
 
 
 def _sources(files: Sequence[storage.File], engine: Engine, console: Console) -> list[Source]:
-    folder = storage.absolute(os.path.join(cache_folder(), "unpacked"))
-    plain = plain_files(files, unpack_folder=folder, engine=engine, note=console.note)
+    plain = plain_files(files, task_context(engine, console))
     return [Source(here.path, file.path, here.size_bytes) for file, here in zip(files, plain, strict=True)]
 
 

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.arrow import arrow_numbers, arrow_texts, numpy_of
 from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset
 from rayrec.data.engine import Engine
-from rayrec.data.log_source import open_log
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, Part, Segment
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Slice, parts_of, slices_of
@@ -31,7 +29,7 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
 from rayrec.prepare import report_figures
-from rayrec.prepare.config import PreparationConfig, cache_folder, engine
+from rayrec.prepare.config import PreparationConfig, engine, task_context
 from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
 from rayrec.prepare.log_statistics import Tally, TallyJob, quantile_edges
 from rayrec.schema import Schema
@@ -276,8 +274,8 @@ def validate(
     another schema.
     """
     gates = gates or Gates()
-    if materialized.is_preprocessed(path):
-        raise InputError(f"{path}: is preprocessed data; give the raw log it was made from")
+    source = LogSource.at(path, config.files)
+    source.require_raw()
     config = config.adapted(path)
     given = Preprocessor.load(preprocessor) if preprocessor else None
     if given is not None and given.schema != config.schema:
@@ -285,16 +283,8 @@ def validate(
             f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
         )
     with console.preparing(), engine(config, console, paths=(path,)) as running:
-        index = open_log(
-            path,
-            config.schema,
-            files=config.files,
-            segment_bytes=config.segment_bytes,
-            engine=running,
-            cache_folder=storage.absolute(cache_folder()),
-            note=console.note,
-            progress=console.progress,
-        )
+        context = task_context(running, console)
+        index = source.index(config.schema, segment_bytes=config.segment_bytes, context=context)
         return examine(
             index, path=path, config=config, gates=gates, given=given, engine=running, progress=console.progress
         )

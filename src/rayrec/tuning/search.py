@@ -15,9 +15,9 @@ from typing import Any, Final
 from rayrec import machine, storage
 from rayrec.cluster import connection
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.engine import ThreadEngine
-from rayrec.data.log_source import index_log
+from rayrec.data.log_source import LogSource, index_log
+from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.data.materialized.formats import best_format
 from rayrec.data.materialized.writer import preprocess
 from rayrec.inference.evaluate import ScoredRows
@@ -81,7 +81,7 @@ def tune(
     workload = config.workload
     if not isinstance(workload, ClickWorkload):
         raise InputError(f"tune: recipe {config.recipe} trains no click model")
-    if config.eval_data.path is not None or materialized.is_preprocessed(config.train_data.path or ""):
+    if config.eval_data.path is not None or LogSource.at(config.train_data.path or "").is_preprocessed:
         raise InputError(
             "tune: takes one raw log, whose split gives validation and test rows; leave --eval-data.path out"
         )
@@ -161,7 +161,7 @@ def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepa
         engine = ThreadEngine(cpus, max_outage_s=config.failure.max_outage_s)
         context = RunContext(config, place, engine, console.note, console.progress)
         prepared = workload.prepare(context)
-        if not materialized.is_preprocessed(data):
+        if not LogSource.at(data).is_preprocessed:
             quiet = dataclasses.replace(context, note=lambda text: None)  # the log's faults are reported by now
             index = workload.open_index(config.train_data, quiet, index_text=index_log)
             preprocessor = prepared.open_preprocessor()
@@ -311,7 +311,7 @@ def _compared(configs: Sequence[TrainConfig], best: Trial, own: Trial, console: 
 def _test_rows(config: TrainConfig, checkpoint: str, console: Console) -> ScoredRows:
     """The scores of the test rows, which follow each other in the log."""
     path = str(config.train_data.path)
-    first, stop = materialized.open_preprocessed(path).sets["test"]
+    first, stop = open_preprocessed(path).sets["test"]
     count = stop - first
     job = ScoringRequest(checkpoint, path, config, None, "cpu", console).open(evaluating=True, spare_cpus=0)
     kept = ScoredRows()

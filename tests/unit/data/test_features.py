@@ -13,7 +13,6 @@ import torch
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.counts import CountingJob
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -350,7 +349,6 @@ def test_arrow_and_preprocessed_parquet_keep_everything(
     assert_equal(from_named_columns(pq.read_table(file), SCHEMA), rows)
     with pytest.raises(InputError, match="no place for columns like, seconds, at; use --format parquet"):
         check("npy", preprocessor, labelled=True)
-    assert materialized.FORMATS[-1] == "parquet"
 
 
 def batches(rows: EncodedRows, *sizes: int) -> list[Batch]:

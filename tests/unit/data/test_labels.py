@@ -11,8 +11,8 @@ import pytest
 
 from rayrec import cli
 from rayrec.config import InputError
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.head import check_head
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_parser import parse
 from rayrec.schema import Schema
@@ -47,21 +47,21 @@ def write(folder: Path, values: list[Any], kind: str, *, good: int = 0) -> Path:
 def test_wrong_labels_are_refused_before_the_log_is_read(tmp_path: Path, name: str, kind: str) -> None:
     values, expected = FOUND[name]
     with pytest.raises(InputError) as raised:
-        check_head(str(write(tmp_path, values, kind)), SCHEMA)
+        LogSource.at(str(write(tmp_path, values, kind))).check_head(SCHEMA)
     assert f"log.{kind}: labels must be 0 or 1, {expected}" in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 @pytest.mark.parametrize("values", [[True, False], ["true", "False"], [0.0, 1.0], ["1", "0.0"]])
 def test_labels_that_mean_0_and_1_are_accepted(tmp_path: Path, values: list[Any], kind: str) -> None:
-    check_head(str(write(tmp_path, values, kind)), SCHEMA)
+    LogSource.at(str(write(tmp_path, values, kind))).check_head(SCHEMA)
 
 
 def test_share_of_wrong_labels_that_is_allowed_passes(tmp_path: Path) -> None:
     path = str(write(tmp_path, [1, 2, 3, 4, 5], "csv"))
-    check_head(path, SCHEMA, max_bad_fraction=0.8)
+    LogSource.at(path).check_head(SCHEMA, max_bad_fraction=0.8)
     with pytest.raises(InputError, match="found 1, 2, 3, 4, 5"):
-        check_head(path, SCHEMA, max_bad_fraction=0.7)
+        LogSource.at(path).check_head(SCHEMA, max_bad_fraction=0.7)
 
 
 def commands(folder: Path) -> list[list[str]]:
@@ -119,7 +119,7 @@ def test_labels_of_text_are_named(tmp_path: Path, labels: list[str], expected: s
         LogIndex((), Faults.from_dict(faults.to_dict())).check(0.001, "log")
     assert str(raised.value).endswith(expected)
     with pytest.raises(InputError, match="labels must be 0 or 1"):
-        check_head(str(tmp_path / "log.txt"), TEXT)
+        LogSource.at(str(tmp_path / "log.txt")).check_head(TEXT)
 
 
 def test_faults_of_several_tasks_name_all_labels() -> None:

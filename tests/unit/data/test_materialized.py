@@ -19,17 +19,19 @@ from builders.logs import learn, open_index
 from builders.torchrec_scripts import torchrec_criteo
 
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.log_source import open_log
+from rayrec.data.engine import TaskContext
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Split
 from rayrec.data.materialized import checks, row_maps
+from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
+from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
@@ -76,12 +78,10 @@ def hashed(schema: Schema, num_embeddings: int, multi_hot: MultiHot | None = Non
     )
 
 
-def write(
-    index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any
-) -> materialized.PreprocessedDataset:
+def write(index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any) -> PreprocessedDataset:
     arguments: dict[str, Any] = {"engine": HERE, "segments_per_task": 3, **changes}
     result = preprocess(index, preprocessor=preprocessor, out=str(out), format=format, **arguments)
-    dataset = materialized.open_preprocessed(str(out), verify=True)
+    dataset = open_preprocessed(str(out), verify=True)
     assert (result["rows"], result["out"], result["format"]) == (index.rows, str(out), format)
     assert result["bytes"] == dataset.size_bytes
     assert not Path(f"{out}.partial").exists()
@@ -396,16 +396,14 @@ def test_another_preprocessor_is_refused(days: LogIndex, preprocessor: Preproces
     with pytest.raises(
         InputError, match=rf"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}; use the"
     ):
-        materialized.read(made.index.segments[:1], np.arange(3), other)
+        read_preprocessed(made.index.segments[:1], np.arange(3), other)
 
 
 def test_a_moved_folder_is_as_good(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
     for format in ("npy", "parquet"):
         write(days, preprocessor, tmp_path / format, format)
         (tmp_path / format).rename(tmp_path / f"moved-{format}")
-        assert_same_epochs(
-            days, materialized.open_preprocessed(str(tmp_path / f"moved-{format}")).index, preprocessor, (0, 500)
-        )
+        assert_same_epochs(days, open_preprocessed(str(tmp_path / f"moved-{format}")).index, preprocessor, (0, 500))
 
 
 def test_no_rows_at_all(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
@@ -414,7 +412,7 @@ def test_no_rows_at_all(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
     expected = preprocessor.encode(read_raw([segment], SCHEMA), np.arange(0))
     for format in WRITTEN:
         made = write(days, preprocessor, tmp_path / format, format)
-        assert_same(materialized.read(made.index.segments[:2], np.arange(0), preprocessor), expected)
+        assert_same(read_preprocessed(made.index.segments[:2], np.arange(0), preprocessor), expected)
 
 
 @pytest.mark.parametrize("format", WRITTEN)
@@ -426,20 +424,20 @@ def test_damage_is_told(days: LogIndex, preprocessor: Preprocessor, tmp_path: Pa
     changed = bytearray(whole_file)
     changed[len(changed) // 2] ^= 1
     (out / name).write_bytes(changed)
-    materialized.open_preprocessed(str(out))
+    open_preprocessed(str(out))
     with pytest.raises(
         InputError, match=rf"{name}: has other bytes than were written: the dataset is damaged; copy it again"
     ):
-        materialized.open_preprocessed(str(out), verify=True)
+        open_preprocessed(str(out), verify=True)
     (out / name).write_bytes(whole_file[:-5])
     size = len(whole_file)
     with pytest.raises(
         InputError, match=rf"{name}: has {size - 5} bytes, not {size}: .* again with `rayrec preprocess`"
     ):
-        materialized.open_preprocessed(str(out))
+        open_preprocessed(str(out))
     (out / name).unlink()
     with pytest.raises(InputError, match=rf"{name}: is missing"):
-        materialized.open_preprocessed(str(out))
+        open_preprocessed(str(out))
 
 
 @pytest.mark.parametrize("format", WRITTEN)
@@ -450,27 +448,27 @@ def test_damage_after_opening(days: LogIndex, preprocessor: Preprocessor, tmp_pa
         path = out / file["name"]
         path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(InputError, match="the dataset is damaged; copy it again"):
-        materialized.read(made.index.segments[:1], np.arange(3), preprocessor)
+        read_preprocessed(made.index.segments[:1], np.arange(3), preprocessor)
 
 
 def test_what_is_no_dataset(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
-    assert not materialized.is_preprocessed(str(tmp_path))
-    assert not materialized.is_preprocessed(str(tmp_path / "nowhere"))
+    assert not LogSource.at(str(tmp_path)).is_preprocessed
+    assert not LogSource.at(str(tmp_path / "nowhere")).is_preprocessed
     with pytest.raises(
         InputError, match=r"holds no dataset\.json; make a preprocessed dataset with `rayrec preprocess LOG"
     ):
-        materialized.open_preprocessed(str(tmp_path))
+        open_preprocessed(str(tmp_path))
     out = tmp_path / "out"
     write(days, preprocessor, out, "npy")
     manifest = json.loads((out / "dataset.json").read_text())
     (out / "dataset.json").write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(InputError, match=r"of version 99, this rayrec reads version 1; make it again"):
-        materialized.open_preprocessed(str(out))
+        open_preprocessed(str(out))
     (out / "dataset.json").write_text("{")
     with pytest.raises(InputError, match=r"dataset\.json: damaged, not JSON"):
-        materialized.open_preprocessed(str(out))
+        open_preprocessed(str(out))
     shutil.rmtree(out)
-    assert not materialized.is_preprocessed(str(out))
+    assert not LogSource.at(str(out)).is_preprocessed
 
 
 @pytest.mark.parametrize("format", WRITTEN)
@@ -484,9 +482,9 @@ def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, form
     row = int(ids.argmax())
     preprocessor.__dict__["num_embeddings"] = [1 << 20] * 3 + [int(ids.max())] + [1 << 20] * 22
     order = np.arange(len(ids))[::-1]
-    assert len(materialized.read(segments, order[order != row], preprocessor)) == len(ids) - 1
+    assert len(read_preprocessed(segments, order[order != row], preprocessor)) == len(ids) - 1
     with pytest.raises(InputError) as error:
-        materialized.read(segments, order, preprocessor)
+        read_preprocessed(segments, order, preprocessor)
     place = re.escape(f"row {row} column cat_3: id {ids.max()} is outside its table of {ids.max():,} rows: ")
     names = {"binary": "day_9.bin", "npy": "day_9_sparse.npy"}
     if format == "parquet":
@@ -521,14 +519,12 @@ def test_checksums_are_compared_once_for_the_same_files(
     done: list[tuple[int, int]] = []
 
     def opened() -> LogIndex:
-        return open_log(
-            str(out),
+        return LogSource.at(str(out)).index(
             SCHEMA,
             segment_bytes=1,
-            engine=HERE,
-            cache_folder=str(tmp_path / "cache"),
-            note=lambda _: None,
-            progress=lambda _, bytes_done, size: done.append((bytes_done, size or 0)),
+            context=TaskContext(
+                HERE, str(tmp_path / "cache"), progress=lambda _, bytes_done, size: done.append((bytes_done, size or 0))
+            ),
         )
 
     assert opened() == made.index

@@ -23,14 +23,16 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Split
 from rayrec.data.logs.text_log import unpack
+from rayrec.data.materialized.dataset import open_preprocessed
+from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.files import WRITTEN, combine
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
@@ -121,7 +123,7 @@ def test_killed_between_the_last_task_and_the_end(log: Path, tmp_path: Path, mon
     engine = LoopEngine()
     run(log, tmp_path / "out", format="npy", engine=engine)
     assert engine.tasks == 0
-    materialized.open_preprocessed(str(tmp_path / "out"), verify=True)
+    open_preprocessed(str(tmp_path / "out"), verify=True)
 
 
 def test_a_task_run_twice_changes_nothing(log: Path, tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
         run(log, out)
     shutil.rmtree(f"{out}.partial")
     run(log, out)
-    assert materialized.open_preprocessed(str(out)).index.rows == 3000
+    assert open_preprocessed(str(out)).index.rows == 3000
 
 
 def test_out_exists(log: Path, tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_out_exists(log: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out")
-    made = materialized.open_preprocessed(str(tmp_path / "out"))
+    made = open_preprocessed(str(tmp_path / "out"))
     with pytest.raises(InputError, match="preprocessed already, in format binary; give the raw log"):
         preprocess(made.index, preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=LoopEngine())
     with pytest.raises(InputError, match="no rows to write"):
@@ -183,7 +185,7 @@ def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
 def test_rows_of_no_set(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out", format="parquet", sets={"train": (100, 1500), "test": (1600, 1999)})
     assert {path.name for path in (tmp_path / "out").glob("set=*")} == {"set=train", "set=test", "set=other"}
-    assert materialized.open_preprocessed(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
+    assert open_preprocessed(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
 
 
 def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,12 +198,12 @@ def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         run_to(log, out, format="parquet", shuffle="full")
     with pytest.raises(Died):
         run_to(log, out, format="parquet", engine=LoopEngine(3))
-    assert not materialized.is_preprocessed(out)
+    assert not LogSource.at(out).is_preprocessed
     run_to(log, out, format="parquet")
     run(log, tmp_path / "local", format="parquet")
     assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
-    made = materialized.open_preprocessed(out, verify=True)
-    rows = materialized.read(made.index.segments, np.arange(ROWS), make())
+    made = open_preprocessed(out, verify=True)
+    rows = read_preprocessed(made.index.segments, np.arange(ROWS), make())
     assert len(rows) == ROWS
     with pytest.raises(InputError, match="remote: exists already"):
         run_to(log, out, format="parquet")

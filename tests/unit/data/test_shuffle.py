@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec import storage
-from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
@@ -25,6 +24,8 @@ from rayrec.data.logs.index import LogIndex, Part, Segment, numbered
 from rayrec.data.logs.splits import Split
 from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.data.materialized import shuffle
+from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
+from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.files import WRITTEN
 from rayrec.data.materialized.shuffle import Permutation, gather_runs, write_run
 from rayrec.data.materialized.writer import preprocess
@@ -53,7 +54,7 @@ def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex
 
 
 def all_rows(index: LogIndex, start: int, stop: int) -> EncodedRows:
-    return materialized.read(index.segments, np.arange(start, stop), PREPROCESSOR)
+    return read_preprocessed(index.segments, np.arange(start, stop), PREPROCESSOR)
 
 
 def keys(rows: EncodedRows) -> list[bytes]:
@@ -64,7 +65,7 @@ def keys(rows: EncodedRows) -> list[bytes]:
     return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.labels, strict=True)]
 
 
-def shuffled(index: LogIndex, out: Path, **changes: Any) -> materialized.PreprocessedDataset:
+def shuffled(index: LogIndex, out: Path, **changes: Any) -> PreprocessedDataset:
     arguments: dict[str, Any] = {
         "format": "binary",
         "engine": LoopEngine(),
@@ -74,7 +75,7 @@ def shuffled(index: LogIndex, out: Path, **changes: Any) -> materialized.Preproc
         **changes,
     }
     preprocess(index, preprocessor=PREPROCESSOR, out=str(out), **arguments)
-    return materialized.open_preprocessed(str(out), verify=True)
+    return open_preprocessed(str(out), verify=True)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40))

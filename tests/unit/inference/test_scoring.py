@@ -10,7 +10,7 @@ import pytest
 
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
-from rayrec.data.logs.head import has_labels
+from rayrec.data.log_source import LogSource
 from rayrec.inference.pool import Pool, plan_pool
 from rayrec.metrics.binary import sigmoid
 from rayrec.schema import Schema
@@ -86,15 +86,15 @@ LABELLED, UNLABELLED = b"1\t3\t0000000a\n", b"3\t0000000a\n"
 )
 def test_has_labels(tmp_path: Path, text: bytes, expected: bool) -> None:
     (tmp_path / "log.tsv").write_bytes(text)
-    assert has_labels(str(tmp_path / "log.tsv"), SCHEMA) is expected
+    assert LogSource.at(str(tmp_path / "log.tsv")).is_labelled(SCHEMA) is expected
     (tmp_path / "log.gz").write_bytes(gzip.compress(text))
-    assert has_labels(str(tmp_path / "log.gz"), SCHEMA) is expected
+    assert LogSource.at(str(tmp_path / "log.gz")).is_labelled(SCHEMA) is expected
 
 
 def test_has_labels_looks_past_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").touch()
     (tmp_path / "b.tsv").write_bytes(UNLABELLED)
-    assert has_labels(str(tmp_path), SCHEMA) is False
+    assert LogSource.at(str(tmp_path)).is_labelled(SCHEMA) is False
 
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

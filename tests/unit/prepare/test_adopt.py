@@ -21,10 +21,11 @@ from builders.torchrec_scripts import PARTS, torchrec_criteo, write_contiguous_a
 import rayrec
 from rayrec import cli, predict, recipes
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.extension import rules_of
 from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.materialized.dataset import open_preprocessed
+from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.inference.model import open_served
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig
@@ -115,10 +116,10 @@ def from_raw(config: TrainConfig, adopted: Path) -> TrainConfig:
 
 
 def read(folder: Path, order: np.ndarray | None = None) -> EncodedRows:
-    dataset = materialized.open_preprocessed(str(folder), verify=True)
+    dataset = open_preprocessed(str(folder), verify=True)
     index = dataset.index
     order = np.arange(index.rows, dtype=np.int64) if order is None else order
-    return materialized.read(index.segments, order, Preprocessor.load(dataset.preprocessor))
+    return read_preprocessed(index.segments, order, Preprocessor.load(dataset.preprocessor))
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -156,7 +157,7 @@ def test_the_folder_gets_a_manifest_and_a_preprocessor_and_nothing_else(arrays: 
 
 
 def test_the_held_out_halves_are_those_of_torchrecs_loader(arrays: Path, adopted: Path) -> None:
-    sets = materialized.open_preprocessed(str(adopted)).sets
+    sets = open_preprocessed(str(adopted)).sets
     paths = [[str(arrays / f"day_2_{part}.npy")] for part in PARTS]
     with torchrec_criteo() as criteo:
         for stage, name in (("val", "validation"), ("test", "test")):

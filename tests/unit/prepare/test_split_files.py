@@ -23,8 +23,8 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.arrow import json_of
-from rayrec.data.engine import Engine, ThreadEngine
-from rayrec.data.log_source import open_log
+from rayrec.data.engine import Engine, TaskContext, ThreadEngine
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console
@@ -122,10 +122,9 @@ def test_random_rows_of_a_table(tmp_path: Path) -> None:
     ]  # fmt: skip
 
     # What is trained on: the files by their names.
-    index = open_log(
-        str(tmp_path / "out"), SCHEMA, segment_bytes=1 << 16, engine=ThreadEngine(1), cache_folder=str(tmp_path / "cache"),
-        note=print, progress=lambda *_: None,
-    )  # fmt: skip
+    index = LogSource.at(str(tmp_path / "out")).index(
+        SCHEMA, segment_bytes=1 << 16, context=TaskContext(ThreadEngine(1), str(tmp_path / "cache"), print)
+    )
     ranges = Split(kind="named_files").rows(index)
     assert {name: stop - start for name, (start, stop) in ranges.items()} == {n: len(p) for n, p in parts.items()}
 

@@ -243,9 +243,9 @@ def test_ready_made_data_and_other_schemas_are_refused(tmp_path: Path, monkeypat
     other = CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c")))
     with pytest.raises(InputError, match="made for columns"):
         validate(path, config=other, preprocessor=tmp_path / "prepared")
-    monkeypatch.setattr(module.materialized, "is_preprocessed", lambda path: True)
+    (tmp_path / "prepared" / "dataset.json").write_text("{}")
     with pytest.raises(InputError, match="preprocessed"):
-        validate(path)
+        validate(tmp_path / "prepared")
 
 
 # -- against a Preprocessor

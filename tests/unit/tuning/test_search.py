@@ -16,7 +16,8 @@ from pyarrow import csv
 import rayrec
 from rayrec import recipes, storage
 from rayrec.config import InputError
-from rayrec.data.materialized import open_preprocessed, writer
+from rayrec.data.materialized import writer
+from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.schema import Feature, Label, Schema

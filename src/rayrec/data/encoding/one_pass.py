@@ -14,7 +14,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_texts
 from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, Counts, Packer, count_log, tasks_of
-from rayrec.data.engine import Engine
+from rayrec.data.engine import Engine, TaskContext
 from rayrec.data.log_source import CHUNK_BYTES
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Part, numbered, said_of, select
@@ -69,10 +69,9 @@ def _one_pass(
     ranges: Sequence[tuple[int, int]],
     *,
     segment_bytes: int,
-    engine: Engine,
+    context: TaskContext,
     memory_bytes: int | None,
     task_bytes: int,
-    progress: Callable[[int], None] | None,
 ) -> tuple[LogIndex, _Found]:
     """The index of text files, and counts of the segments that lie in the bytes `ranges` of each file; these are neighbours."""
     range_of = dict(zip([file.path for file in files], ranges, strict=True))
@@ -81,10 +80,10 @@ def _one_pass(
     function = functools.partial(_index_and_count, counting=counting, segment_bytes=segment_bytes)
     total = counting.total(memory_bytes, None)
     entries: list[Entry] = []
-    faults, rows, done = Faults(), 0, 0
+    faults, rows, done, size = Faults(), 0, 0, sum(file.size_bytes for file in files)
     counted: list[int] = []
     try:
-        for table in engine.run("index and count", function, tasks):
+        for table in context.engine.run("index and count", function, tasks):
             total.add(table, first_row=rows)
             found = json.loads(table.column("index")[0].as_py())
             new = [Entry(*entry) for entry in found["entries"]]
@@ -93,8 +92,7 @@ def _one_pass(
             counted += [rows + row for row in found["counted"] or ()]
             rows += sum(entry.rows for entry in new)
             done += sum(entry.stop - entry.start for entry in new)
-            if progress:
-                progress(done)
+            context.progress("index (bytes)", done, size)
     except BaseException:
         total.close()
         raise
@@ -134,15 +132,12 @@ class CountingIndexer:
         schema: Schema,
         *,
         segment_bytes: int,
-        engine: Engine,
-        cache_folder: str | None = None,
-        progress: Callable[[int], None] | None = None,
-        note: Callable[[str], None] | None = None,
+        context: TaskContext,
     ) -> LogIndex:
         """As `index_log`; counts nothing if the index is in the cache."""
         assert schema == self._counting.schema
         self.close()
-        cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
+        cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
         if cached := cache.read():
             return cached
         index, self._found = _one_pass(
@@ -150,14 +145,13 @@ class CountingIndexer:
             self._counting,
             self._guess(files),
             segment_bytes=segment_bytes,
-            engine=engine,
+            context=context,
             memory_bytes=self._memory_bytes,
             task_bytes=self._task_bytes,
-            progress=progress,
         )
         edited = cache.write(index)
-        if edited and note:
-            note(said_of(edited))
+        if edited:
+            context.note(said_of(edited))
         return index
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Sequence
 from typing import Final
@@ -11,9 +10,6 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import materialized
-from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.log_source import refuse_foreign
 from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import LABEL_FAULT, Faults
 from rayrec.data.logs.index import head_of
@@ -30,48 +26,25 @@ _MANY_WRONG_LABELS: Final = 0.2
 """Share of the first rows from which on wrong labels are no accident."""
 
 
-def schema_of(path: str, schema: Schema, *, files: Sequence[str] = ()) -> Schema:
-    """Return the schema with the `tokens` of the data at a path: hexadecimal for text without a header, and for preprocessed data
-    those of its log. Only a schema whose delimiter is a tab changes."""
-    if schema.tokens == "hexadecimal" or schema.delimiter != "\t":
+def with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
+    """Return a schema whose delimiter is a tab with tokens: hexadecimal, if the files are text without a header. Raises
+    InputError for a local text of which no line can be read so."""
+    found = [file for file in files if file.size_bytes]
+    if not found or any(file.path.lower().endswith(SUFFIXES) for file in found):
         return schema
-    try:
-        if materialized.is_preprocessed(path):
-            return schema.replace(
-                tokens=Preprocessor.load(materialized.open_preprocessed(path).preprocessor).schema.tokens
-            )
-        found = [file for file in storage.list_files(path, names=files) if file.size_bytes]
-        if not found or any(file.path.lower().endswith(SUFFIXES) for file in found):
-            return schema
-        hexadecimal = schema.replace(tokens="hexadecimal")
-        if not storage.is_url(path) and not is_gzip(found[0].path):
-            _check_text(found[0], hexadecimal)
-        return hexadecimal
-    except InputError:  # of the path or the columns, whose next reader explains it
-        return schema
+    hexadecimal = schema.replace(tokens="hexadecimal")
+    if not storage.is_url(found[0].path) and not is_gzip(found[0].path):
+        _check_text(found[0], hexadecimal)
+    return hexadecimal
 
 
-def check_head(path: str, schema: Schema, *, files: Sequence[str] = (), max_bad_fraction: float = 0.0) -> None:
-    """Raises InputError if there is no file at `path`, if all are empty, if the first table lacks a column of the schema, if
-    no line at the beginning of the first text file can be parsed, with the likely cause, or if many labels there, and more than
-    `max_bad_fraction`, are not 0 or 1. URLs are only checked to be well-formed: reading from a store twice costs more than an
-    early message is worth."""
-    if storage.is_url(path):
-        storage.resolve(path)
-        return
-    if materialized.is_preprocessed(path):
-        return
-    try:
-        found = storage.list_files(path, names=files)
-    except InputError:
-        if os.path.isdir(path):  # whose files have other names, since they are another program's
-            refuse_foreign(path, storage.list_files(path))
-        raise
-    refuse_foreign(path, found)
-    first = next((file for file in found if file.size_bytes), None)
+def check_first_rows(path: str, files: Sequence[storage.File], schema: Schema, max_bad_fraction: float) -> None:
+    """Raises InputError if all files of the raw log at `path` are empty, and for the first one that is not, if it lacks a column,
+    if no line at its beginning can be parsed, or for many wrong labels there, more than `max_bad_fraction`."""
+    first = next((file for file in files if file.size_bytes), None)
     if first is None:
-        raise InputError(f"{path}: no usable rows; {'its files are' if found[1:] else 'it is'} empty")
-    if is_table(found, schema):
+        raise InputError(f"{path}: no usable rows; {'its files are' if files[1:] else 'it is'} empty")
+    if is_table(files, schema):
         rows, faults = _check_table(first.path, schema)
     elif not is_gzip(first.path):
         rows, faults = _check_text(first, schema)
@@ -126,21 +99,14 @@ def _cause(path: str, schema: Schema) -> str:
     return ""
 
 
-def has_labels(path: str, schema: Schema, *, files: Sequence[str] = ()) -> bool:
-    """Whether a log of `schema` (the named `files` of a folder) has its label column, told by its first file that says so.
-
-    Text without a header: by the first line with the right number of columns. A log with no such line counts as labelled,
-    and its lines as faulty.
-    """
+def has_label_column(files: Sequence[storage.File], schema: Schema) -> bool:
+    """Whether a raw log has the label column of `schema`, told by its first file that says so."""
     assert schema.label is not None
-    if materialized.is_preprocessed(path):
-        return materialized.open_preprocessed(path).labelled
-    found = storage.list_files(path, names=files)
-    if is_table(found, schema):
-        names = (column_names(file, schema) for file in found)
+    if is_table(files, schema):
+        names = (column_names(file, schema) for file in files)
         return schema.label in next((columns for columns in names if columns), (schema.label,))
     labelled = len(schema.columns)
-    for file in found:
+    for file in files:
         for line in _first_lines_of(file.path):
             columns = line.count(b"\t") + 1
             if columns in (labelled, labelled - 1):

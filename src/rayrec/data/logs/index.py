@@ -24,6 +24,8 @@ _MOST_INDICES = 64
 
 Format = Literal["text", "table", "binary", "npy", "npz", "parquet"]
 """text: lines of a raw log; table: a raw log in Parquet or CSV; the others are preprocessed data (data/materialized)."""
+MAPPED = ("binary", "npy", "npz")
+"""Formats whose files a process maps into its memory; any row is written and read on its own."""
 VERSION = 2
 """Version of stored indices; another one makes a log be indexed again."""
 
@@ -53,6 +55,14 @@ class Segment:
     checksum: int | None = None
     """Checksum of the bytes the rows are made from (native/checksum.c), of a table those of the schema's columns. None: not
     known; preprocessed files have checksums of their own."""
+
+    @property
+    def is_preprocessed(self) -> bool:
+        return self.format not in ("text", "table")
+
+    @property
+    def is_mapped(self) -> bool:
+        return self.format in MAPPED
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,10 @@ class LogIndex:
     @property
     def format(self) -> Format:
         return self.segments[0].format if self.segments else "text"
+
+    @property
+    def is_preprocessed(self) -> bool:
+        return bool(self.segments) and self.segments[0].is_preprocessed
 
     @property
     def bad_fraction(self) -> float:

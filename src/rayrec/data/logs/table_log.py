@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.engine import Engine
+from rayrec.data.engine import TaskContext
 from rayrec.data.logs.csv_reader import csv_columns
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Segment, changed, numbered, remove_older, said_of
@@ -51,37 +51,33 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
 
 
 def index_tables(
-    files: Sequence[storage.File],
-    schema: Schema,
-    *,
-    segment_bytes: int,
-    engine: Engine,
-    cache_folder: str,
-    note: Callable[[str], None],
-    progress: Callable[[str, int, int | None], None],
+    files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
 ) -> LogIndex:
-    """Reads the whole log once to number its rows and count its faults. Into `cache_folder` go the index, from which it
+    """Reads the whole log once to number its rows and count its faults. Into the cache folder go the index, from which it
     comes back for the very same files, and those files that must be written again. Raises InputError for a file that lacks
     a column or has one of an unusable type."""
-    cache = CachedIndex.at(cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
+    cache = CachedIndex.at(
+        context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}"
+    )
     if cached := cache.read():
         return cached
-    folder = storage.absolute(storage.join(cache_folder, "tables"))
+    assert context.cache_folder is not None
+    folder = storage.absolute(storage.join(context.cache_folder, "tables"))
     csv_files = [file for file in files if not is_parquet(file.path)]
     if csv_files:
-        note(f"CSV cannot be split: {len(csv_files)} files are written as Parquet to {folder} (once)")
+        context.note(f"CSV cannot be split: {len(csv_files)} files are written as Parquet to {folder} (once)")
     prepare = functools.partial(_prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder)
     parts: list[Part] = []
     total = 0
-    for result in _results(engine.run("tables", prepare, _groups(files), block_bytes=1 << 16), "parts"):
+    for result in _results(context.engine.run("tables", prepare, _groups(files), block_bytes=1 << 16), "parts"):
         new = [Part(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in result]
         parts += new
         total += sum(part.rows for part in new)
-        progress("tables (rows)", total, None)
+        context.progress("tables (rows)", total, None)
     written = [part for part in parts if part.source != part.path]
     again = {part.source for part in written if is_parquet(part.source)}
     if again:
-        note(
+        context.note(
             f"{len(again)} Parquet files have row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to be shuffled: "
             f"they were written again to {folder} (once)"
         )
@@ -91,18 +87,18 @@ def index_tables(
     entries: list[Entry] = []
     faults, done = Faults(), 0
     check = functools.partial(_check_task, schema=schema)
-    results = _results(engine.run("index", check, tasks, block_bytes=1 << 16), "checked")
+    results = _results(context.engine.run("index", check, tasks, block_bytes=1 << 16), "checked")
     for task, result in zip(tasks, results, strict=True):
         ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
         found = zip(ranges, result["rows"], result["checksums"], strict=True)
         entries.extend(Entry(*range_, rows, sum_) for range_, rows, sum_ in found)
         faults.add(Faults.from_dict(result["faults"]))
         done += sum(stop - start for _, start, stop in ranges)
-        progress("index (rows)", done, total)
+        context.progress("index (rows)", done, total)
     index = LogIndex(numbered(entries, "table"), faults)
     edited = cache.write(index)
     if edited:
-        note(said_of(edited))
+        context.note(said_of(edited))
     return index
 
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.data.encoded import Bags, EncodedRows
-from rayrec.data.engine import Engine
+from rayrec.data.engine import TaskContext
 from rayrec.data.materialized.files import combine
 from rayrec.data.materialized.row_maps import damaged
 
@@ -38,18 +38,16 @@ def check_checksums(
     path: str,
     files: Sequence[Mapping[str, Any]],
     found: Mapping[str, storage.File],
-    *,
-    engine: Engine,
-    cache_folder: str,
-    progress: Callable[[int, int], None],
+    context: TaskContext,
 ) -> None:
     """Compares the CRC-32 of each of a dataset's files with its manifest, in data tasks; reads every byte.
 
     `files`: {name, bytes, crc32} of the manifest; `found`: the files in the folder by name, sizes already compared. A
-    record in `cache_folder` lets the next run skip files whose names, sizes, times and expected checksums are the same.
-    `progress` gets bytes done and bytes in all. Raises InputError that names a file with other bytes.
+    record in the cache folder lets the next run skip files whose names, sizes, times and expected checksums are the same.
+    Raises InputError that names a file with other bytes.
     """
-    record = storage.join(cache_folder, "verified", f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json")
+    assert context.cache_folder is not None
+    record = storage.join(context.cache_folder, "verified", f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json")
     state = [[file["name"], file["bytes"], file["crc32"], found[file["name"]].modified_ns] for file in files]
     version = {"path": path, "files": hashlib.sha256(json.dumps(state).encode()).hexdigest()}
     if storage.exists(record) and storage.read_json(record) == version:
@@ -58,13 +56,13 @@ def check_checksums(
     total, done = sum(file["bytes"] for file in files), 0
     checksums = [0] * len(files)
     task = functools.partial(_checksums, path=path)
-    for group, table in zip(groups, engine.run("verify", task, groups, block_bytes=1 << 12), strict=True):
+    for group, table in zip(groups, context.engine.run("verify", task, groups, block_bytes=1 << 12), strict=True):
         for part, checksum in zip(group, table.column("crc32").to_pylist(), strict=True):
             checksums[part.file] = combine(checksums[part.file], checksum, part.stop - part.start)
             done += part.stop - part.start
             if part.stop == files[part.file]["bytes"] and f"{checksums[part.file]:08x}" != files[part.file]["crc32"]:
                 raise damaged(path, part.name, "has other bytes than were written")
-        progress(done, total)
+        context.progress("verify (bytes)", done, total)
     storage.write_json(record, version)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import posixpath
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,23 +23,14 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.engine import Engine
+from rayrec.data.engine import TaskContext
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Segment, row_numbers
+from rayrec.data.logs.index import MAPPED, LogIndex, Segment, row_numbers
 from rayrec.data.materialized.adopted import PRESET
 from rayrec.data.materialized.checks import check_checksums, wrong_id
-from rayrec.data.materialized.files import FORMATS, MAPPED, file_checksum
+from rayrec.data.materialized.files import file_checksum
 from rayrec.data.materialized.formats import from_named_columns
 from rayrec.data.materialized.row_maps import RowMaps, Run, damaged
-
-__all__ = [
-    "FORMATS",
-    "MAPPED",
-    "PreprocessedDataset",
-    "is_preprocessed",
-    "open_preprocessed",
-    "read",
-]
 
 VERSION = 1
 MANIFEST = "dataset.json"
@@ -106,11 +97,6 @@ class PreprocessedDataset:
 _OPENED: dict[str, PreprocessedDataset] = {}
 
 
-def is_preprocessed(path: str) -> bool:
-    """Whether `path` is a folder that `preprocess` wrote and finished."""
-    return storage.exists(storage.join(path, MANIFEST))
-
-
 def write_manifest(folder: str, manifest: dict[str, Any]) -> None:
     """Writes dataset.json, which makes the folder a preprocessed dataset."""
     # A line an entry: indented as other JSON files are, a long log's would be ten times as long.
@@ -133,23 +119,21 @@ def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset
     return dataset
 
 
-def open_verified(
-    path: str, *, engine: Engine, cache_folder: str, progress: Callable[[int, int], None]
-) -> PreprocessedDataset:
-    """Opens a preprocessed dataset and compares the checksums of its files in data tasks, unless a record in
-    `cache_folder` says that these files, with these sizes and times, were compared before. `progress` gets bytes.
+def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
+    """Opens a preprocessed dataset and compares the checksums of its files in data tasks, unless a record in the cache folder
+    says that these files, with these sizes and times, were compared before.
 
     Raises InputError if it is none, of another version, incomplete or damaged.
     """
     dataset = _load(storage.absolute(path).rstrip("/"))
     files = dataset.manifest["files"]
     found = _check_files(dataset.path, files, verify=False)
-    check_checksums(dataset.path, files, found, engine=engine, cache_folder=cache_folder, progress=progress)
+    check_checksums(dataset.path, files, found, context)
     return dataset
 
 
 def _load(path: str) -> PreprocessedDataset:
-    if not is_preprocessed(path):
+    if not storage.exists(storage.join(path, MANIFEST)):
         raise InputError(
             f"{path}: holds no {MANIFEST}; make a preprocessed dataset with `rayrec preprocess LOG --out {path}`"
         )

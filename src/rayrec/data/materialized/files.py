@@ -15,9 +15,6 @@ import numpy as np
 from rayrec import storage
 from rayrec.data.encoding.preprocessor import Preprocessor
 
-MAPPED = ("binary", "npy", "npz")
-"""Formats whose files a process maps into its memory; any row is written and read on its own."""
-FORMATS = (*MAPPED, "parquet")
 WRITTEN = ("binary", "npy", "parquet")
 """Formats that `rayrec preprocess` writes; npz files come from other programs."""
 _ALIGNMENT = 64

@@ -21,7 +21,7 @@ from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
-from rayrec.data.materialized.files import FORMATS, create_files, finish_files, row_bytes
+from rayrec.data.materialized.files import create_files, finish_files, row_bytes
 from rayrec.data.materialized.formats import check
 from rayrec.data.materialized.plan import Layout, lay_out
 from rayrec.data.materialized.write_tasks import Job, gather_rows, scatter_rows, write_rows
@@ -114,7 +114,7 @@ def preprocess(
 
 
 def _check_target(index: LogIndex, out: str, format: str, shuffle: str) -> None:
-    if index.format in FORMATS:
+    if index.is_preprocessed:
         raise InputError(f"the log is preprocessed already, in format {index.format}; give the raw log")
     if not index.rows:
         raise InputError("the log has no rows to write; give one that has")

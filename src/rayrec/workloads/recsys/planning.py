@@ -10,12 +10,12 @@ import numpy as np
 
 from rayrec import machine, storage
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import InProcess
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex, Part, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.data.logs.text_log import cut, index_chunk, is_gzip
@@ -359,9 +359,9 @@ def _tables_there(
 def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
     data = config.train_data
     assert data.path is not None
-    if materialized.is_preprocessed(data.path):
-        raise InputError(f"{data.path}: is preprocessed data; a forecast is made from the raw log")
-    files = storage.list_files(data.path, names=data.files)
+    source = LogSource.at(data.path, data.files)
+    source.require_raw("a forecast is made from the raw log")
+    files = source.raw_files()
     if is_table(files, workload.schema) or is_gzip(files[0].path):
         raise InputError(f"{files[0].path}: a forecast measures plain text in Criteo's format, which this is not")
     chunk = cut(files, data.block_bytes)[0]

@@ -14,13 +14,11 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.arrow import arrow_numbers, numpy_of
 from rayrec.data.encoding.known_categories import bucket_names, buckets_of
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
-from rayrec.data.engine import Shared
-from rayrec.data.log_source import open_log
-from rayrec.data.logs.head import has_labels
+from rayrec.data.engine import Shared, TaskContext
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex, Part, select
 from rayrec.data.logs.reading import first_lines, good_lines, stretch_of, values_of
 from rayrec.data.logs.splits import Slice, slices_of
@@ -57,7 +55,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         raise InputError(
             "ranking_k: metrics at k are computed within groups; name the column of the groups with --group"
         )
-    labelled = has_labels(context.path, preprocessor.schema)
+    labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
     if context.evaluating and not labelled:
         raise InputError(
             f"{context.path}: holds no labels, so there is nothing to compare scores with; `rayrec predict` scores it"
@@ -67,7 +65,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     frequencies = frequency_columns(context.slice_by, preprocessor)
     index, blocks = _blocks(context, schema)
     told_by = dict.fromkeys((*columns, *frequencies))
-    if told_by and index.format in materialized.FORMATS:
+    if told_by and index.is_preprocessed:
         raise InputError(
             f"{context.path}: is preprocessed and holds ids in place of categories; give the raw log to tell metrics by "
             f"{', '.join(told_by)}"
@@ -126,21 +124,15 @@ def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[Sco
     path, data, console = context.path, context.config.eval_data, context.console
     engine = context.engine()
     with console.preparing():
-        index = open_log(
-            path,
+        index = LogSource.at(path).index(
             schema,
             segment_bytes=data.segment_bytes,
-            engine=engine,
-            cache_folder=cache_folder(context.checkpoint),
-            note=console.note,
-            progress=console.progress,
+            context=TaskContext(engine, cache_folder(context.checkpoint), console.note, console.progress),
+            max_bad_fraction=context.config.max_bad_fraction,
         )
-        index.check(context.config.max_bad_fraction, path)
-        if index.faults.total:
-            console.note(f"{path}: {index.faults.describe()}; they are left out")
         lines = first_lines(index, segments_per_task=data.segments_per_block, engine=engine)
     parts = [Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows)]
-    rows_follow = not index.faults.total or index.format in materialized.FORMATS
+    rows_follow = not index.faults.total or index.is_preprocessed
     return index, [
         ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow)
         for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=data.segments_per_block)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, unpooled_features
@@ -94,7 +94,7 @@ class ClickSettings(Workload):
             raise InputError(
                 "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
             )
-        if self.preprocessor is None and not materialized.is_preprocessed(config.train_data.path):
+        if self.preprocessor is None and not LogSource.at(config.train_data.path).is_preprocessed:
             inputs = self.preset.inputs(self.schema)
             check_sparse(inputs)
             self.unpooled(inputs)  # raises an error for columns that the model cannot take
@@ -134,8 +134,8 @@ class ClickSettings(Workload):
 
     def split_rows(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
         """Row ranges [start, stop) of the sets of a training log; preprocessed data knows them already."""
-        sets = materialized.open_preprocessed(path).sets if materialized.is_preprocessed(path) else None
-        return sets or self.preset.split.rows(index)
+        data = LogSource.at(path).dataset()
+        return (data and data.sets) or self.preset.split.rows(index)
 
     def unpooled(self, inputs: Schema) -> tuple[str, ...]:
         """Those of the model's columns whose embeddings are looked up one by one in training."""
@@ -162,7 +162,7 @@ def check_sparse(inputs: Schema) -> None:
 def check_grouped(schema: Schema, path: str | None) -> None:
     """Raises InputError if a schema names a group and the rows to evaluate on are preprocessed: these hold ids, and all rare
     categories share one."""
-    if schema.group is not None and path is not None and materialized.is_preprocessed(path):
+    if schema.group is not None and path is not None and LogSource.at(path).is_preprocessed:
         raise InputError(
             f"schema.group: {path} is preprocessed and holds no values of {schema.group}; evaluate on a raw log "
             "(--eval-data.path), or leave group out"

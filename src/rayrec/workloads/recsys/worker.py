@@ -26,7 +26,6 @@ from rayrec.batch import Batch
 from rayrec.checkpoint.communicator import Ranks
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.ingest.batches import ClickBatches
 from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
@@ -280,7 +279,7 @@ def _loader(
 def is_mapped(order: BlockOrder) -> bool:
     """Whether the rows are preprocessed files on this machine, which a worker reads itself."""
     first = order.parts[0].segment if order.parts else None
-    return first is not None and first.format in materialized.MAPPED and not storage.is_url(first.path)
+    return first is not None and first.is_mapped and not storage.is_url(first.path)
 
 
 class Unwrapped(DataParallelWrapper):

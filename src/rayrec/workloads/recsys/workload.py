@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data import materialized
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.encoding.presets import Preset
+from rayrec.data.engine import TaskContext
+from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
@@ -40,18 +41,15 @@ class ClickWorkload(ClickSettings):
     def adapted(self, config: TrainConfig) -> TrainConfig:
         """With the schema of adopted data, whose rows are not those that the recipe's preset makes, and with the `tokens` of the
         log."""
-        from rayrec.data.logs.head import schema_of
-
         path = config.train_data.path
         if path is None:
             return config
-        schema = schema_of(path, self.schema, files=config.train_data.files)
+        source = LogSource.at(path, config.train_data.files)
+        schema = source.schema(self.schema)
         if schema != self.schema:
             return config.replace(workload=self.replace(schema=schema))
-        if not materialized.is_preprocessed(path):
-            return config
-        data = materialized.open_preprocessed(path)
-        if not data.adopted:
+        data = source.dataset()
+        if data is None or not data.adopted:
             return config
         schema = Preprocessor.load(data.preprocessor).schema.replace(group=self.schema.group)
         preset = Preset(
@@ -60,20 +58,16 @@ class ClickWorkload(ClickSettings):
         return config.replace(workload=self.replace(schema=schema, preset=preset))
 
     def check_data(self, config: TrainConfig) -> None:
-        from rayrec.data.logs.head import check_head
-
         evaluated = config.train_data.path if config.eval_data.path is None else config.eval_data.path
         check_grouped(self.schema, evaluated)
         if self.preprocessor is not None:
             Preprocessor.load(self.preprocessor)
         for data in (config.train_data, config.eval_data):
             if data.path is not None:
-                check_head(data.path, self.schema, files=data.files, max_bad_fraction=config.max_bad_fraction)
+                LogSource.at(data.path, data.files).check_head(self.schema, max_bad_fraction=config.max_bad_fraction)
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
-        if not materialized.is_preprocessed(path):
-            return super().list_data(path, names)
-        return materialized.open_preprocessed(path).list_files()
+        return LogSource.at(path, names).list_files()
 
     def prepare(self, context: RunContext) -> Prepared:
         from rayrec.data.encoding.one_pass import CountingIndexer
@@ -95,7 +89,6 @@ class ClickWorkload(ClickSettings):
 
     def _prepare(self, context: RunContext, folder: str, counting: CountingIndexer) -> Prepared:
         from rayrec.data.encoding.preprocessor import share_preprocessor
-        from rayrec.data.log_source import index_log
 
         config = context.config
         assert config.train_data.path is not None
@@ -139,24 +132,16 @@ class ClickWorkload(ClickSettings):
 
     def open_index(self, data: DataConfig, context: RunContext, *, index_text: TextIndexer) -> LogIndex:
         """Return the index of a log, from the cache of the storage path if it was indexed before."""
-        from rayrec.data.log_source import open_log
-
         assert data.path is not None
-        index = open_log(
-            data.path,
+        cache_folder = storage.join(storage.absolute(context.config.storage_path), ".cache")
+        index = LogSource.at(data.path, data.files).index(
             self.schema,
-            files=data.files,
             segment_bytes=data.segment_bytes,
-            engine=context.engine,
-            cache_folder=storage.join(storage.absolute(context.config.storage_path), ".cache"),
-            note=context.note,
-            progress=context.progress,
+            context=TaskContext(context.engine, cache_folder, context.note, context.progress),
+            max_bad_fraction=context.config.max_bad_fraction,
             index_text=index_text,
         )
         context.stopwatch.lap("index")
-        index.check(context.config.max_bad_fraction, data.path)
-        if index.faults.total:
-            context.note(f"{data.path}: {index.faults.describe()}; they are left out")
         return index
 
     def _counted_rows(self, index: LogIndex, config: TrainConfig) -> tuple[int, int]:
@@ -181,9 +166,8 @@ class ClickWorkload(ClickSettings):
         """That of preprocessed data, the teacher's models and the configuration, as far as there are any. Raises InputError if
         they bring different ones. Memory: two of them."""
         teachers = () if teacher is None else teacher.checkpoints
-        places = {}
-        if materialized.is_preprocessed(path):
-            places[path] = materialized.open_preprocessed(path).preprocessor
+        of_data = LogSource.at(path).preprocessor()
+        places = {} if of_data is None else {path: of_data}
         places |= {checkpoint: storage.join(checkpoint, PREPROCESSOR_FOLDER) for checkpoint in teachers}
         if self.preprocessor is not None:
             places[self.preprocessor] = self.preprocessor
@@ -261,9 +245,8 @@ class ClickWorkload(ClickSettings):
         if self.preprocessor is not None:
             return Preprocessor.load(self.preprocessor)
         path = config.train_data.path
-        if path is None or not materialized.is_preprocessed(path):
-            return None
-        return Preprocessor.load(materialized.open_preprocessed(path).preprocessor)
+        folder = None if path is None else LogSource.at(path).preprocessor()
+        return None if folder is None else Preprocessor.load(folder)
 
     def probe_speed(
         self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
@@ -305,7 +288,8 @@ def _resumes(folder: str) -> bool:
 
 
 def _check_mixed(path: str) -> None:
-    if not materialized.is_preprocessed(path) or materialized.open_preprocessed(path).manifest["shuffle"] != "full":
+    data = LogSource.at(path).dataset()
+    if data is None or data.manifest["shuffle"] != "full":
         raise InputError(
             f"train_data.shuffle full: {path} is not mixed as a whole; make it so with `rayrec preprocess {path} --shuffle full "
             "--split ... --out DIR` and train on that, or choose window"

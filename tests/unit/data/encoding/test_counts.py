@@ -40,6 +40,7 @@ from rayrec.data.encoding.counts import (
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
+from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import index_log
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Part, numbered, select
@@ -475,12 +476,12 @@ def test_the_chosen_rows_are_counted_while_the_log_is_indexed(
     monkeypatch.setattr(counting_module, "count_parts", noted)
     cache = str(tmp_path / "cache")
     with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
-        index = indexer.index(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
+        index = indexer.index(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, cache))
         with indexer.counts(index, engine=HERE) as counts:
             made = everything(counts)
     assert (index.rows, index.faults.total) == (3000, 3)
-    assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE)
-    assert index == index_log(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache)
+    assert index == index_log(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, None))
+    assert index == index_log(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, cache))
     rows_again = sum(part.stop - part.start for part in again)
     start, stop = chosen(index)
     assert rows_again < (stop - start) / 4 if read_again is None else rows_again == read_again
@@ -489,7 +490,7 @@ def test_the_chosen_rows_are_counted_while_the_log_is_indexed(
     # The index is in the cache now, so all rows are counted from it.
     again.clear()
     with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
-        assert indexer.index(files, CRITEO, segment_bytes=20_000, engine=HERE, cache_folder=cache) == index
+        assert indexer.index(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, cache)) == index
         with indexer.counts(index, engine=HERE) as counts:
             assert everything(counts) == made
     assert sum(part.stop - part.start for part in again) == stop - start

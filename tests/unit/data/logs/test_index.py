@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs import index as log_index
 from rayrec.data.logs import text_log
 from rayrec.data.logs.faults import Fault, Faults
-from rayrec.data.logs.head import has_labels
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, numbered, select
 from rayrec.data.logs.text_log import cut, index_chunk, is_gzip, read_lines, read_segments, unpack
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
@@ -342,11 +342,11 @@ def test_a_file_that_may_not_be_read_is_the_users_error(tmp_path: Path) -> None:
 def test_an_empty_first_file_does_not_make_a_log_unlabelled(tmp_path: Path) -> None:
     schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
     (tmp_path / "a.csv").write_bytes(b"")
-    assert has_labels(str(tmp_path), schema)
+    assert LogSource.at(str(tmp_path)).is_labelled(schema)
     (tmp_path / "b.csv").write_bytes(b"y,s\n1,2\n")
-    assert has_labels(str(tmp_path), schema)
+    assert LogSource.at(str(tmp_path)).is_labelled(schema)
     (tmp_path / "b.csv").write_bytes(b"s\n2\n")
-    assert not has_labels(str(tmp_path), schema)
+    assert not LogSource.at(str(tmp_path)).is_labelled(schema)
 
 
 def test_what_is_packed_well_is_unpacked_in_small_pieces() -> None:

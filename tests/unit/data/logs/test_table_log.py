@@ -32,6 +32,7 @@ from rayrec.config import InputError
 from rayrec.data.encoding.counts import CountingJob, count_log
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
+from rayrec.data.engine import TaskContext
 from rayrec.data.logs import csv_reader, parquet
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
@@ -65,10 +66,7 @@ def index_of(
         files,
         schema,
         segment_bytes=segment_bytes,
-        engine=engine or LoopEngine(),
-        cache_folder=str(cache),
-        note=lambda text: None,
-        progress=lambda what, done, total: None,
+        context=TaskContext(engine or LoopEngine(), str(cache)),
     )
 
 
