@@ -23,7 +23,8 @@ from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import Counters
 from rayrec.serve.replica_models import ReplicaModels, Source, Wanted
 from rayrec.serve.responses import BatchScorer
-from rayrec.workloads.recsys.scorer import PREFIX, empty_model, make_scorer
+from rayrec.workloads.recsys.scorer import empty_model, make_scorer
+from rayrec.workloads.scoring import PREFIX
 
 NUM_TOKENS = 5
 ANY = Schema(

@@ -25,8 +25,9 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.cost import network_multiply_adds
 from rayrec.observe.console import Console
 from rayrec.quantities import json_values
-from rayrec.workloads.recsys.scorer import PREFIX, load_preprocessor
+from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.scoring import PREFIX
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig

@@ -45,14 +45,9 @@ from rayrec.inference.parity import Comparison, ParityRows, compare, compare_enc
 from rayrec.inference.run_rows import BATCH_ROWS
 from rayrec.models.base import ModelInputs
 from rayrec.models.scoring_tables import Quantization, RowFormat
-from rayrec.workloads.recsys.scorer import (
-    PREFIX,
-    PlainModel,
-    click_settings,
-    empty_model,
-    load_preprocessor,
-)
+from rayrec.workloads.recsys.scorer import PlainModel, click_settings, empty_model, load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.scoring import PREFIX
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor

@@ -18,7 +18,8 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export_format import is_export, open_export
 from rayrec.models.scoring_tables import Quantization
-from rayrec.workloads.recsys.scorer import PREFIX, ClickScorer, click_settings, load_preprocessor, load_scorer
+from rayrec.workloads.recsys.scorer import ClickScorer, click_settings, load_preprocessor, load_scorer
+from rayrec.workloads.scoring import PREFIX
 
 if TYPE_CHECKING:
     from rayrec.models.base import ClickModelConfig

@@ -10,13 +10,15 @@ from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 
+from rayrec.checkpoint import Checkpoint
+from rayrec.config import InputError
+
 Device = Literal["cpu", "cuda"]
 
-
+PREFIX = "model."
+"""Of the weights' names in a checkpoint."""
 KEY = "key:"
 """Prefix of the columns with each row's slice: key:day, key:COLUMN."""
-
-
 GROUP = "group:"
 """The column that holds the keys of the rows' groups, int64, where a click model's schema has a group."""
 
@@ -65,3 +67,15 @@ class Scoring:
         ends = list(itertools.accumulate(self.block_rows))
         number = bisect_right(ends, row)
         return number, ends[number - 1] if number else 0
+
+
+def check_weights(checkpoint: str, wanted: dict[str, list[int]]) -> None:
+    """Raises InputError where a checkpoint's weights are not those of its config.yaml and Preprocessor. Reads none."""
+    entries = Checkpoint(checkpoint).manifest()["tensors"]
+    stored = {name.removeprefix(PREFIX): entries[name]["shape"] for name in entries if name.startswith(PREFIX)}
+    for name in sorted(stored.keys() | wanted.keys()):
+        if stored.get(name) != wanted.get(name):
+            raise InputError(
+                f"{checkpoint}: {name} has shape {stored.get(name)}, its config.yaml asks for {wanted.get(name)}; "
+                "the files are not of one checkpoint, or the recipe's network has changed since"
+            )

@@ -16,13 +16,12 @@ from rayrec.config import InputError
 from rayrec.data.numbered_rows import RowSource
 from rayrec.metrics.means import MeasureTotals
 from rayrec.workloads.base import ScoringContext
-from rayrec.workloads.scoring import Device, Scoring
+from rayrec.workloads.scoring import PREFIX, Device, Scoring, check_weights
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.data_parallel.model import DataParallelModel
 
-_PREFIX = "model."
 _BLOCK_BATCHES = 8
 """Batches that are scored before anything is handed on; fewer where there are few in all."""
 _LEAST_BLOCKS = 16
@@ -125,16 +124,9 @@ def load_model(
     """
     model = workload.build_from(config, checkpoint=checkpoint)
     wanted = untied(model.state_dict())
-    weights = dict(full_tensors(Checkpoint(checkpoint), _PREFIX))
-    for name in sorted(weights.keys() | {_PREFIX + name for name in wanted}):
-        stored = list(weights[name].shape) if name in weights else None
-        own = wanted.get(name.removeprefix(_PREFIX))
-        if own is None or stored != list(own.shape):
-            raise InputError(
-                f"{checkpoint}: {name} has shape {stored}, its config.yaml asks for {own if own is None else list(own.shape)}; "
-                "the files are not of one checkpoint"
-            )
+    check_weights(checkpoint, {name: list(tensor.shape) for name, tensor in wanted.items()})
+    weights = dict(full_tensors(Checkpoint(checkpoint), PREFIX))
     with torch.no_grad():
         for name, tensor in wanted.items():
-            tensor.copy_(weights[_PREFIX + name])
+            tensor.copy_(weights[PREFIX + name])
     return model.requires_grad_(requires_grad=False).eval().to(device)

@@ -36,12 +36,10 @@ from rayrec.models.scoring_tables import (
     table_name,
     table_weight,
 )
+from rayrec.workloads.scoring import PREFIX, check_weights
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
-
-PREFIX = "model."
-"""Of the weights' names in a checkpoint."""
 
 
 class PlainModel(nn.Module):
@@ -256,18 +254,6 @@ def wanted_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, l
     for table, rows in zip(model.table_weights().values(), preprocessor.num_embeddings, strict=True):
         wanted[table] = [rows, model.width]
     return wanted
-
-
-def check_weights(checkpoint: str, wanted: dict[str, list[int]]) -> None:
-    """Raises InputError where a checkpoint's weights are not those of its config.yaml and Preprocessor. Reads none."""
-    entries = Checkpoint(checkpoint).manifest()["tensors"]
-    stored = {name.removeprefix(PREFIX): entries[name]["shape"] for name in entries if name.startswith(PREFIX)}
-    for name in sorted(stored.keys() | wanted.keys()):
-        if stored.get(name) != wanted.get(name):
-            raise InputError(
-                f"{checkpoint}: {name} has shape {stored.get(name)}, its config.yaml asks for {wanted.get(name)}; "
-                "the files are not of one checkpoint, or the recipe's network has changed since"
-            )
 
 
 def load_preprocessor(checkpoint: str) -> Preprocessor:

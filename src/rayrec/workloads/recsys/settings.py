@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -21,9 +21,6 @@ from rayrec.schema import Schema
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.workloads.base import TrainConfig, Workload
 from rayrec.workloads.recsys.distillation import Teacher, TeacherConfig
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,10 @@ class _Untied(Net):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (_Wider, r"model.norm.bias has shape \[4\], its config.yaml asks for \[9\]"),
-        (_Deeper, r"model.more.bias has shape None"),
-        (_Untied, r"model.outer.weight has shape None, its config.yaml asks for \[4, 4\]"),
-        (lambda: torch.nn.Linear(1, 1), r"model.bias has shape None"),
+        (_Wider, r": norm.bias has shape \[4\], its config.yaml asks for \[9\]"),
+        (_Deeper, r": more.bias has shape None"),
+        (_Untied, r": outer.weight has shape None, its config.yaml asks for \[4, 4\]"),
+        (lambda: torch.nn.Linear(1, 1), r": bias has shape None"),
     ],
 )
 def test_weights_of_another_model_are_refused(
