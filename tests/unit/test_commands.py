@@ -328,6 +328,8 @@ def test_q_silences_every_command_that_prepares_or_scores(
 def test_switches_stop_at_the_command_of_a_job() -> None:
     words, switches = cli.take_switches(["--env", "A", "-q", "--", "train", "clicks", "-v"])
     assert (words, switches) == (["--env", "A", "--", "train", "clicks", "-v"], {"-q"})
+    config, job = parse(COMMANDS["supervise"], words).arguments
+    assert (config, job) == (recipes.clicks(), ["clicks", "-v"])
 
 
 def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

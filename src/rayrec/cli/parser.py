@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 from rayrec.cli.flags import MISSING, Flag, flag_name, flags_of, takes_many, value_of
+from rayrec.cli.help import SWITCHES
 from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands.declaration import COMMANDS, Command, table_sizes
 from rayrec.commands.settings import nest, settings_of, updated
@@ -62,7 +63,8 @@ def parse(command: Command, words: Sequence[str]) -> Call:
         job, words = words[place + 1 :], words[:place]
         if job[:1] != ["train"]:
             raise InputError("what shall be supervised? rayrec supervise [--flags] -- train RECIPE [--flags]")
-        first = [*parse(COMMANDS["train"], job[1:]).arguments, job[1:]]
+        unswitched = [word for word in job[1:] if word not in SWITCHES]
+        first = [*parse(COMMANDS["train"], unswitched).arguments, job[1:]]
         return _call(command, first, read(f"rayrec {command.name}", own_flags(command), words))
     if not command.recipe:
         return _call(command, [], read(f"rayrec {command.name}", own_flags(command), words))
