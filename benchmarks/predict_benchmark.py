@@ -58,8 +58,6 @@ class WithoutModel:
     def load(self, device: str) -> Any:
         import numpy as np
 
-        from rayrec.workloads.recsys.scoring import _BlockScorer
-
         class Nothing:
             labels = ("label",)
 
@@ -67,7 +65,7 @@ class WithoutModel:
                 return {"label": np.zeros(len(rows), np.float32)}
 
         told = self.process
-        return _BlockScorer(told, told.preprocessor.get(), told.blocks.get(), Nothing())  # type: ignore[arg-type]
+        return told.block_scorer(told.preprocessor.get(), told.blocks.get(), Nothing())  # type: ignore[arg-type]
 
 
 def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = False) -> dict[str, float]:

@@ -29,7 +29,7 @@ from rayrec.ingest.stream import encode_block
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import load_scorer
-from rayrec.workloads.recsys.scoring import ScoredBlock, _BlockScorer, _Process
+from rayrec.workloads.recsys.scoring import ScoredBlock, _Process
 
 ROWS = 10_000
 TOLERANCE = 2e-6
@@ -143,7 +143,7 @@ def test_predict(
         preprocessor=Preprocessor.load(f"{checkpoint}/preprocessor"),
         device="cpu",
     )
-    score = _BlockScorer(process, preprocessor, blocks, scorer)
+    score = process.block_scorer(preprocessor, blocks, scorer)
     tables = [score(number) for number in range(len(blocks))]
     assert np.concatenate([table.column("row").to_numpy() for table in tables]).tolist() == list(range(ROWS))
     logits = np.concatenate([table.column("logit").to_numpy() for table in tables])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, final
 
+import numpy as np
 import pyarrow as pa
 
 from rayrec.checkpoint import Checkpoint
@@ -67,6 +68,45 @@ class Scoring:
         ends = list(itertools.accumulate(self.block_rows))
         number = bisect_right(ends, row)
         return number, ends[number - 1] if number else 0
+
+
+class OpenBlock(Protocol):
+    """Rows of an input that are scored together, open in a scoring process."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def score(self, start: int, stop: int) -> Mapping[str, np.ndarray | list[str]]:
+        """Score rows from `start` to before `stop`; return their values by name, as many in each."""
+        ...
+
+    def columns(self, scored: dict[str, Any]) -> dict[str, pa.Array]:
+        """Return the columns of the block's table, given the values of all rows that `score` gave."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class BlockScorer:
+    """Scores blocks of an input by their numbers, batch by batch. For any threads."""
+
+    open_block: Callable[[int], OpenBlock]
+    batch_rows: int
+
+    def __call__(self, number: int) -> pa.Table:
+        block = self.open_block(number)
+        scored: dict[str, Any] = {}
+        for start in range(0, block.rows, self.batch_rows):
+            stop = min(start + self.batch_rows, block.rows)
+            for name, values in block.score(start, stop).items():
+                assert len(values) == stop - start, name
+                if isinstance(values, list):
+                    scored.setdefault(name, []).extend(values)
+                    continue
+                if name not in scored:
+                    scored[name] = np.empty((block.rows, *values.shape[1:]), values.dtype)
+                scored[name][start:stop] = values
+        return pa.table(block.columns(scored))
 
 
 def check_weights(checkpoint: str, wanted: dict[str, list[int]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from rayrec.config import InputError
 from rayrec.data.numbered_rows import RowSource
 from rayrec.metrics.means import MeasureTotals
 from rayrec.workloads.base import ScoringContext
-from rayrec.workloads.scoring import PREFIX, Device, Scoring, check_weights
+from rayrec.workloads.scoring import PREFIX, BlockScorer, Device, Scoring, check_weights
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
@@ -74,39 +74,43 @@ class _Process:
         num_batches = -(-rows // self.batch_rows)
         return self.batch_rows * max(1, min(_BLOCK_BATCHES, num_batches // _LEAST_BLOCKS))
 
-    def load(self, device: Device) -> _BlockScorer:
+    def load(self, device: Device) -> BlockScorer:
         model = load_model(self.workload, self.config, checkpoint=self.checkpoint, device=device)
-        return _BlockScorer(self, model, self.open(), torch.device(device))
+        source, place = self.open(), torch.device(device)
+        size = self.block_rows(len(source))
+
+        def open_block(number: int) -> _RowBlock:
+            rows = np.arange(number * size, min((number + 1) * size, len(source)), dtype=np.int64)
+            source.will_read(rows)
+            return _RowBlock(self, model, source, place, rows)
+
+        return BlockScorer(open_block, self.batch_rows)
 
 
 @final
-class _BlockScorer:
-    def __init__(self, told: _Process, model: torch.nn.Module, source: RowSource, device: torch.device) -> None:
+class _RowBlock:
+    """See `OpenBlock`."""
+
+    def __init__(
+        self, told: _Process, model: torch.nn.Module, source: RowSource, device: torch.device, numbers: np.ndarray
+    ) -> None:
         self._told, self._model, self._source, self._device = told, model, source, device
-        self._block_rows = told.block_rows(len(source))
+        self._numbers, self.rows = numbers, len(numbers)
 
-    def __call__(self, number: int) -> pa.Table:
-        start = number * self._block_rows
-        stop = min(start + self._block_rows, len(self._source))
-        self._source.will_read(np.arange(start, stop, dtype=np.int64))
-        size = self._told.batch_rows
-        return pa.concat_tables([self._batch(first, min(first + size, stop)) for first in range(start, stop, size)])
-
-    def _batch(self, start: int, stop: int) -> pa.Table:
-        told, rows = self._told, np.arange(start, stop, dtype=np.int64)
-        arrays = self._source.read(rows)
+    def score(self, start: int, stop: int) -> Mapping[str, np.ndarray | list[str]]:
+        told, arrays = self._told, self._source.read(self._numbers[start:stop])
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
         with (
             torch.inference_mode(),
             torch.autocast(self._device.type, torch.bfloat16, enabled=told.config.precision == "bf16"),
         ):
-            columns = self._measured(tensors) if told.evaluating else told.workload.predict(self._model, tensors)
-        assert all(len(values) == len(rows) for values in columns.values())
-        return pa.table({"row": rows, **{name: _column(values) for name, values in columns.items()}})
+            if not told.evaluating:
+                return told.workload.predict(self._model, tensors)
+            measures = told.workload.measure(self._model, tensors)
+            return {name: values.double().cpu().numpy() for name, values in measures.items()}  # device sync
 
-    def _measured(self, tensors: dict[str, torch.Tensor]) -> Mapping[str, np.ndarray]:
-        measures = self._told.workload.measure(self._model, tensors)
-        return {name: values.double().cpu().numpy() for name, values in measures.items()}  # device sync
+    def columns(self, scored: dict[str, Any]) -> dict[str, pa.Array]:
+        return {"row": pa.array(self._numbers), **{name: _column(values) for name, values in scored.items()}}
 
 
 def _column(values: np.ndarray | list[str]) -> pa.Array:

@@ -31,7 +31,7 @@ from rayrec.schema import Schema
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.recsys.scorer import load_preprocessor, load_scorer
 from rayrec.workloads.recsys.settings import check_grouped
-from rayrec.workloads.scoring import GROUP, KEY, Device, Scoring
+from rayrec.workloads.scoring import GROUP, KEY, BlockScorer, Device, Scoring
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
@@ -210,7 +210,7 @@ class _Process:
     stretches: tuple[Slice, ...]
     """Of the log, if metrics are to be told by them."""
 
-    def load(self, device: Device) -> _BlockScorer:
+    def load(self, device: Device) -> BlockScorer:
         preprocessor = self.preprocessor.get()
         scorer = load_scorer(
             self.workload.model,
@@ -219,64 +219,69 @@ class _Process:
             preprocessor=preprocessor,
             device=device,
         )
-        return _BlockScorer(self, preprocessor, self.blocks.get(), scorer)
+        return self.block_scorer(preprocessor, self.blocks.get(), scorer)
+
+    def block_scorer(
+        self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer
+    ) -> BlockScorer:
+        """What scores these blocks."""
+        return BlockScorer(lambda number: _LogBlock(self, preprocessor, blocks[number], scorer), self.batch_rows)
 
 
 @final
-class _BlockScorer:
-    def __init__(
-        self, told: _Process, preprocessor: Preprocessor, blocks: list[ScoredBlock], scorer: ClickScorer
-    ) -> None:
-        self._told, self._preprocessor, self._blocks, self._scorer = told, preprocessor, blocks, scorer
+class _LogBlock:
+    """See `OpenBlock`."""
 
-    def __call__(self, number: int) -> pa.Table:
-        scored, told, preprocessor = self._blocks[number], self._told, self._preprocessor
-        schema = preprocessor.schema if told.labelled else preprocessor.schema.unlabelled()
-        opened = open_block(scored.block, preprocessor, labelled=told.labelled)
-        num_rows = scored.block.rows
-        names = self._scorer.labels
-        logits = {name: np.empty(num_rows, np.float32) for name in names}
-        labels = {name: np.empty(num_rows, np.float32) for name in names}
-        groups = np.empty(num_rows, np.int64) if told.labelled and schema.group else None
-        buckets = {name: np.empty(num_rows, np.int8) for name in told.frequency_columns}
-        for start in range(0, num_rows, told.batch_rows):
-            rows = opened.encode(start, min(start + told.batch_rows, num_rows))
-            place = slice(start, start + len(rows))
-            for name, found in self._scorer.score_labels(rows).items():
-                logits[name][place] = found
-            if rows.labels is not None:
-                for name, values in zip(names, (rows.labels, *rows.more_labels), strict=True):
-                    labels[name][place] = values
-            if groups is not None:
-                assert rows.groups is not None
-                groups[place] = rows.groups
-            for name, found in buckets.items():
-                ids = rows.ids[preprocessor.inputs.sparse.index(name)]
-                assert isinstance(ids, np.ndarray), "lists are refused before"
-                found[place] = buckets_of(preprocessor, name, ids)
-        columns = {"row": arrow_numbers(_rows(scored, schema))}
-        numbers = {label.name for label in preprocessor.inputs.labels if label.kind == "number"}
-        for name in names:
-            suffix = "" if name == names[0] else f"_{name}"
-            columns[f"score{suffix}"] = arrow_numbers(logits[name] if name in numbers else sigmoid(logits[name]))
-            columns[f"logit{suffix}"] = arrow_numbers(logits[name])
+    def __init__(self, told: _Process, preprocessor: Preprocessor, scored: ScoredBlock, scorer: ClickScorer) -> None:
+        self._told, self._preprocessor, self._scored, self._scorer = told, preprocessor, scored, scorer
+        self._schema = preprocessor.schema if told.labelled else preprocessor.schema.unlabelled()
+        self._opened, self.rows = open_block(scored.block, preprocessor, labelled=told.labelled), scored.block.rows
+        self._suffixes = ["", *(f"_{name}" for name in scorer.labels[1:])]
+
+    def score(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        rows = self._opened.encode(start, stop)
+        logits = self._scorer.score_labels(rows).values()
+        found = {f"logit{suffix}": values for suffix, values in zip(self._suffixes, logits, strict=True)}
+        if rows.labels is not None:
+            labels = (rows.labels, *rows.more_labels)
+            found |= {f"label{suffix}": values for suffix, values in zip(self._suffixes, labels, strict=True)}
+        if self._told.labelled and self._schema.group:
+            assert rows.groups is not None
+            found[GROUP] = rows.groups
+        for name in self._told.frequency_columns:
+            ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
+            assert isinstance(ids, np.ndarray), "lists are refused before"
+            found[KEY + FREQUENCY + name] = buckets_of(self._preprocessor, name, ids)
+        return found
+
+    def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
+        told, block = self._told, self._scored.block
+        columns = {"row": arrow_numbers(_rows(self._scored, self._schema))}
+        numbers = {label.name for label in self._preprocessor.inputs.labels if label.kind == "number"}
+        for name, suffix in zip(self._scorer.labels, self._suffixes, strict=True):
+            logits = scored[f"logit{suffix}"]
+            columns[f"score{suffix}"] = arrow_numbers(logits if name in numbers else sigmoid(logits))
+            columns[f"logit{suffix}"] = arrow_numbers(logits)
             if told.labelled:
-                columns[f"label{suffix}"] = arrow_numbers(labels[name])
-        if groups is not None:
-            columns[GROUP] = arrow_numbers(groups)
+                columns[f"label{suffix}"] = arrow_numbers(scored[f"label{suffix}"].astype(np.float32, copy=False))
+        if GROUP in scored:
+            columns[GROUP] = arrow_numbers(scored[GROUP])
         if told.stretches:
-            columns[KEY + DAY] = stretch_of(scored.block, told.stretches)
+            columns[KEY + DAY] = stretch_of(block, told.stretches)
         for name in told.key_columns:
-            assert opened.raw is not None, "refused before"
-            columns[KEY + name] = values_of(scored.block, opened.raw, name, schema)
-        for name, found in buckets.items():
-            assert opened.raw is not None, "refused before"
-            missing = values_of(scored.block, opened.raw, name, schema).is_null().to_numpy(zero_copy_only=False)
+            columns[KEY + name] = self._values(name)
+        for name in told.frequency_columns:
+            missing = self._values(name).is_null().to_numpy(zero_copy_only=False)
             columns[KEY + FREQUENCY + name] = pa.DictionaryArray.from_arrays(
-                pa.array(found.astype(np.int32), mask=missing),
-                pa.array(bucket_names(preprocessor, name), pa.large_string()),
+                pa.array(scored[KEY + FREQUENCY + name].astype(np.int32), mask=missing),
+                pa.array(bucket_names(self._preprocessor, name), pa.large_string()),
             )
-        return pa.table(columns)
+        return columns
+
+    def _values(self, name: str) -> pa.Array:
+        """Of a column of the log, as it has them."""
+        assert self._opened.raw is not None, "refused before"
+        return values_of(self._scored.block, self._opened.raw, name, self._schema)
 
 
 def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
