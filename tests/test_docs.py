@@ -38,7 +38,7 @@ import pytest
 
 import rayrec
 from rayrec import recipes
-from rayrec.cli.help import SWITCHES
+from rayrec.cli.flags import SWITCHES
 from rayrec.cli.parser import flag_names, own_flags
 from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import rayrec
-from rayrec.cli.flags import MISSING, Flag, flag_name, metavar_of
-from rayrec.cli.help import STATUSES, SWITCHES, usage
+from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, metavar_of
+from rayrec.cli.help import STATUSES, usage
 from rayrec.cli.parser import own_flags
 from rayrec.commands import COMMANDS
 from rayrec.commands.settings import ALIASES

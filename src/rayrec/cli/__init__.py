@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rayrec.cli import help
+from rayrec.cli.flags import SWITCHES
 from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Command
 from rayrec.config import InputError
@@ -111,7 +112,7 @@ def _run(command: Command, words: list[str]) -> int:
 def take_switches(words: list[str]) -> tuple[list[str], set[str]]:
     """Take the switches of all commands out of the words before --, which begins the command of a job."""
     end = words.index("--") if "--" in words else len(words)
-    known = {*help.SWITCHES, "-h", "--help", "--help-all"}
+    known = {*SWITCHES, "-h", "--help", "--help-all"}
     own, job = words[:end], words[end:]
     return [word for word in own if word not in known] + job, {word for word in own if word in known}
 

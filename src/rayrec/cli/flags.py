@@ -11,6 +11,13 @@ from typing import Any, Literal
 from rayrec.commands.settings import whole_metavar
 from rayrec.config import Config, InputError, field_docs, field_types
 
+SWITCHES = {
+    "--json": "JSON in place of tables; always JSON into a pipe",
+    "-v": "also shows every checkpoint and the output of Ray's processes",
+    "-q": "shows only the result and errors",
+}
+"""Flags of every command that main takes before any parser."""
+
 MISSING = dataclasses.MISSING
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from rayrec.cli.flags import MISSING, Flag
+from rayrec.cli.flags import MISSING, SWITCHES, Flag
 from rayrec.commands.declaration import COMMANDS, Command, Group
 from rayrec.config import Config
 
@@ -20,11 +20,6 @@ STATUSES = {
     143: "terminated (SIGTERM), after a checkpoint if a run was in progress",
 }
 """Exit statuses of every command."""
-SWITCHES = {
-    "--json": "JSON in place of tables; always JSON into a pipe",
-    "-v": "also shows every checkpoint and the output of Ray's processes",
-    "-q": "shows only the result and errors",
-}
 _FIRST_STEPS = """\
 First steps:  rayrec generate log --rows 200000
               rayrec train criteo_demo --data log/train.txt --name demo
