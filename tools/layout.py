@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Writes the layout of the package into the documentation: folders, files and layers, as the code has them.
+
+usage: layout.py [--check]
+
+Replaces the text between two marks of a page. In docs/architecture.md: `layout` (each folder with the first sentence of its
+docstring and its files; each file beside the folders with the first sentence of its own) and `layers` (those of .importlinter).
+In CONTRIBUTING.md: `folders` (the top folders alone). `--check` writes nothing and ends with status 1 if a text differs. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "rayrec"
+INDENT = 24
+WIDTH = 130
+
+
+def sentence(path: Path) -> str:
+    """Return the first sentence of a module's docstring in one line, without a period at its end."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[\w`)])[.](?= |$)", text)[0]
+
+
+def entry(name: str, text: str, depth: int) -> Iterator[str]:
+    """Yield the lines of one file or folder."""
+    head = "  " * depth + name
+    first, rest = head.ljust(INDENT - 1) + " ", " " * INDENT
+    yield from textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def folder(path: Path, depth: int, *, files: bool) -> Iterator[str]:
+    """Yield the lines of a folder, its files and the folders in it."""
+    yield from entry(f"{path.name}/", sentence(path / "__init__.py"), depth)
+    if files:
+        names = sorted(file.stem for file in path.glob("*.py") if file.stem != "__init__")
+        yield from textwrap.wrap(
+            ", ".join(names), WIDTH, initial_indent=" " * (INDENT + 2), subsequent_indent=" " * (INDENT + 2)
+        )
+        for inner in sorted(file.parent for file in path.glob("*/__init__.py")):
+            yield from folder(inner, depth + 1, files=True)
+
+
+def layout(*, files: bool) -> str:
+    """Return the tree of the package: all of it, or its top folders alone."""
+    lines = ["src/rayrec/"]
+    for path in sorted(PACKAGE.glob("*.py")) if files else ():
+        lines += entry(path.name, sentence(path), 1)
+    for path in sorted(file.parent for file in PACKAGE.glob("*/__init__.py")):
+        lines += folder(path, 1, files=files)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def layers() -> str:
+    """Return the layers that imports follow, from the top."""
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / ".importlinter")
+    return parser["importlinter:contract:layers"]["layers"].strip()
+
+
+def written(path: Path, texts: dict[str, str]) -> str:
+    """Return a page with the blocks of the given marks replaced."""
+    page = path.read_text()
+    for mark, text in texts.items():
+        pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
+        page, found = pattern.subn(lambda match, text=text: f"{match[1]}\n```text\n{text}\n```\n\n{match[2]}", page)
+        if found != 1:
+            raise SystemExit(f"{path.relative_to(ROOT)}: needs one block <!-- {mark} -->, has {found}")
+    return page
+
+
+def main(arguments: list[str]) -> int:
+    """Write or check both pages."""
+    pages = {
+        ROOT / "docs" / "architecture.md": {"layout": layout(files=True), "layers": layers()},
+        ROOT / "CONTRIBUTING.md": {"folders": layout(files=False)},
+    }
+    stale = []
+    for path, texts in pages.items():
+        text = written(path, texts)
+        if text != path.read_text():
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in arguments:
+                path.write_text(text)
+    if "--check" in arguments and stale:
+        print(f"{', '.join(stale)}: not as the code is; run python tools/layout.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
