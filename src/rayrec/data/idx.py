@@ -16,7 +16,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.text_log import gunzip
+from rayrec.storage.cache import gunzip
 
 _UINT8: Final = 0x08
 _GZIP_HEAD: Final = b"\x1f\x8b"

@@ -18,11 +18,12 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine, TaskContext
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.head import check_first_rows, has_label_column, with_tokens
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered, remove_older, said_of
+from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered, said_of
 from rayrec.data.logs.table_log import index_tables, is_table
-from rayrec.data.logs.text_log import Chunk, cut, index_chunk, is_gzip, unpack, unpacked_path
+from rayrec.data.logs.text_log import Chunk, cut, index_chunk
 from rayrec.data.materialized.dataset import MANIFEST, PreprocessedDataset, open_preprocessed, open_verified
 from rayrec.schema import Schema
+from rayrec.storage.cache import is_gzip, remove_older, unpack, unpacked_path
 
 CHUNK_BYTES = 32 << 20
 """Text one indexing task reads."""

@@ -26,12 +26,13 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.parquet import is_parquet, missing_partitions, open_parquet, partitions_of, with_partitions
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
-from rayrec.data.logs.text_log import is_gzip, read_text
+from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
+from rayrec.storage.cache import is_gzip
 
 PARTS: Final = ("train", "validation", "test")
 By = Literal["rows", "group", "time", "last-out"]

@@ -1,4 +1,4 @@
-"""Files fetched from a store and kept on a node's disk for all its processes: each is fetched once, and a limit is kept."""
+"""The cache folder, and what is kept there: files fetched from a store, for all processes of a node, and unpacked gzip files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import glob
 import hashlib
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Final, final
+
+import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
 
 LEAST_FILES: Final = 4
 """That a limited cache must have room for: some in use, some on their way."""
+KEY_DIGITS = 10
+"""Of the 16 hex digits that name what was made from a file, those that say which file; the others say which version of it."""
+GZIP_MAGIC = b"\x1f\x8b"
+GUNZIP_BYTES = 8 << 20
+"""Most bytes that one step of unpacking gives."""
 _PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """What `storage.writing` adds to a name while the file is written."""
 
@@ -131,3 +139,94 @@ def _remove_unused(path: str) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def version_key(source: object, version: object) -> str:
+    """16 hex digits that name a file made from a source: the first KEY_DIGITS for the source, the others for its version."""
+    digests = [hashlib.sha256(repr(each).encode()).hexdigest() for each in (source, version)]
+    return digests[0][:KEY_DIGITS] + digests[1][: 16 - KEY_DIGITS]
+
+
+def remove_older(folder: str, kept: Iterable[str]) -> None:
+    """Removes what was made from older versions of the sources of `kept` names (see `version_key`) from a folder."""
+    kept = {name[:16] for name in kept}
+    sources = {name[:KEY_DIGITS] for name in kept}
+    for name in storage.list_folder(folder) if sources else []:
+        if name[:KEY_DIGITS] in sources and name[:16] not in kept:
+            storage.remove_folder(storage.join(folder, name))
+            storage.remove_file(storage.join(folder, name))
+
+
+def head_of(path: str, size_bytes: int) -> bytes:
+    """A file's first bytes. Raises InputError for a file that this user may not read."""
+    head = np.zeros(size_bytes, np.uint8)
+    try:
+        got = storage.read_into(path, 0, head)
+    except (PermissionError, IsADirectoryError) as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
+    return head[:got].tobytes()
+
+
+def is_gzip(path: str) -> bool:
+    return head_of(path, 2) == GZIP_MAGIC
+
+
+def unpacked_path(file: storage.File, folder: str) -> str:
+    """Where the plain text of a gzip file is kept: named by the file's path, size and time."""
+    key = version_key(file.path, (file.size_bytes, file.modified_ns))
+    return storage.join(folder, f"{key}-{storage.name_of(file.path).removesuffix('.gz')}")
+
+
+def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
+    """Unpacks a gzip file once, so that it can be split and reread from any row (gzip itself allows neither).
+
+    The result appears complete or not at all; a second call finds it. At a URL it is sent while it is unpacked, and takes no
+    room here. Raises InputError for a damaged file or a full disk.
+    """
+    target = unpacked_path(file, folder)
+    if not storage.exists(target):
+        try:
+            storage.write_stream(target, _reported(_decompressed(file.path), progress))
+        except OSError as error:
+            if error.errno is None:  # a store that is out
+                raise
+            raise InputError(f"{target}: {file.path} cannot be unpacked there ({error.strerror})") from None
+    return storage.list_files(target)[0]
+
+
+def _reported(pieces: Iterator[bytes], progress: Callable[[int], None] | None) -> Iterator[bytes]:
+    for piece in pieces:
+        yield piece
+        if progress:
+            progress(len(piece))
+
+
+def _decompressed(path: str) -> Iterator[bytes]:
+    try:
+        yield from gunzip(storage.read_stream(path))
+    except zlib.error as error:
+        raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
+    except EOFError:
+        raise InputError(f"{path}: the gzip file ends in the middle; fetch it again") from None
+
+
+def gunzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The content of gzip data, in pieces of at most GUNZIP_BYTES however well it was compressed. Raises zlib.error for
+    damaged data, EOFError if it ends in the middle."""
+    engine = zlib.decompressobj(wbits=31)
+    begun = False
+    for data in pieces:
+        while data:
+            if engine.eof:
+                data = data.lstrip(b"\0")  # padding behind the last member, which gzip passes over too
+                if not data:
+                    break
+                engine = zlib.decompressobj(wbits=31)  # several gzip members one after the other
+            begun = True
+            if piece := engine.decompress(data, GUNZIP_BYTES):
+                yield piece
+            data = engine.unused_data if engine.eof else engine.unconsumed_tail
+        while not engine.eof and (piece := engine.decompress(b"", GUNZIP_BYTES) if begun else b""):
+            yield piece
+    if not engine.eof:
+        raise EOFError

@@ -30,12 +30,12 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Split
-from rayrec.data.logs.text_log import unpack
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.files import WRITTEN, combine
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.storage.cache import unpack
 
 ROWS = 2_000
 

@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.text_log import is_gzip
 from rayrec.native import library
 from rayrec.schema import Schema
+from rayrec.storage.cache import is_gzip
 
 READ_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20

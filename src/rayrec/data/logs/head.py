@@ -12,13 +12,13 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import LABEL_FAULT, Faults
-from rayrec.data.logs.index import head_of
 from rayrec.data.logs.parquet import is_parquet, open_parquet
 from rayrec.data.logs.table_log import SUFFIXES, column_names, is_table
 from rayrec.data.logs.table_parser import check_types, label_faults
-from rayrec.data.logs.text_log import GZIP_MAGIC, Chunk, index_chunk, is_gzip
+from rayrec.data.logs.text_log import Chunk, index_chunk
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES
 from rayrec.schema import Schema
+from rayrec.storage.cache import GZIP_MAGIC, head_of, is_gzip
 
 _HEAD_BYTES: Final = 1 << 16
 _HEAD_ROWS: Final = 1000

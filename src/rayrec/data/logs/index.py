@@ -16,9 +16,8 @@ from rayrec.config import InputError
 from rayrec.data.logs.faults import HEAD_BYTES, Faults, likely_cause
 from rayrec.native import library
 from rayrec.schema import Schema
+from rayrec.storage.cache import head_of
 
-KEY_DIGITS = 10
-"""Of the 16 hex digits that name what was made from a file, those that say which file; the others say which version of it."""
 _MOST_INDICES = 64
 """Indices that one folder keeps."""
 
@@ -199,32 +198,6 @@ def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
     return np.concatenate(
         [np.arange(segment.first_row, segment.first_row + segment.rows, dtype=np.int64) for segment in segments]
     )
-
-
-def head_of(path: str, size_bytes: int) -> bytes:
-    """A file's first bytes. Raises InputError for a file that this user may not read."""
-    head = np.zeros(size_bytes, np.uint8)
-    try:
-        got = storage.read_into(path, 0, head)
-    except (PermissionError, IsADirectoryError) as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
-    return head[:got].tobytes()
-
-
-def version_key(source: object, version: object) -> str:
-    """16 hex digits that name a file made from a source: the first KEY_DIGITS for the source, the others for its version."""
-    digests = [hashlib.sha256(repr(each).encode()).hexdigest() for each in (source, version)]
-    return digests[0][:KEY_DIGITS] + digests[1][: 16 - KEY_DIGITS]
-
-
-def remove_older(folder: str, kept: Iterable[str]) -> None:
-    """Removes what was made from older versions of the sources of `kept` names (see `version_key`) from a folder."""
-    kept = {name[:16] for name in kept}
-    sources = {name[:KEY_DIGITS] for name in kept}
-    for name in storage.list_folder(folder) if sources else []:
-        if name[:KEY_DIGITS] in sources and name[:16] not in kept:
-            storage.remove_folder(storage.join(folder, name))
-            storage.remove_file(storage.join(folder, name))
 
 
 def source_of(path: str) -> tuple[str, str]:

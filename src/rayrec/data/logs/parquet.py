@@ -19,9 +19,10 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.logs.csv_reader import FAULT, check_columns, present_columns, read_csv
-from rayrec.data.logs.index import changed, checksum, partition_names, version_key
+from rayrec.data.logs.index import changed, checksum, partition_names
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
+from rayrec.storage.cache import version_key
 
 VERSION = 2
 """Version of the files written here; with another one they are written again."""

@@ -19,12 +19,13 @@ from rayrec.config import InputError
 from rayrec.data.engine import TaskContext
 from rayrec.data.logs.csv_reader import csv_columns
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Segment, changed, numbered, remove_older, said_of
+from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Segment, changed, numbered, said_of
 from rayrec.data.logs.parquet import VERSION, Part, is_parquet, open_parquet, partitions_of, prepared, read_rows
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
+from rayrec.storage.cache import remove_older
 
 SUFFIXES = (".parquet", ".csv", ".csv.gz")
 _TASK_SEGMENTS = 8

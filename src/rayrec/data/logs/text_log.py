@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rayrec import storage
-from rayrec.config import InputError
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import Entry, Segment, changed, checksum, head_of, version_key
+from rayrec.data.logs.index import Entry, Segment, changed, checksum
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, PADDING_BYTES, TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
 from rayrec.native import library
 from rayrec.schema import Schema
-
-GZIP_MAGIC = b"\x1f\x8b"
-
-GUNZIP_BYTES = 8 << 20
-"""Most bytes that one step of unpacking gives."""
 
 
 @dataclass(frozen=True)
@@ -148,68 +141,3 @@ def read_text(segment: Segment) -> np.ndarray:
     if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
         raise changed(segment.path, segment.start, segment.stop, "bytes")
     return text
-
-
-def is_gzip(path: str) -> bool:
-    return head_of(path, 2) == GZIP_MAGIC
-
-
-def unpacked_path(file: storage.File, folder: str) -> str:
-    """Where the plain text of a gzip file is kept: named by the file's path, size and time."""
-    key = version_key(file.path, (file.size_bytes, file.modified_ns))
-    return storage.join(folder, f"{key}-{storage.name_of(file.path).removesuffix('.gz')}")
-
-
-def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
-    """Unpacks a gzip file once, so that it can be split and reread from any row (gzip itself allows neither).
-
-    The result appears complete or not at all; a second call finds it. At a URL it is sent while it is unpacked, and takes no
-    room here. Raises InputError for a damaged file or a full disk.
-    """
-    target = unpacked_path(file, folder)
-    if not storage.exists(target):
-        try:
-            storage.write_stream(target, _reported(_decompressed(file.path), progress))
-        except OSError as error:
-            if error.errno is None:  # a store that is out
-                raise
-            raise InputError(f"{target}: {file.path} cannot be unpacked there ({error.strerror})") from None
-    return storage.list_files(target)[0]
-
-
-def _reported(pieces: Iterator[bytes], progress: Callable[[int], None] | None) -> Iterator[bytes]:
-    for piece in pieces:
-        yield piece
-        if progress:
-            progress(len(piece))
-
-
-def _decompressed(path: str) -> Iterator[bytes]:
-    try:
-        yield from gunzip(storage.read_stream(path))
-    except zlib.error as error:
-        raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
-    except EOFError:
-        raise InputError(f"{path}: the gzip file ends in the middle; fetch it again") from None
-
-
-def gunzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The content of gzip data, in pieces of at most GUNZIP_BYTES however well it was compressed. Raises zlib.error for
-    damaged data, EOFError if it ends in the middle."""
-    engine = zlib.decompressobj(wbits=31)
-    begun = False
-    for data in pieces:
-        while data:
-            if engine.eof:
-                data = data.lstrip(b"\0")  # padding behind the last member, which gzip passes over too
-                if not data:
-                    break
-                engine = zlib.decompressobj(wbits=31)  # several gzip members one after the other
-            begun = True
-            if piece := engine.decompress(data, GUNZIP_BYTES):
-                yield piece
-            data = engine.unused_data if engine.eof else engine.unconsumed_tail
-        while not engine.eof and (piece := engine.decompress(b"", GUNZIP_BYTES) if begun else b""):
-            yield piece
-    if not engine.eof:
-        raise EOFError

@@ -12,8 +12,8 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.text_log import GZIP_MAGIC, gunzip
 from rayrec.data.materialized.row_maps import free_memory
+from rayrec.storage.cache import GZIP_MAGIC, gunzip
 
 PART_BYTES: Final = 4 << 20
 """A word that lies across a cut would be two tokens; so seams, and with them tokens, depend on this."""

@@ -18,7 +18,7 @@ from rayrec.data.engine import InProcess
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex, Part, numbered
 from rayrec.data.logs.table_log import is_table
-from rayrec.data.logs.text_log import cut, index_chunk, is_gzip
+from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.data.stage_times import BlockTimes, measured
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.models.base import ModelInputs, unpooled_features
@@ -27,6 +27,7 @@ from rayrec.schema import Schema
 from rayrec.sharding.communication import Lookup, Traffic, traffic_of
 from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, describe, placements, worker_memories
 from rayrec.sharding.planner import Site, plan_sharding
+from rayrec.storage.cache import is_gzip
 from rayrec.workloads.base import (
     MeasuredSpeed,
     Target,

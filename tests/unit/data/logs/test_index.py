@@ -19,13 +19,14 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import index as log_index
-from rayrec.data.logs import text_log
 from rayrec.data.logs.faults import Fault, Faults
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, numbered, select
-from rayrec.data.logs.text_log import cut, index_chunk, is_gzip, read_lines, read_segments, unpack
+from rayrec.data.logs.text_log import cut, index_chunk, read_lines, read_segments
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
+from rayrec.storage import cache
+from rayrec.storage.cache import is_gzip, unpack
 
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a",), sparse=("b",))
 LINES = [b"1\t5\tdeadbeef", b"0\t-3\t00000001", b"1\t\t", b"1\t123456789\t12345678"]
@@ -267,7 +268,7 @@ def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
     file = write(tmp_path, packed, "day_0.gz")
     done: list[int] = []
     unpacked = unpack(file, str(tmp_path / "plain"), done.append)
-    assert text_log.is_gzip(file.path)
+    assert cache.is_gzip(file.path)
     assert Path(unpacked.path).read_bytes() == gzip.decompress(packed)
     assert unpacked.path.endswith("-day_0")
     assert sum(done) == unpacked.size_bytes
@@ -298,7 +299,7 @@ def test_damaged_gzip_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_plain_files_are_no_gzip(tmp_path: Path) -> None:
     for text in (b"", b"\x1f", b"1\t2"):
-        assert not text_log.is_gzip(write(tmp_path, text).path)
+        assert not cache.is_gzip(write(tmp_path, text).path)
 
 
 def test_faults_are_json() -> None:
@@ -354,16 +355,16 @@ def test_what_is_packed_well_is_unpacked_in_small_pieces() -> None:
     assert len(packed) < 200_000
     largest = total = 0
     tracemalloc.start()
-    for piece in text_log.gunzip([packed[:70_000], packed[70_000:], gzip.compress(b"more"), bytes(5)]):
+    for piece in cache.gunzip([packed[:70_000], packed[70_000:], gzip.compress(b"more"), bytes(5)]):
         largest, total = max(largest, len(piece)), total + len(piece)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert total == (100 << 20) + 4
-    assert largest <= text_log.GUNZIP_BYTES
-    assert peak < 4 * text_log.GUNZIP_BYTES
+    assert largest <= cache.GUNZIP_BYTES
+    assert peak < 4 * cache.GUNZIP_BYTES
     for damaged, error in ((packed[:-9], EOFError), (packed[:50] + b"x" + packed[51:], zlib.error), (b"", EOFError)):
         with pytest.raises(error):
-            list(text_log.gunzip([damaged]))
+            list(cache.gunzip([damaged]))
 
 
 def test_a_checksum_finds_every_changed_byte() -> None:
