@@ -38,8 +38,8 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.spark_engine import environment
 from rayrec.native import keep_freed_memory
-from rayrec.prepare.config import cache_folder
 from rayrec.schema import Schema
+from rayrec.storage import cache
 
 SEGMENT_BYTES = 2 << 20
 ENGINE = RayEngine(TaskPlacement())
@@ -236,7 +236,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
 
 def raydp_rate(path: str, rows: int, rounds: int) -> float:
     """Rows/s of Spark's groupBy on one executor of two cores inside the Ray cluster, its start-up and first round left out."""
-    python = environment("raydp", folder=os.path.join(cache_folder(), "environments"), note=say)
+    python = environment("raydp", folder=os.path.join(cache.folder(), "environments"), note=say)
     with tempfile.TemporaryDirectory() as folder:
         script = os.path.join(os.path.dirname(__file__), "peers", "raydp_groupby.py")
         source = os.path.dirname(os.path.dirname(rayrec.__file__))

@@ -13,6 +13,7 @@ from typing import Any
 from rayrec import storage
 from rayrec.cluster.restart_policy import Tally
 from rayrec.config import InputError
+from rayrec.storage import cache
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class State:
 
 def state_path(name: str) -> str:
     """Where a run's supervisor remembers: in $RAYREC_CACHE, else in ~/.cache/rayrec."""
-    cache = os.environ.get("RAYREC_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
-    return os.path.join(cache, "supervise", f"{name}.json")
+    return os.path.join(cache.folder(), "supervise", f"{name}.json")
 
 
 class Notebook:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.spark_engine import SparkConfig
 from rayrec.observe.console import Console
 from rayrec.schema import Schema
+from rayrec.storage import cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +91,6 @@ class PreparationConfig(Config):
         return max(self.block_bytes // self.segments_per_block, 1)
 
 
-def cache_folder() -> str:
-    """Where unpacked files and indices are kept outside a run: $RAYREC_CACHE, else ~/.cache/rayrec."""
-    return os.environ.get("RAYREC_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
-
-
 @contextmanager
 def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] = ()) -> Iterator[Engine]:
     """The engine that `config` names, started; what was started for it is stopped. Raises InputError if the nodes of a running
@@ -110,7 +105,7 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
         from rayrec.ingest.ray_engine import RayEngine
 
         placement = connection.connect_for_data(config.address)
-        require_reachable((*paths, cache_folder()))
+        require_reachable((*paths, cache.folder()))
         yield RayEngine(placement)
         return
     from rayrec.ingest.spark_engine import SparkEngine
@@ -119,7 +114,7 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
     if config.engine == "spark-on-ray":
         address = connection.connect(config.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     with SparkEngine.started(
-        config.spark, ray_address=address, cache_folder=storage.absolute(cache_folder()), note=console.note
+        config.spark, ray_address=address, cache_folder=storage.absolute(cache.folder()), note=console.note
     ) as spark:
         yield spark
 
@@ -148,4 +143,4 @@ def raw_index(
 
 def task_context(engine: Engine, console: Console) -> TaskContext:
     """That of a command outside a run."""
-    return TaskContext(engine, storage.absolute(cache_folder()), console.note, console.progress)
+    return TaskContext(engine, storage.absolute(cache.folder()), console.note, console.progress)

@@ -28,10 +28,14 @@ _PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """What `storage.writing` adds to a name while the file is written."""
 
 
-def default_folder() -> str:
-    """In $RAYREC_CACHE, else in ~/.cache/rayrec."""
-    home = os.environ.get("RAYREC_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
-    return os.path.join(home, "shards")
+def folder(of_run: str | None = None) -> str:
+    """The cache folder: $RAYREC_CACHE, else that of a run if it is there and may be written, else ~/.cache/rayrec."""
+    chosen = os.environ.get("RAYREC_CACHE")
+    if chosen:
+        return chosen
+    if of_run and storage.exists(of_run) and (storage.is_url(of_run) or os.access(of_run, os.W_OK)):
+        return of_run
+    return os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
 
 
 @final

@@ -12,7 +12,8 @@ from rayrec.config import InputError
 from rayrec.data.engine import Engine, TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, cache_folder, engine
+from rayrec.prepare.config import PreparationConfig, engine
+from rayrec.storage import cache
 
 
 class Ray:
@@ -71,7 +72,7 @@ def test_the_engine(
     if on_ray:
         assert found == RayEngine(TaskPlacement(num_cpus=1.0))
         assert ray.addresses == [settings.get("address")]
-        assert ray.paths == [("a", "b", cache_folder())]
+        assert ray.paths == [("a", "b", cache.folder())]
     else:
         assert found == ThreadEngine(machine.usable_cpus())
         assert not ray.addresses

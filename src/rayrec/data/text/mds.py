@@ -31,7 +31,8 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.imports import require
-from rayrec.storage.cache import LEAST_FILES, ShardCache, default_folder, in_use
+from rayrec.storage import cache
+from rayrec.storage.cache import LEAST_FILES, ShardCache, in_use
 
 _logger = logging.getLogger(__name__)
 
@@ -307,16 +308,16 @@ class TokenRows:
         self._ahead: ThreadPoolExecutor | None = None
         if storage.is_url(path) or any(shard.packed for shard in index.shards):
             sizes_bytes = {shard.name: shard.size_bytes for shard in index.shards}
-            cache = ShardCache(
+            self._cache = ShardCache(
                 path,
                 index=content,
                 sizes_bytes=sizes_bytes,
-                folder=cache_folder or default_folder(),
+                folder=cache_folder or os.path.join(cache.folder(), "shards"),
                 limit_bytes=cache_bytes,
             )
             if cache_bytes is not None:  # what is mapped cannot go
                 self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // LEAST_FILES)
-            self._folder, self._cache = cache.folder, cache
+            self._folder = self._cache.folder
             self._ahead = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="shards")
         self._bounds = np.cumsum([0, *self.chunk_rows])
         self._mapped: OrderedDict[int, np.ndarray] = OrderedDict()

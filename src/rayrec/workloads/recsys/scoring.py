@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -28,6 +27,7 @@ from rayrec.metrics.binary import sigmoid
 from rayrec.metrics.means import LabelsAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.schema import Schema
+from rayrec.storage import cache
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.recsys.scorer import load_preprocessor, load_scorer
 from rayrec.workloads.recsys.settings import check_grouped
@@ -144,14 +144,8 @@ def cache_folder(checkpoint: str) -> str:
 
     The run's has the index of the log it was trained on already, and every node can reach it.
     """
-    chosen = os.environ.get("RAYREC_CACHE")
-    if chosen:
-        return chosen
     run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))  # ROOT/RUN/checkpoints/step_00001000
-    of_run = storage.join(storage.folder_of(run), ".cache")
-    if storage.exists(of_run) and (storage.is_url(of_run) or os.access(of_run, os.W_OK)):
-        return of_run
-    return os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
+    return cache.folder(storage.join(storage.folder_of(run), ".cache"))
 
 
 @final
