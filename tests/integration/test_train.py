@@ -255,7 +255,8 @@ cluster.wait_for_nodes()
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.ingest.ray_engine import tasks_dataset
-from rayrec.launch import cluster as launch
+from rayrec.cluster.connection import alive_nodes
+from rayrec.cluster.layout import layout
 from rayrec.training.trainer import train
 
 config = recipes.load_config(Path(sys.argv[1]).read_text()).replace(
@@ -264,9 +265,9 @@ config = recipes.load_config(Path(sys.argv[1]).read_text()).replace(
 )
 train(config)
 
-nodes = launch.alive_nodes()
-shares = launch.layout(nodes, num_workers=2, use_gpu=False, cpus_per_worker=0.5,
-                       resources_per_worker={"accelerator": 1.0}, data_nodes="auto")
+nodes = alive_nodes()
+shares = layout(nodes, num_workers=2, use_gpu=False, cpus_per_worker=0.5,
+                resources_per_worker={"accelerator": 1.0}, data_nodes="auto")
 
 
 def where(item):
