@@ -1,5 +1,11 @@
 """Optimizers of networks and tables, and their settings."""
 
-from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, PlateauConfig, SparseOptimizerConfig
+from rayrec.optim.config import (
+    DenseOptimizerConfig,
+    LearningRateSchedule,
+    NamedOptimizer,
+    PlateauConfig,
+    SparseOptimizerConfig,
+)
 
-__all__ = ["DenseOptimizerConfig", "LearningRateSchedule", "PlateauConfig", "SparseOptimizerConfig"]
+__all__ = ["DenseOptimizerConfig", "LearningRateSchedule", "NamedOptimizer", "PlateauConfig", "SparseOptimizerConfig"]

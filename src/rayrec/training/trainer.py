@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
     from rayrec.training.dataframe_input import Table
 
-_WARM_START = "warm_start"
 """Kind of the event that says what the run started with."""
 _PATIENCE_S = 5.0
 """With a store that is out, for what is left to write where an error ends a run."""
@@ -353,8 +352,8 @@ def _warm_start(context: RunContext, prepared: Any, checkpoint: Checkpoint, even
     start = context.config.workload.warm_start(context, prepared, checkpoint)
     context.stopwatch.lap("warm_start")
     event = {"checkpoint": start.checkpoint, **start.report}
-    events.write(_WARM_START, **event)
-    context.note(str(note_of({"kind": _WARM_START, **event})))
+    events.write("warm_start", **event)
+    context.note(str(note_of({"kind": "warm_start", **event})))
     return start
 
 
