@@ -184,6 +184,11 @@ class Schema(Config):
         """Those of `sparse` that have at most one category a row."""
         return tuple(name for name in self.sparse if name not in self.lists)
 
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Number of each column with at most one value a row, `dense` first, then `singles`."""
+        return {name: place for place, name in enumerate((*self.dense, *self.singles))}
+
     @property
     def list_weights(self) -> tuple[str, ...]:
         """The columns of lists' weights."""

@@ -122,19 +122,18 @@ class RawBlock:
 
     def column(self, name: str) -> np.ndarray | RawList:
         """Return the values of a column of schema.dense or schema.sparse, 0 where missing: [rows], or the lists."""
-        schema = self.schema
-        if name in schema.lists:
-            return self.lists[[each for each in schema.sparse if each in schema.lists].index(name)]
-        if name in schema.dense:
-            return self.numbers[:, schema.dense.index(name)]
-        return self.categories[:, schema.singles.index(name)]
+        place, first = self.schema.places.get(name), len(self.schema.dense)
+        if place is None:
+            return self.lists[[each for each in self.schema.sparse if each in self.schema.lists].index(name)]
+        return self.numbers[:, place] if place < first else self.categories[:, place - first]
 
     def is_missing(self, name: str) -> np.ndarray:
         """Return which rows have no value in a column of schema.dense or schema.sparse, bool [rows]."""
-        found = self.column(name)
-        if isinstance(found, RawList):
-            return found.lengths == 0
-        place = (*self.schema.dense, *self.schema.singles).index(name)
+        place = self.schema.places.get(name)
+        if place is None:
+            column = self.column(name)
+            assert isinstance(column, RawList)
+            return column.lengths == 0
         if self.missing.ndim == 2:
             return self.missing[:, place]
         return self.missing & np.uint64(1 << place) != 0

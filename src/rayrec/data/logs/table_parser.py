@@ -187,7 +187,7 @@ def _fill_categories(
         else:
             if is_list(arrays[name].type) and schema.tokens == "any":
                 raise refuse_type(name, "name it in the schema's lists, or leave it out")
-            place = schema.singles.index(name)
+            place = schema.places[name] - len(schema.dense)
             status, kind = _categories(arrays[name], name, schema, refuse_type, block.categories[:, place])
             block.missing[:, len(schema.dense) + place] = status == EMPTY
             bad = status == REFUSED
