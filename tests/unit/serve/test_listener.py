@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import itertools
@@ -119,9 +120,9 @@ def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
     return sent
 
 
-def _listen(**limits: float) -> tuple[int, Listener]:
+def _listen(app: Any = None, **limits: float) -> tuple[int, Listener]:
     port = free_ports(1)
-    app = make_app(make_model())
+    app = app or make_app(make_model())
     return port, Listener(
         app, host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=5, limits=Limits(ending_s=0.05, **limits)
     )
@@ -341,14 +342,50 @@ def test_malformed_request_is_answered_in_turn() -> None:
     listener.close()
 
 
-def test_half_closed_connection_gets_its_answers() -> None:
+def test_half_closed_connection_gets_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last answer is not ready before the server knows that the client closed its side."""
+    app, closed, before_last = make_app(make_model()), threading.Event(), 0
+    receive_eof = _BoundedProtocol.eof_received
+
+    async def answer_after_eof(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal before_last
+        before_last -= 1
+        while before_last < 0 and not closed.is_set():
+            await asyncio.sleep(0.001)
+        await app(scope, receive, send)
+
+    def receive(protocol: _BoundedProtocol) -> bool:
+        held_open = receive_eof(protocol)
+        closed.set()
+        return held_open
+
+    monkeypatch.setattr(_BoundedProtocol, "eof_received", receive)
+    port, listener = _listen(answer_after_eof)
+    for pieces, answers in (
+        ([REQUEST], [(200, "close")]),
+        ([REQUEST * 2], [(200, None), (200, "close")]),
+        ([REQUEST, b"\r\n"], [(200, "close")]),
+        ([REQUEST + REQUEST[:-1]], [(200, None), (400, "close")]),
+        ([REQUEST[:-1]], [(400, "close")]),
+        ([], []),
+    ):
+        closed.clear()
+        before_last = len(answers) - 1
+        assert _answers(port, *pieces, half_close=True) == answers
+    listener.close()
+
+
+def test_connection_half_closed_after_its_answer_ends() -> None:
     port, listener = _listen()
-    assert _answers(port, REQUEST, half_close=True) == [(200, "close")]
-    assert _answers(port, REQUEST * 2, half_close=True) == [(200, None), (200, "close")]
-    assert _answers(port, REQUEST, b"\r\n", half_close=True) == [(200, None)]
-    assert _answers(port, REQUEST + REQUEST[:-1], half_close=True) == [(200, None), (400, "close")]
-    assert _answers(port, REQUEST[:-1], half_close=True) == [(400, "close")]
-    assert _answers(port, half_close=True) == []
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(REQUEST)
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" not in answer
+        connection.sendall(b"\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65536):
+            pass
     listener.close()
 
 
