@@ -40,38 +40,6 @@ def auroc(logits: Any, labels: Any) -> float:
     return _area(_twice_u(negatives, positives), num_positives=len(positives), num_negatives=len(negatives))
 
 
-def logloss(logits: Any, labels: Any) -> float:
-    """Mean binary cross entropy in nats, from float32 logits without overflow, in float64; nan without rows."""
-    return _local_metrics(logits, labels, with_auroc=False)["logloss"]
-
-
-def normalized_entropy(logits: Any, labels: Any) -> float:
-    """Log loss divided by the entropy of the label rate: below 1 is better than always predicting the rate.
-
-    nan with one class only, whose entropy is 0. From He et al. 2014, "Practical Lessons from Predicting Clicks on Ads
-    at Facebook", section 3.
-    """
-    return _local_metrics(logits, labels, with_auroc=False)["normalized_entropy"]
-
-
-def calibration(logits: Any, labels: Any) -> float:
-    """Sum of predicted probabilities over sum of labels: 1 is calibrated; nan without positives (He et al. 2014)."""
-    return _local_metrics(logits, labels, with_auroc=False)["calibration"]
-
-
-def expected_calibration_error(logits: Any, labels: Any, *, bins: int = CALIBRATION_BINS) -> float:
-    """How far predicted probabilities are from the label rates: the mean over the rows of |mean probability - label rate| of
-    the row's bin, among `bins` bins of equal width. 0 is calibrated; nan without rows (Naeini et al. 2015).
-
-    Arguments as in `auroc`. Raises InputError for fewer than one bin.
-    """
-    if bins < 1:
-        raise InputError(f"bins: {bins} must be at least 1")
-    checked_logits, checked_labels = checked(logits, labels)
-    _, _, gaps = _sums(checked_logits, checked_labels, bins=bins)
-    return _calibration_error([gaps], len(checked_labels))
-
-
 def _calibration_error(gaps: Sequence[Sequence[float]], rows: int) -> float:
     """From each rank's sums of probability - label in every bin."""
     total = math.fsum(abs(math.fsum(of_bin)) for of_bin in zip(*gaps, strict=True))
@@ -85,26 +53,29 @@ def sigmoid(logits: npt.NDArray[Any]) -> Floats:
 
 
 def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
-    """auroc, logloss, normalized_entropy, calibration, expected_calibration_error (15 bins), rows and label_rate of the rows at
-    hand.
+    """Of the rows at hand:
 
-    Arguments as in `auroc`. What is not defined is nan: auroc and normalized_entropy with one class only, calibration
-    without positives, everything but rows without rows.
+    - auroc: see `auroc`; nan with one class only
+    - logloss: mean binary cross entropy in nats, from float32 logits without overflow, in float64
+    - normalized_entropy: log loss divided by the entropy of the label rate, so that below 1 is better than always predicting the
+      rate; nan with one class only, whose entropy is 0 (He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at
+      Facebook", section 3)
+    - calibration: sum of predicted probabilities over sum of labels, 1 is calibrated; nan without positives (He et al. 2014)
+    - expected_calibration_error: the mean over the rows of |mean probability - label rate| of the row's bin, among
+      CALIBRATION_BINS bins of equal width; 0 is calibrated (Naeini et al. 2015)
+    - rows and label_rate
+
+    Arguments as in `auroc`. Without rows everything but rows is nan.
     """
-    return _local_metrics(logits, labels, with_auroc=True)
-
-
-def _local_metrics(logits: Any, labels: Any, *, with_auroc: bool) -> dict[str, float]:
     checked_logits, checked_labels = checked(logits, labels)
     loss_sum, probability_sum, gaps = _sums(checked_logits, checked_labels)
-    num_positives = int(np.count_nonzero(checked_labels))
     return _metrics(
         rows=len(checked_labels),
-        num_positives=num_positives,
+        num_positives=int(np.count_nonzero(checked_labels)),
         loss_sum=loss_sum,
         probability_sum=probability_sum,
         gaps=[gaps],
-        twice_u=_twice_u(*_sorted_keys(checked_logits, checked_labels)) if with_auroc else 0,
+        twice_u=_twice_u(*_sorted_keys(checked_logits, checked_labels)),
     )
 
 
@@ -148,10 +119,10 @@ def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64],
     return np.maximum(towards_wrong, 0.0) + np.log1p(small), np.where(logit >= 0, 1.0, small) / (1.0 + small)
 
 
-def _sums(logits: Floats, labels: Labels, *, bins: int = CALIBRATION_BINS) -> tuple[float, float, list[float]]:
+def _sums(logits: Floats, labels: Labels) -> tuple[float, float, list[float]]:
     """Sums over the rows, in float64, of the log loss, of the predicted probability, and in every bin of equal width of
     probability - label."""
-    losses, probabilities, gaps = [], [], []
+    losses, probabilities, gaps, bins = [], [], [], CALIBRATION_BINS
     for start in range(0, len(logits), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
         loss, probability = row_losses(logits[block], labels[block])
@@ -345,11 +316,6 @@ class BinaryMetricsAccumulator:
         logits = np.concatenate([np.empty(0, np.float32), *(part for part, _ in filled)])
         labels = np.concatenate([np.empty(0, np.uint8), *(part for _, part in filled)])
         return distributed_binary_metrics(logits, labels, process_group=process_group)
-
-    def reset(self) -> None:
-        """Forget all rows; one chunk (5 MiB) stays allocated for the next evaluation."""
-        del self._chunks[1:]
-        self._rows = 0
 
     def _filled(self) -> Iterator[tuple[Floats, Labels]]:
         for index, (logits, labels) in enumerate(self._chunks):
