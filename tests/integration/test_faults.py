@@ -198,11 +198,11 @@ def test_a_run_in_one_process_that_one_fault_after_another_strikes(
 def test_a_run_in_one_process_whose_store_is_away_for_a_while(
     expected_alone: dict[str, Any], begin: Begin, s3_server: Any
 ) -> None:
-    """For longer than one attempt at a save waits for it; the run trains on meanwhile."""
+    """For longer than cleaning and one attempt at a save wait for it; the run trains on meanwhile."""
     run = begin(storage=s3_server.url("alone"), **ALONE, checkpoint={"every": 20, "num_to_keep": 5})
     run.wait_for("checkpoint")
     s3_server.kill()
-    time.sleep(PATIENCE_S + 5)
+    time.sleep(2 * PATIENCE_S + 5)
     s3_server.start()
     summary = run.summary()
     assert any("the store was out for" in event["cause"] for event in run.events("checkpoint_late"))
@@ -466,12 +466,12 @@ def until(done: Callable[[], bool], *, timeout_s: float = 240) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_store_that_is_away_for_a_while(expected: dict[str, Any], begin: Begin, s3_server: Any) -> None:
-    """For longer than one attempt at a save waits for it, and the run, slowed down by evaluations, trains on meanwhile."""
+    """For longer than cleaning and one attempt at a save wait for it; the run, slowed down by evaluations, trains on meanwhile."""
     checkpoint = {"every": 6, "num_to_keep": 5}
     run = begin(storage=s3_server.url("runs"), checkpoint=checkpoint, evaluate_every=3, log_every=3)
     run.wait_for("checkpoint")
     s3_server.kill()
-    time.sleep(PATIENCE_S + 5)
+    time.sleep(2 * PATIENCE_S + 5)
     s3_server.start()
     back = time.time()
     summary = run.summary()
