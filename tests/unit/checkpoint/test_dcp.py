@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import flip
 from ranks.checkpoint import run_ranks, same, sharded, whole
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
@@ -52,9 +53,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"manifest\.json: missing"):
         dcp.load({"a": torch.ones(3)}, storage_reader=CheckpointReader(str(tmp_path / "nothing")))
     (data,) = Path(path).glob("data_*")
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    flip(data, -1)
     with pytest.raises(CheckpointException, match="damaged, the checksum of a does not fit"):
         dcp.load({"a": torch.ones(3)}, storage_reader=CheckpointReader(path))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.faults import flip, raising
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,18 +70,15 @@ def test_damage_elsewhere_is_not_seen_and_not_read(saved: tuple[str, torch.Tenso
     folder, values = saved
     (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
     assert len(chunk["sha256"]) == 10
-    path = Path(folder, chunk["file"])
-    intact = path.read_bytes()
-    harmed = bytearray(intact)
-    harmed[chunk["start"] + 399] ^= 1  # the last byte of block 3: in row 33
-    path.write_bytes(harmed)
+    place = f"{folder}/{chunk['file']}", chunk["start"] + 399  # the last byte of block 3: in row 33
+    flip(*place)
     try:
         assert torch.equal(_read(scheme + folder, (0, 25), (0, 3), 100), values[:25])
         assert torch.equal(_read(scheme + folder, (34, 49), (0, 3), 100), values[34:])
         with pytest.raises(DamagedError, match="the checksum of a does not fit"):
             _read(scheme + folder, (32, 1), (0, 3), 100)
     finally:
-        path.write_bytes(intact)
+        flip(*place)
 
 
 def test_blocks_are_read_once_where_rows_fit_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,19 +107,18 @@ def test_what_a_disk_gives_no_more_is_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     """An earlier checkpoint helps; a store that is out is another matter."""
-    folder = str(tmp_path)
-    for step in (1, 2):
-        path = checkpoint.folder_of(folder, step)
+    first, second = (Checkpoint(checkpoint.folder_of(str(tmp_path), step)) for step in (1, 2))
+    for saved in (first, second):
         checkpoint.save(
-            path,
-            {"a": torch.full((3,), float(step))},
+            saved.path,
+            {"a": torch.ones(3)},
             state={},
             extra_files=lambda path: storage.write_bytes(f"{path}/config.yaml", b"a: 1"),
         )
     resolve, error = storage.files.enduring, OSError(number, os.strerror(number))
 
     def enduring(path: str, call: Any) -> Any:
-        if path == f"{checkpoint.folder_of(folder, 2)}/{name}" and call.__name__ == "read":
+        if path == f"{second.path}/{name}" and call.__name__ == "read":
             raise error
         return resolve(path, call)
 
@@ -133,32 +130,25 @@ def test_what_a_disk_gives_no_more_is_damage(
         monkeypatch.setattr(os, "preadv", preadv)
     target, told = {"a": torch.zeros(3)}, []
     with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \(.+\); use an earlier checkpoint"):
-        checkpoint.restore(Checkpoint(checkpoint.folder_of(folder, 2)), target)
-    found = checkpoint.newest_good(folder, log=lambda kind, fields: told.append((kind, fields["path"])))
+        checkpoint.restore(second, target)
+    found = checkpoint.newest_good(str(tmp_path), log=lambda kind, fields: told.append((kind, fields["path"])))
     if name == "manifest.json":
-        assert told == [("checkpoint_damaged", checkpoint.folder_of(folder, 2))]
-        assert found == Checkpoint(checkpoint.folder_of(folder, 1))
+        assert (found, told) == (first, [("checkpoint_damaged", second.path)])
     else:
-        assert (found, told) == (Checkpoint(checkpoint.folder_of(folder, 2)), [])
+        assert (found, told) == (second, [])
     error = OSError("the store was out for 60 s")
     with pytest.raises(OSError, match="the store was out"):
-        checkpoint.restore(Checkpoint(checkpoint.folder_of(folder, 2)), target)
+        checkpoint.restore(second, target)
 
 
 def test_where_nothing_else_is_left_what_cannot_be_read_is_no_reason_to_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = str(tmp_path)
-    checkpoint.save(checkpoint.folder_of(folder, 1), {"a": torch.ones(3)}, state={})
-
-    def fails(path: str) -> bytes:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(storage, "read_json", fails)
-    with pytest.raises(
-        InputError, match=r"cannot be read .* there is no other checkpoint to resume from; fix the storage"
-    ):
-        checkpoint.newest_good(folder, log=lambda *_: None)
+    checkpoint.save(checkpoint.folder_of(str(tmp_path), 1), {"a": torch.ones(3)}, state={})
+    monkeypatch.setattr(storage, "read_json", raising(OSError(errno.EIO, "Input/output error")))
+    nothing = r"cannot be read .* there is no other checkpoint to resume from; fix the storage"
+    with pytest.raises(InputError, match=nothing):
+        checkpoint.newest_good(str(tmp_path), log=lambda *_: None)
 
 
 def test_a_cut_file_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
@@ -202,9 +192,7 @@ def test_parts_of_any_plan_get_the_rows_of_the_whole(
     start = -torch.arange(1, ROWS * COLUMNS + 1, dtype=torch.float32).view(ROWS, COLUMNS)
     sources = row_map.of(0, ROWS)
     expected = start.clone()
-    for row, source in enumerate(sources.tolist()):
-        if source >= 0:
-            expected[row] = table[source]
+    expected[sources >= 0] = table[sources[sources >= 0]]
     whole, state = start.clone(), torch.zeros(ROWS)
     restore_rows(saved, {"model.a": (whole, row_map), "optimizer.a.momentum1": (state, row_map)})
     assert torch.equal(whole, expected)

@@ -6,74 +6,40 @@ import os
 import resource
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from builders.faults import at_first, raising, until
+from builders.savers import Run, save
 from ranks.checkpoint import full, writes
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good, save_retry
+from rayrec.checkpoint import folder_of, save_retry
 from rayrec.checkpoint.communicator import Ranks
 from rayrec.checkpoint.save_retry import delay
 from rayrec.config import InputError
 
-Events = list[tuple[str, dict[str, Any]]]
-
 
 @pytest.fixture
-def events() -> Events:
-    return []
-
-
-@pytest.fixture
-def saver_in(events: Events, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Saver]]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.02)
     monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.1)
-    made: list[Saver] = []
-
-    def make(folder: Path, *, max_outage_s: float = 20.0, extra_files: dict[str, bytes] | None = None) -> Saver:
-        saver = Saver(
-            str(folder),
-            lease=acquire_lease(str(folder)),
-            retention=Retention(),
-            extra_files=extra_files or {},
-            max_outage_s=max_outage_s,
-            log=lambda kind, fields: events.append((kind, fields)),
-        )
-        made.append(saver)
-        return saver
-
-    yield make
-    for saver in made:
-        saver.close()
+    with closing(Run(tmp_path)) as run:
+        yield run
 
 
 def values(factor: float = 1, num: int = 300_000) -> dict[str, torch.Tensor]:
     return {"a": torch.arange(float(num)) * factor}
 
 
-def failing(errors: list[Exception]) -> Callable[[], None]:
-    def fail() -> None:
-        if errors:
-            raise errors.pop(0)
-
-    return fail
-
-
-def good(folder: Path) -> Checkpoint:
-    found = newest_good(str(folder), log=lambda *_: None)
+def assert_good(run: Run, step: int) -> None:
+    found = run.newest()
     assert found is not None
-    return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    assert found.step == step
+    checkpoint.verify(found)
 
 
 def test_delays_double_and_differ_between_ranks() -> None:
@@ -84,47 +50,32 @@ def test_delays_double_and_differ_between_ranks() -> None:
     assert delays[0] != delay(0, seed="b")
 
 
-def test_trouble_that_passes_is_told_once(saver_in: Callable[..., Saver], tmp_path: Path, events: Events) -> None:
-    saver = saver_in(tmp_path)
-    with writes(failing([OSError("store\nis out"), OSError("still"), OSError("still")])):
-        assert saver.begin(1, values(), state={}, score=None)
-        saver.wait()
-    checkpoint.verify(good(tmp_path))
-    assert [(kind, fields.get("cause")) for kind, fields in events] == [
-        ("checkpoint_late", "store is out"), ("checkpoint", None)
-    ]  # fmt: skip
-    with writes(failing([OSError("again")])):
-        assert saver.begin(2, values(), state={}, score=None)
-        saver.wait()
-    assert [(kind, fields["step"]) for kind, fields in events[2:]] == [("checkpoint_late", 2), ("checkpoint", 2)]
+def test_trouble_that_passes_is_told_once(run: Run) -> None:
+    saver = run.saver()
+    with writes(at_first([OSError("store\nis out"), OSError("still"), OSError("still")])):
+        save(saver, 1, values())
+    assert_good(run, 1)
+    told = [(kind, fields.get("cause")) for kind, fields in run.events]
+    assert told == [("checkpoint_late", "store is out"), ("checkpoint", None)]
+    with writes(at_first([OSError("again")])):
+        save(saver, 2, values())
+    assert [(kind, fields["step"]) for kind, fields in run.events[2:]] == [("checkpoint_late", 2), ("checkpoint", 2)]
 
 
 @pytest.mark.parametrize("of", ["config.yaml", "manifest.json"])
-def test_trouble_of_the_commit_passes_too(
-    saver_in: Callable[..., Saver], tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch, of: str
-) -> None:
-    write_stream, errors = storage.write_stream, [OSError("out"), OSError("out")]
-
-    def write(path: str, pieces: Any) -> int:
-        if path.endswith(of) and errors:
-            raise errors.pop()
-        return write_stream(path, pieces)
-
+def test_trouble_of_the_commit_passes_too(run: Run, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    write = at_first([OSError("out"), OSError("out")], storage.write_stream, end=of)
     for module in (storage, storage.files):
         monkeypatch.setattr(module, "write_stream", write)
-    saver = saver_in(tmp_path, extra_files={"config.yaml": b"a: 1"})
-    assert saver.begin(1, values(), state={}, score=None)
-    saver.wait()
-    assert errors == []
-    checkpoint.verify(good(tmp_path))
-    assert [kind for kind, _ in events] == ["checkpoint_late", "checkpoint"]
+    save(run.saver(extra_files={"config.yaml": b"a: 1"}), 1, values())
+    assert_good(run, 1)
+    assert run.kinds() == ["checkpoint_late", "checkpoint"]
 
 
-def test_an_outage_that_is_too_long_ends_the_run(saver_in: Callable[..., Saver], tmp_path: Path) -> None:
-    saver = saver_in(tmp_path, max_outage_s=0.5)
-    assert saver.begin(1, values(), state={}, score=None)
-    saver.wait()
-    with writes(failing([OSError("the store was out")] * 1000)):
+def test_an_outage_that_is_too_long_ends_the_run(run: Run) -> None:
+    saver = run.saver(max_outage_s=0.5)
+    save(saver, 1, values())
+    with writes(raising(OSError("the store was out"))):
         start_s, late = time.monotonic(), 0
         assert saver.begin(2, values(2), state={}, score=None)
 
@@ -134,38 +85,35 @@ def test_an_outage_that_is_too_long_ends_the_run(saver_in: Callable[..., Saver],
                 late += 1
                 time.sleep(0.02)
 
-        with pytest.raises(
-            InputError, match=r"step_00000002: cannot be written for 0 s \(the store was out\); see"
-        ) as e:
+        given_up = r"step_00000002: cannot be written for 0 s \(the store was out\); see"
+        with pytest.raises(InputError, match=given_up) as e:
             train()
         assert late > 3
         assert "\n" not in str(e.value)
         assert time.monotonic() - start_s > 0.3
-    assert good(tmp_path).step == 1
-    assert os.listdir(folder_of(str(tmp_path), 2)) == []
-    assert saver.begin(4, values(), state={}, score=None)  # a caller may go on all the same
-    saver.wait()
-    assert good(tmp_path).step == 4
+    assert_good(run, 1)
+    assert os.listdir(run.path(2)) == []
+    save(saver, 4, values())  # a caller may go on all the same
+    assert_good(run, 4)
 
 
 @pytest.mark.parametrize("error", [InputError("s3://bucket: access denied"), ValueError("a defect"), KeyError("odd")])
-def test_what_no_waiting_mends_is_raised_at_once(
-    saver_in: Callable[..., Saver], tmp_path: Path, events: Events, error: Exception
-) -> None:
-    saver = saver_in(tmp_path)
-    with writes(failing([error])):
-        assert saver.begin(1, values(), state={}, score=None)
-        with pytest.raises((InputError, ValueError, RuntimeError), match=r"access denied|a defect|KeyError: 'odd'"):
-            saver.wait()
-    assert events == []
+def test_what_no_waiting_mends_is_raised_at_once(run: Run, error: Exception) -> None:
+    saver = run.saver()
+    with (
+        writes(raising(error)),
+        pytest.raises((InputError, ValueError, RuntimeError), match=r"access denied|a defect|KeyError: 'odd'"),
+    ):
+        save(saver, 1, values())
+    assert run.events == []
     saver.wait()  # it was told
 
 
-def test_closing_in_an_outage(saver_in: Callable[..., Saver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_in_an_outage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 100.0)
     monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 100.0)
-    saver = saver_in(tmp_path, max_outage_s=1000)
-    with writes(failing([OSError("out")] * 10)):
+    saver = run.saver(max_outage_s=1000)
+    with writes(at_first([OSError("out")] * 10)):
         assert saver.begin(1, values(), state={}, score=None)
         start_s = time.monotonic()
         saver.close()
@@ -186,65 +134,53 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk(saver_in: Callable[..., Saver], small_disk: Path, events: Events) -> None:
-    saver = saver_in(small_disk)
-    assert saver.begin(1, values(1), state={}, score=None)  # 1.2 MB each
-    saver.wait()
+def test_a_full_disk(run: Run, small_disk: Path) -> None:
+    run.folder = str(small_disk)
+    saver = run.saver()
+    save(saver, 1, values(1))  # 1.2 MB each
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * 2_500_000)
     assert saver.begin(2, values(2), state={}, score=None)
-    until(lambda: events[-1][0] == "checkpoint_late")
-    assert "No space left" in events[-1][1]["cause"]
+    until(lambda: run.kinds()[-1] == "checkpoint_late")
+    assert "No space left" in run.events[-1][1]["cause"]
     assert not saver.begin(3, values(3), state={}, score=None)
-    assert good(small_disk).step == 1
+    assert_good(run, 1)
     ballast.unlink()
     saver.wait()  # it comes by itself
-    assert good(small_disk).step == 2
-    checkpoint.verify(good(small_disk))
+    assert_good(run, 2)
     saver.close()
 
-    saver = saver_in(small_disk, max_outage_s=0.5)
     ballast.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 500_000))
-    assert saver.begin(4, values(4), state={}, score=None)
     with pytest.raises(InputError, match=r"step_00000004: no space left; free some or choose another --storage-path"):
-        saver.wait()
-    assert os.listdir(folder_of(str(small_disk), 4)) == []
-    assert good(small_disk).step == 2
+        save(run.saver(max_outage_s=0.5), 4, values(4))
+    assert os.listdir(run.path(4)) == []
+    assert_good(run, 2)
 
 
-def test_files_that_may_not_grow(saver_in: Callable[..., Saver], tmp_path: Path, events: Events) -> None:
+def test_files_that_may_not_grow(run: Run) -> None:
     """As a quota does: the write itself fails, midway."""
-    saver = saver_in(tmp_path)
-    assert saver.begin(1, values(1, num=10_000), state={}, score=None)
-    saver.wait()
+    saver = run.saver()
+    save(saver, 1, values(1, num=10_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
     try:
         assert saver.begin(2, values(2), state={}, score=None)
-        until(lambda: events[-1][0] == "checkpoint_late")
+        until(lambda: run.kinds()[-1] == "checkpoint_late")
         assert not saver.begin(3, values(3), state={}, score=None)
-        assert good(tmp_path).step == 1
+        assert_good(run, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     saver.wait()
-    assert good(tmp_path).step == 2
-    checkpoint.verify(good(tmp_path))
+    assert_good(run, 2)
 
 
 def test_an_attempt_waits_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    write_bytes, errors = storage.write_bytes, [OSError(28, "No space left on device")] * 2
-
-    def write(path: str, data: bytes) -> None:
-        if errors:
-            raise errors.pop()
-        write_bytes(path, data)
-
-    monkeypatch.setattr(storage, "write_bytes", write)
-    token = checkpoint.write_token(str(tmp_path), max_outage_s=30.0)
-    checkpoint.check_shared(token, Ranks.all())
+    no_space = OSError(28, "No space left on device")
+    monkeypatch.setattr(storage, "write_bytes", at_first([no_space] * 2, storage.write_bytes))
+    checkpoint.check_shared(checkpoint.write_token(str(tmp_path), max_outage_s=30.0), Ranks.all())
     assert os.listdir(tmp_path) == []
-    errors[:] = [OSError(28, "No space left on device")] * 1000
+    monkeypatch.setattr(storage, "write_bytes", raising(no_space))
     with pytest.raises(InputError, match="no space left; free some"):
         checkpoint.write_token(str(tmp_path), max_outage_s=0.1)
 

@@ -1,0 +1,50 @@
+"""Functions that fail, bytes that change, and waiting for what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises an error at every call."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def at_first(
+    errors: Iterable[BaseException], function: Callable[..., Any] = lambda *_, **__: None, *, end: str = ""
+) -> Callable[..., Any]:
+    """Return a function that raises the errors, one at each call, and then does what another one does.
+
+    `end`: only calls whose first argument, a path, ends so raise.
+    """
+    left = list(errors)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if left and (not end or arguments[0].endswith(end)):
+            raise left.pop(0)
+        return function(*arguments, **named)
+
+    return call
+
+
+def flip(path: str | Path, place: int | None = None, *, bit: int = 1) -> None:
+    """Change a bit of a file, of the byte in the middle if no place is given."""
+    data = bytearray(Path(path).read_bytes())
+    data[len(data) // 2 if place is None else place] ^= bit
+    Path(path).write_bytes(data)
+
+
+def until(condition: Callable[[], Any], *, timeout_s: float = 60, pause_s: float = 0.01) -> Any:
+    """Wait for a condition, and return what it comes to."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
+        time.sleep(pause_s)
+    return found
