@@ -466,7 +466,7 @@ def until(done: Callable[[], bool], *, timeout_s: float = 240) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_store_that_is_away_for_a_while(expected: dict[str, Any], begin: Begin, s3_server: Any) -> None:
-    """For longer than cleaning and one attempt at a save wait for it; the run, slowed down by evaluations, trains on meanwhile."""
+    """For longer than cleaning and one attempt at a save wait for it; the run, slowed down by evaluations, trains on."""
     checkpoint = {"every": 6, "num_to_keep": 5}
     run = begin(storage=s3_server.url("runs"), checkpoint=checkpoint, evaluate_every=3, log_every=3)
     run.wait_for("checkpoint")
