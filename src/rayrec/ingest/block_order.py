@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.logs.index import Block, Part, row_numbers, source_of
+from rayrec.data.logs.index import Block, Part, row_numbers, source_of, sources_in_order
 from rayrec.ingest.order import Share
 from rayrec.row_tally import RowNumbers, RowTally, merged
 
@@ -52,7 +52,7 @@ def blocks_of_epoch(
     if shuffle == "none":
         ordered = parts
     elif shuffle == "files":
-        files = sorted({source_of(part.segment.path) for part in parts})
+        files = sources_in_order(part.segment.path for part in parts)
         rank = {files[i]: place for place, i in enumerate(_generator(seed, epoch).permutation(len(files)))}
         ordered = sorted(parts, key=lambda part: rank[source_of(part.segment.path)])
     elif shuffle in ("window", "full"):
@@ -103,9 +103,8 @@ class BlockOrder:
 
     def _identity(self, *, checksums: bool) -> str:
         sources = {path: source_of(path) for path in dict.fromkeys(part.segment.path for part in self.parts)}
-        files = list(dict.fromkeys(sources.values()))
-        if self.shuffle == "files":  # permutes them from this order on
-            files.sort()
+        # `files` permutes them from that order on.
+        files = sources_in_order(sources) if self.shuffle == "files" else list(dict.fromkeys(sources.values()))
         place_of = {file: place for place, file in enumerate(files)}
         file_of = {path: place_of[source] for path, source in sources.items()}
         numbers = (

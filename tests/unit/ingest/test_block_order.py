@@ -193,6 +193,17 @@ def test_a_log_may_be_moved_where_that_leaves_the_order_as_it_is() -> None:
     assert unpacked == [of_paths("log/day_0").identity] * 2
 
 
+@pytest.mark.parametrize("made", ["tables/{:016x}/00000/dt={}/part.parquet", "unpacked/{:016x}-day_{}"])
+def test_files_of_the_cache_are_permuted_alike_in_a_moved_log(made: str) -> None:
+    orders = [
+        of_paths(*(f"/cache/{made.format(mark, day)}" for day, mark in enumerate(marks)), shuffle="files")
+        for marks in ((1, 2, 3), (3, 1, 2))  # the digits depend on the folder of the log
+    ]
+    assert orders[0].identity == orders[1].identity
+    for epoch in range(4):
+        assert log_rows(orders[0].blocks(epoch)) == log_rows(orders[1].blocks(epoch))
+
+
 def test_the_identity_is_pinned() -> None:
     """If this fails, runs saved by the version before are refused, though their positions mean the same rows."""
     assert make_order([4, 4, 4], "window").identity == IDENTITY

@@ -212,6 +212,15 @@ def source_of(path: str) -> tuple[str, str]:
     return path, partitions + re.sub(r"^[0-9a-f]{16}-", "", base)
 
 
+def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
+    """The user's files that segments at these paths, in the order of the log, come from (see `source_of`), sorted by their paths.
+    Where some are read from files of the cache folder, whose names depend on the log's folder, all are sorted by their names."""
+    sources = list(dict.fromkeys(map(source_of, dict.fromkeys(paths))))
+    if all(storage.name_of(key) == name.rpartition("/")[2] for key, name in sources):
+        return sorted(sources)
+    return sorted(sources, key=lambda source: source[1])
+
+
 def partition_names(folder: str) -> list[str]:
     """The last folders of a path, as far as they are named KEY=VALUE."""
     names: list[str] = []

@@ -11,7 +11,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.derivation import file_key
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.logs.index import LogIndex, Part, select
+from rayrec.data.logs.index import LogIndex, Part, select, source_of, sources_in_order
 from rayrec.data.materialized.files import FilePlan, plan_files
 from rayrec.data.materialized.write_tasks import Task
 
@@ -79,7 +79,8 @@ def lay_out(
     rows_of: dict[str, int] = {}
     for segment in index.segments:
         rows_of[segment.path] = rows_of.get(segment.path, 0) + segment.rows
-    raw_files = sorted(rows_of)
+    rank = {source: number for number, source in enumerate(sources_in_order(rows_of))}
+    raw_files = sorted(rows_of, key=lambda path: (rank[source_of(path)], path))
     file_rows = [rows_of[path] for path in raw_files]
     plans: list[list[FilePlan]] = []
     if format != "parquet":
