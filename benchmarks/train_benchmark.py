@@ -91,13 +91,12 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
     batches = []
     for start in range(0, batch_size * number, batch_size):
         rows = preprocessor.encode(raw, order[start : start + batch_size])
-        assert rows.labels is not None
         batches.append(
             Batch(
                 {"dense": torch.from_numpy(rows.dense)},
                 1 / batch_size,
                 sparse_features(SCHEMA.sparse, rows.ids, len(rows)),
-                {"label": torch.from_numpy(rows.labels)},
+                {"label": torch.from_numpy(rows.label)},
             )
         )
     return preprocessor.num_embeddings, batches

@@ -215,9 +215,7 @@ def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], 
         chosen: dict[str, Any] = {"bagging_freq": 1, **settings, **whole} if settings else {}
         fitted = given.fit(kind, **chosen)
     test = list(given.rows(log.test_path))
-    logits, labels = (
-        np.concatenate(parts) for parts in zip(*((fitted.logits(r), r.labels) for r in test), strict=True)
-    )
+    logits, labels = (np.concatenate(parts) for parts in zip(*((fitted.logits(r), r.label) for r in test), strict=True))
     metrics = binary_metrics(logits, labels)
-    validation = binary_metrics(fitted.logits(given.validation), given.validation.labels)
+    validation = binary_metrics(fitted.logits(given.validation), given.validation.label)
     return Found(validation["logloss"], metrics["auroc"], metrics["logloss"])

@@ -61,7 +61,7 @@ class Saved:
             else:
                 shape = count if size == 1 else (count, size)
                 ids.append(rng.integers(0, num_embeddings, shape, given.id_dtype))
-        labels = rng.integers(0, 2, count).astype(np.float32) if labelled else None
+        labels = {"label": rng.integers(0, 2, count).astype(np.float32)} if labelled else {}
         return EncodedRows(rng.standard_normal((count, len(given.inputs.dense)), np.float32), ids, labels)
 
 

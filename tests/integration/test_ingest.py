@@ -94,10 +94,9 @@ def expected(click_log: Path, preprocessor: Preprocessor) -> Counter[Row]:
     raw, faults = parse(SCHEMA, (click_log / "train.txt").read_bytes())
     assert (raw.rows, faults.total) == (20_000, 0)
     encoded = preprocessor.encode(raw)
-    assert encoded.labels is not None
     ids = np.ascontiguousarray(encoded.ids.T)
     return Counter(
-        (d.tobytes(), i.tobytes(), bytes([int(y)])) for d, i, y in zip(encoded.dense, ids, encoded.labels, strict=True)
+        (d.tobytes(), i.tobytes(), bytes([int(y)])) for d, i, y in zip(encoded.dense, ids, encoded.label, strict=True)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -45,27 +45,30 @@ class EncodedRows:
     """float32 (rows, num_dense)"""
     ids: Sequence[Ids]
     """int32 or int64, a sparse column each"""
-    labels: np.ndarray | None
-    """float32 (rows), None for an unlabelled log"""
+    labels: dict[str, np.ndarray] = field(default_factory=dict)
+    """float32 (rows) by name, NaN if missing, in the order of the schema's `label_names`; none for an unlabelled log"""
     weights: np.ndarray | None = None
     """float32 (rows), None where all rows weigh the same"""
     row_numbers: np.ndarray | None = None
     """int64 (rows): each row's number in the log, given to it where it was read; None if nobody asked for it"""
     groups: np.ndarray | None = None
     """int64 (rows): keys of the rows' groups (`RawBlock.group_keys`), None where the schema has no group"""
-    more_labels: tuple[np.ndarray, ...] = ()
-    """float32 (rows) for each of the schema's `labels`, NaN if missing; none for an unlabelled log"""
     timestamps: np.ndarray | None = None
     """int64 (rows): microseconds since 1970-01-01 00:00 UTC, None if the schema has no timestamp"""
 
     def __len__(self) -> int:
         return len(self.dense)
 
+    @property
+    def label(self) -> np.ndarray:
+        """The first label of a labelled log's rows."""
+        return next(iter(self.labels.values()))
+
 
 def to_arrow(rows: EncodedRows) -> pa.Table:
     """Columnar and zero-copy both ways: `dense` fixed-size list of float (absent without dense columns, as Arrow has no
-    list of nothing), `id_s` a sparse column (integers, or lists of them), `of_s` the weights of its ids (lists); `label`,
-    `label_1`, ..., `weight`, `row` (row numbers), `group` and `time` if the rows have them."""
+    list of nothing), `id_s` a sparse column (integers, or lists of them), `of_s` the weights of its ids (lists);
+    `label:NAME` a label, `weight`, `row` (row numbers), `group` and `time` if the rows have them."""
     arrays: dict[str, pa.Array] = {}
     if rows.dense.shape[1]:
         arrays["dense"] = pa.FixedSizeListArray.from_arrays(arrow_numbers(rows.dense.reshape(-1)), rows.dense.shape[1])
@@ -74,8 +77,7 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
         if isinstance(ids, Bags) and ids.weights is not None:
             arrays[f"of_{s}"] = weights_to_arrow(ids)
     for name, values in (
-        ("label", rows.labels),
-        *((f"label_{number}", values) for number, values in enumerate(rows.more_labels, 1)),
+        *((f"label:{name}", values) for name, values in rows.labels.items()),
         ("weight", rows.weights),
         ("row", rows.row_numbers),
         ("group", rows.groups),
@@ -117,11 +119,11 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
         for name in names
         if name.startswith("id_")
     ]
-    labels, weights, row_numbers, groups, timestamps = (
-        numpy_of(batch.column(name)) if name in names else None for name in ("label", "weight", "row", "group", "time")
+    labels = {name[6:]: numpy_of(batch.column(name)) for name in names if name.startswith("label:")}
+    weights, row_numbers, groups, timestamps = (
+        numpy_of(batch.column(name)) if name in names else None for name in ("weight", "row", "group", "time")
     )
-    more_labels = tuple(numpy_of(batch.column(name)) for name in names if name.startswith("label_"))
-    return EncodedRows(dense, ids, labels, weights, row_numbers, groups, more_labels, timestamps)
+    return EncodedRows(dense, ids, labels, weights, row_numbers, groups, timestamps)
 
 
 def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:

@@ -126,13 +126,8 @@ def _joined(batches: Iterator[EncodedRows]) -> EncodedRows:
             )
         else:
             columns.append(np.concatenate(parts))
-    labels = np.concatenate([batch.labels for batch in kept if batch.labels is not None])
+    labels = {next(iter(kept[0].labels)): np.concatenate([batch.label for batch in kept])}
     return EncodedRows(np.concatenate([batch.dense for batch in kept]), columns, labels)
-
-
-def _labels(rows: EncodedRows) -> np.ndarray:
-    assert rows.labels is not None
-    return rows.labels
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ class _Trees:
     def fit(cls, given: Baselines, **settings: Any) -> _Trees:
         import lightgbm
 
-        rows, labels = given.train, _labels(given.train)
+        rows, labels = given.train, given.train.label
         num_embeddings = given.preprocessor.num_embeddings
         fold = np.arange(len(rows)) % _FOLDS
         rates, columns = {}, [rows.dense]
@@ -187,7 +182,7 @@ class _Trees:
             raise InputError("baselines: the log has neither numbers nor columns of one category; leave lightgbm out")
         made = cls(rates, None)
         known = lightgbm.Dataset(np.concatenate(columns, axis=1), labels)
-        held_out_rows = known.create_valid(made._features(given.validation), _labels(given.validation))
+        held_out_rows = known.create_valid(made._features(given.validation), given.validation.label)
         parameters = {
             "objective": "binary",
             "learning_rate": 0.05,
@@ -230,9 +225,9 @@ class _Logistic:
         features, held_out = features[:, trained], held_out[:, trained]
         best: tuple[float, object] | None = None
         for strength in strengths:
-            model = LogisticRegression(C=strength, max_iter=200, tol=1e-3).fit(features, _labels(given.train))
+            model = LogisticRegression(C=strength, max_iter=200, tol=1e-3).fit(features, given.train.label)
             logits = model.decision_function(held_out).astype(np.float32)
-            loss = binary_metrics(logits, _labels(given.validation))["logloss"]
+            loss = binary_metrics(logits, given.validation.label)["logloss"]
             if best is None or loss < best[0]:
                 best = loss, model
         assert best is not None

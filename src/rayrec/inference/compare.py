@@ -189,9 +189,8 @@ def _baseline(kind: Kind, baselines: Baselines, path: str, labels: np.ndarray, c
     logits, own_labels = [], []
     with console.preparing():
         for rows in baselines.rows(path):
-            assert rows.labels is not None
             logits.append(scorer.logits(rows))
-            own_labels.append(rows.labels)
+            own_labels.append(rows.label)
             done += len(rows)
             console.progress(f"score {kind} (rows)", done, len(labels))
     seconds = time.perf_counter() - start

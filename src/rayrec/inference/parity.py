@@ -65,8 +65,7 @@ class ParityRows:
 
     def labels(self) -> np.ndarray | None:
         """float32 (rows,); None for drawn rows."""
-        labels = [batch.labels for batch in self.batches]
-        return None if labels[0] is None else np.concatenate(labels)  # type: ignore[arg-type]
+        return np.concatenate([batch.label for batch in self.batches]) if self.batches[0].labels else None
 
     def rows_per_s(self, score: Score) -> float:
         """Of one caller with one batch, the best of about half a second: what else the machine does makes it only slower."""
@@ -153,7 +152,7 @@ def drawn_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> Parit
                 preprocessor.inputs.sparse, preprocessor.num_embeddings, preprocessor.hotness, strict=True
             )
         ]
-        batches.append(EncodedRows(dense, ids, None))
+        batches.append(EncodedRows(dense, ids))
     return ParityRows("rows drawn at random, their labels by the checkpoint's own scores", tuple(batches))
 
 

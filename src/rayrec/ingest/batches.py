@@ -245,23 +245,20 @@ class Slicer:
                 return None
             return np.concatenate(there, dtype=dtype)
 
-        labels = joined(lambda rows: rows.labels, np.float32)
-        labels = np.empty(0, np.float32) if labels is None else labels
-        assert len(labels) == count, "an unlabelled log is refused before"
+        def label(name: str) -> np.ndarray:
+            values = joined(lambda rows: rows.labels.get(name), np.float32)
+            return np.empty(0, np.float32) if values is None else values
+
+        labels, first = {name: label(name) for name in self._labels}, self._labels[0]
+        assert len(labels[first]) == count, "an unlabelled log is refused before"
         if self._targets is not None and count:
             # Batch by batch: a model's last digits depend on the rows it takes together, and these are the same in every run.
-            labels = self._targets(EncodedRows(dense, ids, labels))
-        more_labels = [
-            joined(functools.partial(_more_label, number=number), np.float32) for number in range(len(self._labels) - 1)
-        ]
+            labels[first] = self._targets(EncodedRows(dense, ids, labels))
         return Batch(
             {DENSE: torch.from_numpy(dense)},
             loss_weight,
             self._features(ids, self._pooled, count),
-            {
-                name: torch.from_numpy(np.empty(0, np.float32) if values is None else values)
-                for name, values in zip(self._labels, [labels, *more_labels], strict=True)
-            },
+            {name: torch.from_numpy(values) for name, values in labels.items()},
             weights=_tensor(joined(lambda rows: rows.weights, np.float32)),
             groups=_tensor(joined(lambda rows: rows.groups, np.int64)),
             timestamps=_tensor(joined(lambda rows: rows.timestamps, np.int64)),
@@ -307,10 +304,6 @@ class Slicer:
             columns.append(out)
             begin += size
         return OneArray(values, columns)
-
-
-def _more_label(rows: EncodedRows, number: int) -> np.ndarray:
-    return rows.more_labels[number]
 
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:

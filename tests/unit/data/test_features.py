@@ -263,7 +263,9 @@ def assert_equal(left: EncodedRows, right: EncodedRows) -> None:
             np.testing.assert_array_equal(one.weights, other.weights)
         else:
             np.testing.assert_array_equal(one, other)
-    for one, other in zip((*left.more_labels, left.timestamps), (*right.more_labels, right.timestamps), strict=True):
+    assert list(left.labels) == list(right.labels)
+    numbers = [(*rows.labels.values(), rows.timestamps) for rows in (left, right)]
+    for one, other in zip(*numbers, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -393,7 +395,7 @@ def test_a_schema_without_any_of_this_is_unchanged() -> None:
     schema = Schema(label="click", sparse=("user",), tokens="any")
     raw, _ = parse_table(ROWS.select(["click", "user"]), schema)
     rows = preprocessor_of(raw, schema).encode(raw)
-    assert (rows.more_labels, rows.timestamps) == ((), None)
+    assert (list(rows.labels), rows.timestamps) == (["click"], None)
     (batch,) = [Slicer(iter([rows]), schema).take(4, loss_weight=1.0)]
     assert (list(batch.labels), batch.timestamps) == (["click"], None)
     assert batch.sparse_features is not None

@@ -105,7 +105,8 @@ def same_array(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 def assert_same(one: EncodedRows, other: EncodedRows) -> None:
     assert same_array(one.dense, other.dense)
-    assert same_array(one.labels, other.labels)
+    assert list(one.labels) == list(other.labels)
+    assert all(same_array(one.labels[name], other.labels[name]) for name in one.labels)
     assert same_array(one.weights, other.weights)
     assert len(one.ids) == len(other.ids)
     assert all(same_ids(a, b) for a, b in zip(one.ids, other.ids, strict=True))
@@ -333,10 +334,9 @@ def test_torchrec_reads_npy(
     ]
     batches = list(torchrec_reader("train", *paths, batch_size=128, rank=0, world_size=1, mmap_mode=mapped))
     whole_log = preprocessor.encode(read_raw(days.segments, SCHEMA))
-    assert whole_log.labels is not None
     assert sum(len(batch.labels) for batch in batches) == days.rows
     assert (np.concatenate([batch.dense_features.numpy() for batch in batches]) == whole_log.dense).all()
-    assert (np.concatenate([batch.labels.numpy() for batch in batches]) == whole_log.labels).all()
+    assert (np.concatenate([batch.labels.numpy() for batch in batches]) == whole_log.label).all()
     for number in (0, 7, 25):
         got = np.concatenate([batch.sparse_features[f"cat_{number}"].values().numpy() for batch in batches])
         assert (got == whole_log.ids[number]).all()
@@ -501,7 +501,7 @@ def test_an_id_outside_its_table_is_refused(days: LogIndex, tmp_path: Path, form
 def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     dense = np.zeros((3, 0), np.float32)
     bags = Bags(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
-    one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags], None, None)
+    one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags])
     assert checks.wrong_id(one, [2, 5, 10]) == checks.WrongId(2, 0, -1)
     one.ids[0][2] = 1  # type: ignore[index]
     assert checks.wrong_id(one, [2, 5, 10]) is None

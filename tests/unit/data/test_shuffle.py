@@ -61,8 +61,7 @@ def keys(rows: EncodedRows) -> list[bytes]:
     """Each row as bytes."""
     assert not any(isinstance(column, Bags) for column in rows.ids)
     ids = np.stack([column for column in rows.ids if isinstance(column, np.ndarray)], 1)
-    assert rows.labels is not None
-    return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.labels, strict=True)]
+    return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.label, strict=True)]
 
 
 def shuffled(index: LogIndex, out: Path, **changes: Any) -> PreprocessedDataset:

@@ -239,19 +239,19 @@ def test_what_baselines_are_given(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     labels = (rng.random(4_000) < 0.3).astype(np.float32)
     unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows
-    rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], labels)
+    rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], {"label": labels})
     preprocessor = criteo_preprocessor(Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)), [4_000])
     given = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
     assert binary_metrics(given.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
     lists = EncodedRows(
-        np.array([[0.5], [1.5]], np.float32), [Bags(np.array([3, 3, 4]), np.array([2, 1])), np.array([3, 3])], None
+        np.array([[0.5], [1.5]], np.float32), [Bags(np.array([3, 3, 4]), np.array([2, 1])), np.array([3, 3])]
     )
     features = one_hot(lists)
     assert features.shape == (2, 1 + (1 << 20))
     assert features.sum(axis=1).tolist() == [[0.5 + 3], [1.5 + 2]]
     assert features[0].max() == 2
     assert features.nnz == 6
-    only_lists = EncodedRows(np.zeros((2, 0), np.float32), lists.ids[:1], np.array([0.0, 1.0], np.float32))
+    only_lists = EncodedRows(np.zeros((2, 0), np.float32), lists.ids[:1], {"label": np.array([0.0, 1.0], np.float32)})
     with pytest.raises(InputError, match="neither numbers nor columns of one category; leave lightgbm out"):
         Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo()).fit("lightgbm")
     with pytest.raises(InputError, match="names no training log"):

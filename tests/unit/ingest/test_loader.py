@@ -93,10 +93,9 @@ def rows_of(batch: Batch) -> list[tuple[bytes, ...]]:
 
 def log_rows(prepared: tuple[LogIndex, Preprocessor], start: int = 0, stop: int = ROWS) -> list[tuple[bytes, ...]]:
     encoded = prepared[1].encode(read_segments(prepared[0].segments, SCHEMA), np.arange(start, stop))
-    assert encoded.labels is not None
     return [
         (dense.tobytes(), ids.tobytes(), label.tobytes())
-        for dense, ids, label in zip(encoded.dense, np.ascontiguousarray(encoded.ids.T), encoded.labels, strict=True)
+        for dense, ids, label in zip(encoded.dense, np.ascontiguousarray(encoded.ids.T), encoded.label, strict=True)
     ]
 
 
@@ -324,10 +323,9 @@ def repeat_a_block(rows: list[EncodedRows]) -> list[EncodedRows]:
 
 
 def taken(rows: EncodedRows, which: Any) -> EncodedRows:
-    assert rows.labels is not None
     assert rows.row_numbers is not None
     ids = [column[which] for column in rows.ids]  # type: ignore[index]
-    return EncodedRows(rows.dense[which], ids, rows.labels[which], None, rows.row_numbers[which])
+    return EncodedRows(rows.dense[which], ids, {"label": rows.label[which]}, None, rows.row_numbers[which])
 
 
 @pytest.mark.parametrize(
@@ -514,7 +512,7 @@ def test_batches_hold_any_number_of_ids_a_row() -> None:
         rows = EncodedRows(
             np.zeros((stop - start, 1), np.float32),
             [one[start:stop], bags_of(lists[start:stop]), two[start:stop]],
-            np.zeros(stop - start, np.float32),
+            {"label": np.zeros(stop - start, np.float32)},
             weights[start:stop],
         )
         parts += from_arrow(to_arrow(rows))
@@ -536,7 +534,7 @@ def test_columns_of_several_ids_share_one_array() -> None:
     rows = EncodedRows(
         np.zeros((4, 0), np.float32),
         [np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)],
-        np.zeros(4, np.float32),
+        {"label": np.zeros(4, np.float32)},
     )
     slicer = Slicer(iter(from_arrow(to_arrow(rows))), Schema(label="label", sparse=("a", "b")))
     for expected in ([0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]):
@@ -548,14 +546,14 @@ def test_columns_of_several_ids_share_one_array() -> None:
 
 def test_arrow_carries_columns_of_one_kind_only() -> None:
     ids = np.array([[1, 2**25 + 1]], np.int32)
-    (back,) = from_arrow(to_arrow(EncodedRows(np.empty((2, 0), np.float32), ids, None)))
-    assert (back.dense.shape, back.ids[0].tolist(), back.labels) == ((2, 0), [1, 2**25 + 1], None)
+    (back,) = from_arrow(to_arrow(EncodedRows(np.empty((2, 0), np.float32), ids)))
+    assert (back.dense.shape, back.ids[0].tolist(), back.labels) == ((2, 0), [1, 2**25 + 1], {})
     dense = np.arange(6, dtype=np.float32).reshape(2, 3)
-    (back,) = from_arrow(to_arrow(EncodedRows(dense, np.empty((0, 2), np.int32), np.ones(2, np.float32))))
+    (back,) = from_arrow(to_arrow(EncodedRows(dense, np.empty((0, 2), np.int32), {"label": np.ones(2, np.float32)})))
     assert (back.dense == dense).all()
     assert (list(back.ids), len(back)) == ([], 2)
-    assert from_arrow(to_arrow(EncodedRows(dense[:0], np.empty((1, 0), np.int32), None))) == []
-    sliced = to_arrow(EncodedRows(dense, np.array([[7, 8]], np.int32), None)).slice(1)
+    assert from_arrow(to_arrow(EncodedRows(dense[:0], np.empty((1, 0), np.int32)))) == []
+    sliced = to_arrow(EncodedRows(dense, np.array([[7, 8]], np.int32))).slice(1)
     assert from_arrow(sliced)[0].dense.tolist() == [[3, 4, 5]]
 
 

@@ -209,14 +209,7 @@ class Encoder:
             one_hot = [column for column in ids if isinstance(column, np.ndarray)]
             ids = self._multi_hot.expand(one_hot, [column.num_embeddings for column in self._categories])
         labels = block.labels if order is None else {name: values[order] for name, values in block.labels.items()}
-        return EncodedRows(
-            dense,
-            ids,
-            labels.get(schema.label or ""),
-            block.weights,
-            more_labels=tuple(labels[label.name] for label in schema.labels),
-            timestamps=block.times,
-        )
+        return EncodedRows(dense, ids, labels, block.weights, timestamps=block.times)
 
     def ids(self, categories: np.ndarray, column: int) -> np.ndarray:
         """Return the ids of categories of one column."""

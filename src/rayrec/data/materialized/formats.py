@@ -99,7 +99,7 @@ def stored(
                 "is none; use --format npy, or parquet"
             )
         return _table({"rows": packed})
-    labels = np.full(len(rows), -1, np.int32) if rows.labels is None else rows.labels.astype(np.int32)
+    labels = rows.label.astype(np.int32) if rows.labels else np.full(len(rows), -1, np.int32)
     matrices = {"dense": rows.dense, "labels": labels.reshape(-1, 1)}
     matrices["sparse"] = _rows_of_columns(rows.ids, len(rows), preprocessor.id_dtype)
     return _table(matrices)
@@ -133,7 +133,7 @@ def _pack(
         ctypes.c_void_p(lowest.ctypes.data),
         ctypes.c_void_p(ids.ctypes.data),
         ctypes.c_int64(ids.itemsize),
-        ctypes.c_void_p(None if rows.labels is None else rows.labels.ctypes.data),
+        ctypes.c_void_p(rows.label.ctypes.data if rows.labels else None),
         ctypes.c_int64(len(rows)),
         ctypes.c_int32(num_dense),
         ctypes.c_int32(num_sparse),
@@ -162,9 +162,9 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
     """Encoded rows as columns with the names of `schema`: label int8, weight, dense, weights of lists and further labels float32,
     timestamp int64 (microseconds since 1970-01-01 00:00 UTC), ids as they are."""
     columns: dict[str, pa.Array] = {}
-    if rows.labels is not None:
+    if rows.labels:
         assert schema.label
-        columns[schema.label] = arrow_numbers(rows.labels.astype(np.int8))
+        columns[schema.label] = arrow_numbers(rows.label.astype(np.int8))
     if rows.weights is not None:
         assert schema.weight
         columns[schema.weight] = arrow_numbers(rows.weights)
@@ -174,8 +174,7 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
         columns[name] = ids_to_arrow(ids)
         if isinstance(ids, Bags) and ids.weights is not None:
             columns[_weights_of(name, schema)] = weights_to_arrow(ids)
-    for label, values in zip(schema.labels if rows.more_labels else (), rows.more_labels, strict=True):
-        columns[label.name] = arrow_numbers(values)
+    columns |= {name: arrow_numbers(values) for name, values in rows.labels.items() if name != schema.label}
     if rows.timestamps is not None:
         assert schema.timestamp
         columns[schema.timestamp] = arrow_numbers(rows.timestamps)
@@ -195,9 +194,9 @@ def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
     dense = np.empty((table.num_rows, len(schema.dense)), np.float32)
     for number, name in enumerate(schema.dense):
         dense[:, number] = numpy_of(columns[name])
-    labels = numpy_of(columns[schema.label]).astype(np.float32) if schema.label in columns else None
+    names = (name for name in schema.label_names if name in columns)
+    labels = {name: numpy_of(columns[name]).astype(np.float32, copy=False) for name in names}
     weights = numpy_of(columns[schema.weight]) if schema.weight in columns else None
     ids = [ids_from_arrow(columns[name], columns.get(schema.feature(name).weights or "")) for name in schema.sparse]
-    more_labels = tuple(numpy_of(columns[label.name]) for label in schema.labels if label.name in columns)
     timestamps = numpy_of(columns[schema.timestamp]) if schema.timestamp in columns else None
-    return EncodedRows(dense, ids, labels, weights, more_labels=more_labels, timestamps=timestamps)
+    return EncodedRows(dense, ids, labels, weights, timestamps=timestamps)

@@ -85,7 +85,9 @@ class RowMaps:
         format, labelled = self.manifest["format"], self.manifest["labelled"]
         if format == "binary":
             return self._unpack(runs, order, preprocessor)
-        labels = self._gather("labels", runs, order).reshape(-1).astype(np.float32) if labelled else None
+        labels = {}
+        if labelled:
+            labels[preprocessor.schema.label or ""] = self._gather("labels", runs, order).reshape(-1).astype(np.float32)
         dense = self._gather("dense", runs, order)
         if format == "npy":
             columns: Any = self._gather("sparse", runs, order, transposed=True)
@@ -198,4 +200,6 @@ class RowMaps:
         )
         del kept
         columns: Any = ids.astype(preprocessor.id_dtype, copy=False)
-        return EncodedRows(dense, columns, labels if self.manifest["labelled"] else None)
+        return EncodedRows(
+            dense, columns, {preprocessor.schema.label or "": labels} if self.manifest["labelled"] else {}
+        )

@@ -109,8 +109,7 @@ def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[Enco
     share = np.float32(teacher.weight)
 
     def targets(rows: EncodedRows) -> np.ndarray:
-        assert rows.labels is not None
-        return (1 - share) * rows.labels + share * sigmoid(scorer.score(rows))
+        return (1 - share) * rows.label + share * sigmoid(scorer.score(rows))
 
     return targets
 

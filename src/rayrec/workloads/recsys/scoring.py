@@ -236,8 +236,8 @@ class _LogBlock:
         rows = self._opened.encode(start, stop)
         logits = self._scorer.score_labels(rows).values()
         found = {f"logit{suffix}": values for suffix, values in zip(self._suffixes, logits, strict=True)}
-        if rows.labels is not None:
-            labels = (rows.labels, *rows.more_labels)
+        if rows.labels:
+            labels = rows.labels.values()
             found |= {f"label{suffix}": values for suffix, values in zip(self._suffixes, labels, strict=True)}
         if self._told.labelled and self._schema.group:
             assert rows.groups is not None

@@ -74,10 +74,10 @@ def check(rows: list[tuple[int, list[int | None], list[int | None]]], order: lis
     raw, faults = parse(SCHEMA, text_of(rows))
     assert not faults.total
     encoded = preprocessor.encode(raw, None if order is None else np.array(order, np.int64))
-    assert (encoded.dense.dtype, encoded.ids.dtype, encoded.labels.dtype) == (np.float32, np.int32, np.float32)
+    assert (encoded.dense.dtype, encoded.ids.dtype, encoded.label.dtype) == (np.float32, np.int32, np.float32)
     rows = rows if order is None else [rows[i] for i in order]
     assert len(encoded) == len(rows)
-    assert encoded.labels.tolist() == [label for label, _, _ in rows]
+    assert encoded.label.tolist() == [label for label, _, _ in rows]
     dense = [
         [c.missing_value if x is None else reference_dense(c, x) for c, x in zip(preprocessor.dense, row, strict=True)]
         for _, row, _ in rows
@@ -153,7 +153,7 @@ def test_tables_stay_two_thirds_full_at_most() -> None:
 def test_unlabelled_rows_have_no_labels() -> None:
     raw, _ = parse(SCHEMA.unlabelled(), b"1\t2\t00000005\t\t\n")
     encoded = make().encode(raw)
-    assert encoded.labels is None
+    assert encoded.labels == {}
     assert encoded.ids.ravel().tolist() == [FIRST_ID, MISSING_ID, MISSING_ID]
 
 

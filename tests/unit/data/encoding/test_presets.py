@@ -286,7 +286,7 @@ def test_against_torchrec_itself(
     labels = np.concatenate([np.load(npy / f"day_{day}_labels.npy") for day in (0, 1)])
     assert (ids == np.array(ours.ids).T).all()
     np.testing.assert_allclose(ours.dense, dense, rtol=3e-7)
-    assert (ours.labels == labels[:, 0]).all()
+    assert (ours.label == labels[:, 0]).all()
 
 
 # Multi-hot -----------------------------------------------------------------------------------------------------------

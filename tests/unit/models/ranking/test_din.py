@@ -112,7 +112,7 @@ def rows(count: int) -> tuple[Batch, EncodedRows]:
         {"click": known},
         sequence_features=sparse_features(["item", "history"], [item.numpy(), bags], count),
     )
-    return batch, EncodedRows(dense.numpy(), [item.numpy(), bags, tags], None)
+    return batch, EncodedRows(dense.numpy(), [item.numpy(), bags, tags])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -45,7 +45,7 @@ def rows_of(count: int) -> tuple[Batch, EncodedRows]:
     like = torch.from_numpy(ids[0] < ids[2]).float()
     labels = {"click": torch.from_numpy(ids[0] == ids[1]).float(), "like": like, "seconds": 2 * like}
     features = sparse_features(list(INPUTS.features), ids, count)
-    return Batch({"dense": dense}, 1 / max(count, 1), features, labels), EncodedRows(dense.numpy(), ids, None)
+    return Batch({"dense": dense}, 1 / max(count, 1), features, labels), EncodedRows(dense.numpy(), ids)
 
 
 def losses(model: ClickModel, batch: Batch, *, steps: int, learning_rate: float) -> list[float]:
@@ -163,7 +163,7 @@ def rows_with_lists(inputs: ModelInputs, unpooled: tuple[str, ...]) -> tuple[Bat
     dense = torch.rand(ROWS, 2, generator=chance)
     labels = {name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in inputs.label_names}
     batch = Batch({"dense": dense}, 1 / ROWS, features(pooled), labels, sequence_features=features(listed))
-    return batch, EncodedRows(dense.numpy(), ids, None)
+    return batch, EncodedRows(dense.numpy(), ids)
 
 
 @pytest.mark.parametrize("members", [1, 2])

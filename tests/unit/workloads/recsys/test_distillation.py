@@ -69,17 +69,15 @@ def _rows(count: int) -> EncodedRows:
     rng = np.random.default_rng(count)
     ids = np.stack([rng.integers(0, rows, count) for rows in NUM_EMBEDDINGS]).astype(np.int32)
     dense = rng.normal(size=(count, 13)).astype(np.float32)
-    return EncodedRows(dense, ids, (rng.random(count) < 0.3).astype(np.float32))  # type: ignore[arg-type]
+    return EncodedRows(dense, ids, {"label": (rng.random(count) < 0.3).astype(np.float32)})  # type: ignore[arg-type]
 
 
 def _slice(rows: EncodedRows, start: int, stop: int) -> EncodedRows:
-    assert rows.labels is not None
-    return EncodedRows(rows.dense[start:stop], [ids[start:stop] for ids in rows.ids], rows.labels[start:stop])  # type: ignore[index]
+    return EncodedRows(rows.dense[start:stop], [ids[start:stop] for ids in rows.ids], {"label": rows.label[start:stop]})  # type: ignore[index]
 
 
 def test_targets_are_labels_and_probabilities(run: Path, preprocessor: Preprocessor) -> None:
     rows = _rows(300)
-    assert rows.labels is not None
     with torch.no_grad():
         logits = _model(2).score(  # type: ignore[operator]
             torch.from_numpy(rows.dense), sparse_features(SCHEMA.sparse, rows.ids, len(rows))
@@ -88,7 +86,7 @@ def test_targets_are_labels_and_probabilities(run: Path, preprocessor: Preproces
         teacher = Teacher((str(run / "checkpoints" / "step_00000002"),), weight)
         targets = load_targets(teacher, preprocessor)(rows)
         assert targets.dtype == np.float32
-        expected = (1 - weight) * rows.labels + weight * torch.sigmoid(logits).numpy()
+        expected = (1 - weight) * rows.label + weight * torch.sigmoid(logits).numpy()
         np.testing.assert_allclose(targets, expected, atol=1e-6)
 
 

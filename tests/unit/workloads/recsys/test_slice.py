@@ -106,7 +106,7 @@ def test_some_steps_are_trained_by_the_loop_of_every_run(
 
 def test_ids_beyond_a_cut_table_are_folded_into_it() -> None:
     ids = (np.array([0, 5, 9]), np.array([[1, 7], [2, 8], [3, 3]]), Bags(np.array([4, 6]), np.array([0, 2, 0])))
-    rows = EncodedRows(np.zeros((3, 1), np.float32), ids, None)
+    rows = EncodedRows(np.zeros((3, 1), np.float32), ids)
     one, two, bags = folded(rows, [5, 4, 10]).ids
     assert isinstance(one, np.ndarray)
     assert isinstance(two, np.ndarray)
