@@ -269,7 +269,7 @@ FORMATS = {
     "A Preprocessor": "rayrec.data.encoding.preprocessor",
     "Preprocessed data": "rayrec.data.materialized.dataset",
     "Its files": "rayrec.data.materialized.files",
-    "An export": "rayrec.inference.export_format",
+    "An export": "rayrec.inference.export.manifest",
 }
 """Modules that define the files rayrec writes."""
 

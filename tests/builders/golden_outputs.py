@@ -22,7 +22,7 @@ import rayrec
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import ThreadEngine
 from rayrec.datasets.criteo import SCHEMA as CRITEO
-from rayrec.inference.export import encoder_program
+from rayrec.inference.export.write import encoder_program
 from rayrec.observe.console import Console
 from rayrec.schema import Feature, Label, Schema
 from rayrec.serve.app import ScoringApp

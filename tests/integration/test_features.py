@@ -16,7 +16,7 @@ from builders.served_click_model import make_app
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.inference.export_readme import FROM_RAW, LOADER
+from rayrec.inference.export.readme import FROM_RAW, LOADER
 from rayrec.inference.model import open_served
 from rayrec.metrics.binary import auroc
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -92,7 +92,7 @@ def _config(path: str, folder: Path, schema: Schema = SCHEMA) -> rayrec.TrainCon
 
 def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
     quiet: dict[str, Any] = {"console": Console(quiet=True)}
     log = str(tmp_path / "log.parquet")
     table = _rows()
@@ -143,7 +143,7 @@ def test_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_export_stores_a_shared_table_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
     quiet: dict[str, Any] = {"console": Console(quiet=True)}
     log = str(tmp_path / "log.parquet")
     pq.write_table(_rows(1), log)
@@ -171,7 +171,7 @@ def _interests(seed: int) -> pa.Table:
 
 def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
     quiet: dict[str, Any] = {"console": Console(quiet=True)}
     log = str(tmp_path / "log.parquet")
     table = _interests(0)

@@ -44,7 +44,7 @@ def _finalnet(path: str) -> rayrec.TrainConfig:
 @pytest.mark.parametrize("name", ["own_model", "criteo_finalnet"])
 def test_the_whole_road(name: str, log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
     is_own = name == "own_model"
     recipe = own_click_model.own_model if is_own else None
     quiet: dict[str, Any] = {"console": Console(quiet=True)}

@@ -55,7 +55,7 @@ def test_a_checkpoint_in_s3_is_put_to_use(
 ) -> None:
     """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives the same scores."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
     log, run, exported = f"{bucket}/used/train.txt", f"{bucket}/used/run", f"{bucket}/used/exported"
     storage.copy_file(str(click_log / "train.txt"), log)
     storage.copy_files(str(save_clicks(tmp_path / "run", scale=3.0, train_data={"path": log}).run), run)

@@ -21,7 +21,7 @@ from rayrec.data.logs.index import LogIndex, Part, select
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
-from rayrec.inference.export import export
+from rayrec.inference.export.write import export
 from rayrec.inference.model import open_served
 from rayrec.ingest.batches import sparse_features
 from rayrec.ingest.block_order import blocks_of_epoch

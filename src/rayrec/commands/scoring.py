@@ -191,7 +191,7 @@ def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: OwnRecipe = None, 
     `out` exists.
     """
     from rayrec.inference.config import ExportConfig
-    from rayrec.inference.export import export as run
+    from rayrec.inference.export.write import export as run
 
     return run(checkpoint, out, config=_config_of(checkpoint, recipe), settings=ExportConfig().updated(options))
 

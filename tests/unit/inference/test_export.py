@@ -33,12 +33,12 @@ from rayrec.data.logs.index import Segment
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawList
 from rayrec.inference.config import ExportConfig
-from rayrec.inference.encoder_source import Encoder
-from rayrec.inference.export import encoder_program, export
-from rayrec.inference.export_format import read_manifest
-from rayrec.inference.export_readme import FROM_RAW, LOADER
+from rayrec.inference.export.plain_encoder import Encoder
+from rayrec.inference.export.write import encoder_program, export
+from rayrec.inference.export.manifest import read_manifest
+from rayrec.inference.export.readme import FROM_RAW, LOADER
 from rayrec.inference.model import open_served
-from rayrec.inference.parity import ParityRows, compare, compare_encoder, spread
+from rayrec.inference.export.parity import ParityRows, compare, compare_encoder, spread
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
@@ -54,7 +54,7 @@ ROWS = 600
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def exports(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("exports")
     for quantize in (None, "fp16", "int8", "int4"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+            patch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
             patch.setenv("RAYREC_CACHE", str(folder / "cache"))
             _export(saved, folder / (quantize or "fp32"), quantize=quantize, max_auroc_loss=0.05)
     return {name: folder / name for name in ("fp32", "fp16", "int8", "int4")}
@@ -462,7 +462,7 @@ def test_without_the_runs_log_nothing_is_proven(tmp_path: Path, monkeypatch: pyt
     path = str(tmp_path / "moved.tsv")
     saved = save_clicks(tmp_path / "run", train_data={"path": path})
     with monkeypatch.context() as patch:
-        patch.setattr("rayrec.inference.export.open_served", None)  # the log is looked for before weights are read
+        patch.setattr("rayrec.inference.export.write.open_served", None)  # the log is looked for before weights are read
         with pytest.raises(
             InputError, match=rf"no rows of the run's log, {path}, .* labelled log as --parity-path, or"
         ):
@@ -637,7 +637,7 @@ def test_export_rejects_an_encoder_that_differs(
 ) -> None:
     made, program = _own_log(tmp_path), encoder_program()
     assert old in program
-    monkeypatch.setattr("rayrec.inference.export.encoder_program", lambda: program.replace(old, new))
+    monkeypatch.setattr("rayrec.inference.export.write.encoder_program", lambda: program.replace(old, new))
     with pytest.raises(InputError, match=rf"^export: encode\.py does not encode rows as [^\n]*: {failure}, on [^\n]*$"):
         _export(made, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))

@@ -12,9 +12,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 
 from rayrec.config import InputError
 from rayrec.inference.config import ExportConfig
-from rayrec.inference.export import export
+from rayrec.inference.export.write import export
 from rayrec.inference.model import open_served
-from rayrec.inference.onnx import MAX_BATCH_ROWS, config_pbtxt, onnx_inputs
+from rayrec.inference.export.onnx import MAX_BATCH_ROWS, config_pbtxt, onnx_inputs
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 # The part of Triton's model_config.proto (package inference) that a model like ours uses: message -> (field, number, type, many).
@@ -109,7 +109,7 @@ def test_the_graph_scores_as_the_export(
     tmp_path: Path, quantize: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    monkeypatch.setattr("rayrec.inference.parity._SPEED_S", 0.01)
+    monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
     saved = save_clicks(tmp_path / "run", preprocessor=make())
     settings = ExportConfig(
         quantize=quantize, triton=True, parity_rows=100, max_auroc_loss=0.1, ignore_parity=True

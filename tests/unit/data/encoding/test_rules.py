@@ -27,7 +27,7 @@ from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens,
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawBlock
-from rayrec.inference.export import encoder_program
+from rayrec.inference.export.write import encoder_program
 from rayrec.schema import Feature, Schema
 
 CHECKED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from rayrec.inference.export_format import ExportedModel
+    from rayrec.inference.export.manifest import ExportedModel
 
 LOADER: Final = '''\
 import json

@@ -24,9 +24,9 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding import rules
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.imports import require
-from rayrec.inference import encoder_source
+from rayrec.inference.export import plain_encoder
 from rayrec.inference.config import ExportConfig
-from rayrec.inference.export_format import (
+from rayrec.inference.export.manifest import (
     DENSE,
     ENCODER,
     PROGRAM,
@@ -38,10 +38,10 @@ from rayrec.inference.export_format import (
     manifest_of,
     open_export,
 )
-from rayrec.inference.export_readme import readme
+from rayrec.inference.export.readme import readme
 from rayrec.inference.model import open_served, version_of
-from rayrec.inference.onnx import id_widths, write_repository
-from rayrec.inference.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
+from rayrec.inference.export.onnx import id_widths, write_repository
+from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
 from rayrec.inference.run_rows import BATCH_ROWS
 from rayrec.models.base import ModelInputs
 from rayrec.models.scoring_tables import Quantization, RowFormat
@@ -143,10 +143,10 @@ def export_clicks(
 
 
 def encoder_program() -> str:
-    """Return the text of `encode.py`: `encoder_source` with the modules of rayrec that it needs, their imports merged."""
+    """Return the text of `encode.py`: `plain_encoder` with the modules of rayrec that it needs, their imports merged."""
     heads: dict[str, None] = {"from __future__ import annotations": None}
     bodies = []
-    for module in (hashing, rules, encoder_source):
+    for module in (hashing, rules, plain_encoder):
         source = inspect.getsource(module)
         lines = source.splitlines(keepends=True)
         docstring, *statements = ast.parse(source).body

@@ -21,8 +21,8 @@ from rayrec import storage
 from rayrec.checkpoint.format import sha256_of
 from rayrec.config import InputError
 from rayrec.imports import require
-from rayrec.inference.export_format import OpenedExport
-from rayrec.inference.parity import ParityRows
+from rayrec.inference.export.manifest import OpenedExport
+from rayrec.inference.export.parity import ParityRows
 from rayrec.models.scoring_tables import RowFormat
 
 if TYPE_CHECKING:
