@@ -25,7 +25,7 @@ from movielens_benchmark import SCHEMA, csv_lines, package_of
 from rows import emit, part, say
 
 import rayrec
-from rayrec.inference.baselines import Kind, open_baselines
+from rayrec.workloads.recsys.baselines import Kind, open_baselines
 from rayrec.metrics.binary import binary_metrics
 from rayrec.observe.console import Console
 from rayrec.recipes import criteo_demo, criteo_ensemble

@@ -14,7 +14,7 @@ import torch
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
-from rayrec.inference.baselines import Baselines, Kind, open_baselines
+from rayrec.workloads.recsys.baselines import Baselines, Kind, open_baselines
 from rayrec.inference.config import ComparisonConfig, ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows
 from rayrec.inference.scoring import ScoringJob, ScoringRequest

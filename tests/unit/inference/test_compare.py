@@ -17,7 +17,7 @@ from rayrec.cli import run
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.logs.text_parser import parse
-from rayrec.inference.baselines import Baselines, one_hot, open_baselines
+from rayrec.workloads.recsys.baselines import Baselines, one_hot, open_baselines
 from rayrec.inference.compare import compare as compare_checkpoints
 from rayrec.inference.config import ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows

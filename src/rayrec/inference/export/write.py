@@ -42,7 +42,7 @@ from rayrec.inference.export.readme import readme
 from rayrec.inference.model import open_served, version_of
 from rayrec.inference.export.onnx import id_widths, write_repository
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
-from rayrec.inference.run_rows import BATCH_ROWS
+from rayrec.workloads.recsys.run_rows import BATCH_ROWS
 from rayrec.models.base import ModelInputs
 from rayrec.models.scoring_tables import Quantization, RowFormat
 from rayrec.workloads.recsys.scorer import PlainModel, click_settings, empty_model, load_preprocessor
