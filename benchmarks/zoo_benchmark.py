@@ -25,12 +25,12 @@ from movielens_benchmark import SCHEMA, csv_lines, package_of
 from rows import emit, part, say
 
 import rayrec
-from rayrec.workloads.recsys.baselines import Kind, open_baselines
 from rayrec.metrics.binary import binary_metrics
 from rayrec.observe.console import Console
 from rayrec.recipes import criteo_demo, criteo_ensemble
 from rayrec.recipes.clicks import clicks
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys.baselines import Kind, open_baselines
 
 MODELS: Final = (
     "dlrm", "linear", "widedeep", "deepfm", "xdeepfm", "autoint", "dcnv2", "gdcn", "dcnv3", "masknet", "finalmlp", "finalnet",

@@ -22,7 +22,7 @@ from rayrec.inference import predict as prediction
 from rayrec.inference import prediction_files
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.evaluate import evaluate
-from rayrec.inference.evaluation_text import evaluation_text
+from rayrec.inference.result_tables import evaluation_text
 from rayrec.inference.scoring import ScoringJob
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.significance import METRICS

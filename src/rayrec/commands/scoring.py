@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _shown_evaluation(found: dict[str, Any]) -> Shown:
-    from rayrec.inference.evaluation_text import evaluation_text
+    from rayrec.inference.result_tables import evaluation_text
 
     return Shown(found, evaluation_text(found))
 
@@ -76,7 +76,7 @@ def evaluate(
 
 
 def _shown_comparison(found: dict[str, Any]) -> Shown:
-    from rayrec.inference.evaluation_text import comparison_text
+    from rayrec.inference.result_tables import comparison_text
 
     return Shown(found, comparison_text(found), "; ".join(found["failures"]))
 

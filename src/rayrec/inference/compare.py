@@ -14,7 +14,6 @@ import torch
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
-from rayrec.workloads.recsys.baselines import Baselines, Kind, open_baselines
 from rayrec.inference.config import ComparisonConfig, ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
@@ -25,6 +24,7 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.cost import network_multiply_adds
 from rayrec.observe.console import Console
 from rayrec.quantities import json_values
+from rayrec.workloads.recsys.baselines import Baselines, Kind, open_baselines
 from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import PREFIX

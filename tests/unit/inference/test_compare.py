@@ -17,7 +17,6 @@ from rayrec.cli import run
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.logs.text_parser import parse
-from rayrec.workloads.recsys.baselines import Baselines, one_hot, open_baselines
 from rayrec.inference.compare import compare as compare_checkpoints
 from rayrec.inference.config import ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows
@@ -28,6 +27,7 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.cost import network_multiply_adds
 from rayrec.observe.console import Console
 from rayrec.schema import Schema
+from rayrec.workloads.recsys.baselines import Baselines, one_hot, open_baselines
 
 ROWS = 2_000
 QUIET: dict[str, Any] = {"cluster_address": "none", "console": Console(quiet=True), "resamples": 50}

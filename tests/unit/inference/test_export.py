@@ -33,12 +33,12 @@ from rayrec.data.logs.index import Segment
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawList
 from rayrec.inference.config import ExportConfig
-from rayrec.inference.export.plain_encoder import Encoder
-from rayrec.inference.export.write import encoder_program, export
 from rayrec.inference.export.manifest import read_manifest
-from rayrec.inference.export.readme import FROM_RAW, LOADER
-from rayrec.inference.model import open_served
 from rayrec.inference.export.parity import ParityRows, compare, compare_encoder, spread
+from rayrec.inference.export.plain_encoder import Encoder
+from rayrec.inference.export.readme import FROM_RAW, LOADER
+from rayrec.inference.export.write import encoder_program, export
+from rayrec.inference.model import open_served
 from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
@@ -462,7 +462,9 @@ def test_without_the_runs_log_nothing_is_proven(tmp_path: Path, monkeypatch: pyt
     path = str(tmp_path / "moved.tsv")
     saved = save_clicks(tmp_path / "run", train_data={"path": path})
     with monkeypatch.context() as patch:
-        patch.setattr("rayrec.inference.export.write.open_served", None)  # the log is looked for before weights are read
+        patch.setattr(
+            "rayrec.inference.export.write.open_served", None
+        )  # the log is looked for before weights are read
         with pytest.raises(
             InputError, match=rf"no rows of the run's log, {path}, .* labelled log as --parity-path, or"
         ):

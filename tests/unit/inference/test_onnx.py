@@ -12,9 +12,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 
 from rayrec.config import InputError
 from rayrec.inference.config import ExportConfig
+from rayrec.inference.export.onnx import onnx_inputs
+from rayrec.inference.export.triton import MAX_BATCH_ROWS, config_pbtxt
 from rayrec.inference.export.write import export
 from rayrec.inference.model import open_served
-from rayrec.inference.export.onnx import MAX_BATCH_ROWS, config_pbtxt, onnx_inputs
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 # The part of Triton's model_config.proto (package inference) that a model like ours uses: message -> (field, number, type, many).

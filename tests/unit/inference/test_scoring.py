@@ -11,7 +11,7 @@ import pytest
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.log_source import LogSource
-from rayrec.inference.pool import Pool, plan_pool
+from rayrec.inference.scoring import Pool, plan_pool
 from rayrec.metrics.binary import sigmoid
 from rayrec.schema import Schema
 from rayrec.workloads.recsys.scoring import cache_folder

@@ -12,7 +12,7 @@ import torch
 
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
-from rayrec.inference.pool import Pool, plan_pool, scored_tables
+from rayrec.inference.scoring import Pool, plan_pool, scored_tables
 from rayrec.workloads.scoring import Device, Scoring
 
 GIB = 1 << 30

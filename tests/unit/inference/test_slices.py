@@ -8,9 +8,8 @@ import pytest
 
 from rayrec.config import InputError
 from rayrec.inference.config import EvaluationConfig
-from rayrec.inference.evaluate import ScoredRows
-from rayrec.inference.evaluation_text import evaluation_text
-from rayrec.inference.slices import slices_of
+from rayrec.inference.evaluate import ScoredRows, slices_of
+from rayrec.inference.result_tables import evaluation_text
 
 HEXADECIMAL = pa.chunked_array([pa.array([0xA, 0xB, 0xA, None], pa.uint32()), pa.array([0xC, 0xA, 0xB], pa.uint32())])
 TEXT = pa.chunked_array(

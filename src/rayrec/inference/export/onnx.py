@@ -1,8 +1,4 @@
-"""An exported click model, tables included, as one ONNX graph, and as a model repository for NVIDIA's Triton Inference Server.
-
-Triton gets ONNX rather than TorchScript or a Python backend: its standard image runs ONNX without PyTorch or Python, and the
-export checks the scores in the runtime that Triton embeds.
-"""
+"""An exported click model, tables included, as one ONNX graph."""
 
 from __future__ import annotations
 
@@ -11,23 +7,21 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import nn
 
 from rayrec import storage
-from rayrec.checkpoint.format import sha256_of
 from rayrec.config import InputError
 from rayrec.imports import require
-from rayrec.inference.export.manifest import OpenedExport
-from rayrec.inference.export.parity import ParityRows
-from rayrec.models.scoring_tables import RowFormat
 
 if TYPE_CHECKING:
     from rayrec.data.encoded import EncodedRows
     from rayrec.data.encoding.preprocessor import Preprocessor
+    from rayrec.inference.export.read import OpenedExport
+    from rayrec.models.scoring_tables import RowFormat
 
 
 DENSE: Final = "dense"
@@ -141,59 +135,3 @@ def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
     columns = [np.asarray(column, np.int64).reshape(len(rows), -1) for column in rows.ids]
     dense = {DENSE: rows.dense} if rows.dense.shape[1] else {}
     return {IDS: np.concatenate(columns, axis=1), **dense}
-
-
-MODEL_NAME: Final = "click_model"
-MAX_BATCH_ROWS: Final = 8192
-_LARGEST_DIFFERENCE: Final = 1e-4
-"""Of logits from those of the export, as a share of the logit or of 1: runtimes add up in other orders. bf16 models get 100 times
-as much."""
-
-
-def write_repository(opened: OpenedExport, folder: str, *, rows: ParityRows) -> dict[str, Any]:
-    """Writes click_model/config.pbtxt and click_model/1/model.onnx (with model.onnx.data) into `folder`, and scores `rows` with
-    ONNX Runtime. Returns what there is to report. Raises InputError where an ONNX graph cannot be made or scores otherwise."""
-    widths = id_widths(opened.preprocessor)
-    graph = storage.join(folder, MODEL_NAME, "1", "model.onnx")
-    write_onnx(opened, graph)
-    config = config_pbtxt(opened.version, num_dense=len(opened.preprocessor.inputs.dense), num_ids=sum(widths))
-    storage.write_bytes(storage.join(folder, MODEL_NAME, "config.pbtxt"), config.encode())
-    difference = _difference(graph, rows, rows.score(opened.scorer.score))
-    if not difference <= (_LARGEST_DIFFERENCE if opened.precision == "fp32" else 100 * _LARGEST_DIFFERENCE):
-        raise InputError(
-            f"triton: the ONNX graph gives a logit that differs by {difference:.2g}; export without --triton"
-        )
-    return {
-        "model": MODEL_NAME,
-        "backend": "onnxruntime",
-        "max_relative_difference": difference,
-        "bytes": sum(os.path.getsize(file.path) for file in storage.files_in(os.path.dirname(graph))),
-        "sha256": sha256_of(graph),
-    }
-
-
-def _difference(graph: str, rows: ParityRows, expected: np.ndarray) -> float:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
-    logits = rows.score(lambda batch: session.run([OUTPUT], onnx_inputs(batch))[0][:, 0])
-    return float((np.abs(logits.astype(np.float64) - expected) / np.maximum(1.0, np.abs(expected))).max())
-
-
-def config_pbtxt(version: str, *, num_dense: int, num_ids: int) -> str:
-    """Triton's ModelConfig in protobuf's text format. The batch is no part of `dims`; `dynamic_batching` joins requests that
-    wait while another runs."""
-    inputs = [f'{{ name: "{IDS}" data_type: TYPE_INT64 dims: [ {num_ids} ] }}']
-    if num_dense:
-        inputs.insert(0, f'{{ name: "{DENSE}" data_type: TYPE_FP32 dims: [ {num_dense} ] }}')
-    listed = ",\n  ".join(inputs)
-    return f"""name: "{MODEL_NAME}"
-backend: "onnxruntime"
-max_batch_size: {MAX_BATCH_ROWS}
-input [
-  {listed}
-]
-output [ {{ name: "{OUTPUT}" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-dynamic_batching {{ }}
-parameters {{ key: "rayrec_version" value {{ string_value: "{version}" }} }}
-"""

@@ -23,9 +23,9 @@ from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
-from rayrec.workloads.recsys.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.metrics.binary import auroc
 from rayrec.schema import Schema
+from rayrec.workloads.recsys.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:

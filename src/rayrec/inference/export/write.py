@@ -24,8 +24,8 @@ from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding import rules
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.imports import require
-from rayrec.inference.export import plain_encoder
 from rayrec.inference.config import ExportConfig
+from rayrec.inference.export import plain_encoder
 from rayrec.inference.export.manifest import (
     DENSE,
     ENCODER,
@@ -34,17 +34,17 @@ from rayrec.inference.export.manifest import (
     REPORT,
     TABLES,
     ExportedModel,
-    OpenedExport,
     manifest_of,
-    open_export,
 )
-from rayrec.inference.export.readme import readme
-from rayrec.inference.model import open_served, version_of
-from rayrec.inference.export.onnx import id_widths, write_repository
+from rayrec.inference.export.onnx import id_widths
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
-from rayrec.workloads.recsys.run_rows import BATCH_ROWS
+from rayrec.inference.export.read import OpenedExport, open_export
+from rayrec.inference.export.readme import readme
+from rayrec.inference.export.triton import write_repository
+from rayrec.inference.model import open_served, version_of
 from rayrec.models.base import ModelInputs
 from rayrec.models.scoring_tables import Quantization, RowFormat
+from rayrec.workloads.recsys.run_rows import BATCH_ROWS
 from rayrec.workloads.recsys.scorer import PlainModel, click_settings, empty_model, load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import PREFIX

@@ -13,8 +13,8 @@ from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.logs.index import LogIndex
 from rayrec.imports import require
-from rayrec.workloads.recsys.run_rows import encoded, open_run_log
 from rayrec.metrics.binary import binary_metrics
+from rayrec.workloads.recsys.run_rows import encoded, open_run_log
 from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.scoring import cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload

@@ -23,8 +23,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.model import open_served
-from rayrec.inference.pool import weight_bytes
-from rayrec.inference.scoring import ScoringRequest
+from rayrec.inference.scoring import ScoringRequest, weight_bytes
 from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -1,0 +1,164 @@
+"""Opens an exported click model without TorchRec, Ray or anything executable: every file is read once and verified."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from rayrec import storage
+from rayrec.checkpoint.discovery import refuse_pickles
+from rayrec.checkpoint.format import MANIFEST
+from rayrec.checkpoint.safetensors import DTYPES
+from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.inference.export.manifest import DENSE, FORMAT, REMEDY, TABLES, ExportedModel, read_manifest
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.workloads.recsys.scorer import ClickScorer, empty_model, make_scorer
+
+if TYPE_CHECKING:
+    from rayrec.workloads.scoring import Device
+
+_PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class OpenedExport:
+    """An export, loaded."""
+
+    preprocessor: Preprocessor
+    version: str
+    precision: Literal["fp32", "bf16"]
+    scorer: ClickScorer
+
+
+def is_export(path: str) -> bool:
+    """Whether a folder calls itself an export; what is in it is not looked at."""
+    place = storage.join(path, MANIFEST)
+    if not storage.exists(place):
+        return False
+    try:
+        manifest = storage.read_json(place)
+    except InputError:
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+def open_export(path: str, *, device: Device = "cpu", own: type[ClickModelConfig] | None = None) -> OpenedExport:
+    """Loads an export, local or a URL, of one of rayrec's models or of `own`. Every file is read once and its checksum verified;
+    nothing in it is executed.
+
+    Raises InputError for damage, missing files, weights that are not those of the manifest, and pickles that are not in it.
+    """
+    exported, files = read_manifest(path, own=own)
+    refuse_pickles(path, files)
+    for name in files:
+        if name not in (TABLES, DENSE):  # these are verified as they are read
+            verify_file(path, name, files)
+    preprocessor = Preprocessor.load(storage.join(path, PREPROCESSOR_FOLDER))
+    _check_preprocessor(path, preprocessor, exported)
+    stored_bytes = files[DENSE]["bytes"] if DENSE in files else 0
+    model = empty_model(
+        exported.model, preprocessor=preprocessor, precision=exported.precision, stored_bytes=stored_bytes, where=path
+    )
+    dense_wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in model.network.state_dict().items()}
+    weights = read_tensors(path, DENSE, files, dense_wanted)
+    # Copies are aligned as torch's own: its matrix products round otherwise where they are not.
+    model.network.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
+    row_format = exported.row_format
+    table_dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
+    vocabularies = exported.tables or exported.features
+    tables_wanted = {
+        vocabulary: (table_dtype, [rows, row_format.width])
+        for vocabulary, rows in zip(vocabularies, exported.num_embeddings, strict=True)
+    }
+    tables = read_tensors(path, TABLES, files, tables_wanted)
+    scorer = make_scorer(model, [tables[name] for name in vocabularies], row_format=row_format, device=device)
+    return OpenedExport(preprocessor, exported.version, exported.precision, scorer)
+
+
+def _check_preprocessor(path: str, preprocessor: Preprocessor, exported: ExportedModel) -> None:
+    inputs = preprocessor.inputs
+    fits = (
+        preprocessor.hash() == exported.preprocessor_hash
+        and inputs.sparse == exported.features
+        and inputs.vocabularies == (exported.tables or exported.features)
+        and exported.model.sequences(ModelInputs.of(inputs)) == exported.sequences
+        and len(inputs.dense) == exported.num_dense
+        and tuple(preprocessor.num_embeddings) == exported.num_embeddings
+    )
+    if not fits:
+        raise InputError(f"{path}: its Preprocessor is not the one its manifest names; {REMEDY}")
+
+
+def verify_file(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises InputError where a file of an export is missing or not as it was written."""
+    digest, place = hashlib.sha256(), _place(path, name, files)
+    for piece in storage.read_stream(place):
+        digest.update(piece)
+    if digest.hexdigest() != files[name]["sha256"]:
+        raise InputError(f"{place}: damaged, its checksum does not fit; {REMEDY}")
+
+
+def _place(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
+    place = storage.join(path, name)
+    if name not in files:
+        raise InputError(f"{path}: its manifest names no {name}; {REMEDY}")
+    if storage.size_of(place) != files[name]["bytes"]:
+        raise InputError(f"{place}: missing or of another size than when it was written; {REMEDY}")
+    return place
+
+
+def _aligned(size_bytes: int) -> np.ndarray:
+    """uint8 (size_bytes) from the start of a cache line on: a row of 64 bytes then lies in one, not in two."""
+    room = np.empty(size_bytes + 63, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size_bytes]
+
+
+def read_tensors(
+    path: str,
+    name: str,
+    files: Mapping[str, Mapping[str, Any]],
+    wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+) -> dict[str, torch.Tensor]:
+    """The tensors of one safetensors file of an export, which must be exactly those `wanted` (dtype and shape). They share one
+    piece of memory, of the file's size. Raises InputError for damage and for other tensors."""
+    place = _place(path, name, files)
+    data = _aligned(files[name]["bytes"])
+    digest = hashlib.sha256()
+    for start in range(0, len(data), _PIECE_BYTES):
+        piece = data[start : start + _PIECE_BYTES]
+        if storage.read_into(place, start, piece) != len(piece):
+            raise InputError(f"{place}: cut short while it was read; {REMEDY}")
+        digest.update(piece.data)
+    if digest.hexdigest() != files[name]["sha256"]:
+        raise InputError(f"{place}: damaged, its checksum does not fit; {REMEDY}")
+    head_bytes = int.from_bytes(data[:8].tobytes(), "little")
+    try:
+        table = json.loads(data[8 : 8 + head_bytes].tobytes())
+        table.pop("__metadata__", None)
+        found = {key: (value["dtype"], value["shape"]) for key, value in table.items()}
+        spans = {key: (int(value["data_offsets"][0]), int(value["data_offsets"][1])) for key, value in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise InputError(f"{place}: is not a safetensors file; {REMEDY}") from None
+    if found != {key: (DTYPES[dtype], list(shape)) for key, (dtype, shape) in wanted.items()}:
+        raise InputError(f"{place}: its tensors are not those of the model its manifest names; {REMEDY}")
+    body = data[8 + head_bytes :]
+    tensors = {}
+    for key, (dtype, shape) in wanted.items():
+        start, stop = spans[key]
+        size_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        if (
+            not 0 <= start <= stop <= len(body)
+            or stop - start != size_bytes
+            or (8 + head_bytes + start) % dtype.itemsize
+        ):
+            raise InputError(f"{place}: {key} lies outside of the file; {REMEDY}")
+        tensors[key] = torch.from_numpy(body[start:stop]).view(dtype).reshape(shape)
+    return tensors
