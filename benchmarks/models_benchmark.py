@@ -26,8 +26,8 @@ BATCH: Final = 2048
 def main(*, quick: bool) -> None:
     import torch
 
+    from rayrec import models
     from rayrec.datasets.criteo import SCHEMA
-    from rayrec.models import ranking
     from rayrec.models.base import ModelInputs
     from rayrec.models.cost import network_cost
     from rayrec.native import keep_freed_memory
@@ -42,7 +42,7 @@ def main(*, quick: bool) -> None:
     workload: Any = criteo_kaggle("").workload
     for name in MODELS:
         with part("models", name):
-            cls = ranking.config_class(name)
+            cls = models.config_class(name)
             assert cls is not None
             config = workload.model if isinstance(workload.model, cls) else cls.in_place_of(workload.model)
             setup = setup_of("sparse_adam", batch_size=BATCH, model=config)

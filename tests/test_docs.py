@@ -37,13 +37,12 @@ from typing import Any, NamedTuple
 import pytest
 
 import rayrec
-from rayrec import recipes
+from rayrec import models, recipes
 from rayrec.cli.flags import SWITCHES
 from rayrec.cli.parser import flag_names, own_flags
 from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
-from rayrec.models import ranking
 from rayrec.observe import console
 from rayrec.observe.event_lines import TORN_LINE
 from rayrec.observe.events import KINDS
@@ -632,8 +631,8 @@ def flags() -> dict[str, set[str]]:
     }
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
     found["train"] = {"--config", *SWITCHES}.union(*(flag_names(recipe_flags(recipes.ALL[name]())) for name in kinds))
-    models = [ranking.config_class(name) for name in ranking.names()]
-    settings = [field for model in models if model is not None for field in dataclasses.fields(model)]
+    kinds_of_models = [models.config_class(name) for name in models.names()]
+    settings = [field for model in kinds_of_models if model is not None for field in dataclasses.fields(model)]
     fields = {field.name for field in settings} | {f"no-{field.name}" for field in settings if field.type == "bool"}
     places = ("model", "model.models.0", "model.models.1")  # the latter two of --model ensemble
     found["train"] |= {f"--workload.{place}.{name.replace('_', '-')}" for place in places for name in fields}

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import rayrec
+from rayrec import models
 from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, metavar_of
 from rayrec.cli.help import STATUSES, usage
 from rayrec.cli.parser import own_flags
@@ -26,7 +27,6 @@ from rayrec.commands import COMMANDS
 from rayrec.commands.settings import ALIASES
 from rayrec.config import Config, field_docs
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.models import ranking
 from rayrec.observe.events import KINDS
 from rayrec.recipes import ALL
 from rayrec.serve import openapi
@@ -145,12 +145,12 @@ def configuration_page() -> str:
 def recipes_page() -> str:
     """Every recipe and every click model."""
     recipes = [(f"`{name}`", summary(recipe)) for name, recipe in ALL.items()]
-    models = []
-    for name in ranking.names():
-        kind = ranking.config_class(name)
-        models.append((f"`{name}`", summary(kind)))
+    rows = []
+    for name in models.names():
+        kind = models.config_class(name)
+        rows.append((f"`{name}`", summary(kind)))
     named = "## Click models\n\n`--model NAME` trains one of them with any recipe for click logs.\n\n"
-    return f"{table(('recipe', 'is'), recipes)}\n{named}{table(('model', 'is'), models)}"
+    return f"{table(('recipe', 'is'), recipes)}\n{named}{table(('model', 'is'), rows)}"
 
 
 def python_page() -> str:

@@ -116,15 +116,15 @@ def _read(current: Config, name: str, text: str) -> Config:
 
 def _model(current: Any, names: str) -> Config:
     """Another of rayrec's click models, or several as an ensemble; what all models have in common stays."""
-    from rayrec.models import ranking
+    from rayrec import models
     from rayrec.models.ranking.ensemble import EnsembleConfig
 
     kinds: list[Any] = []
     for name in names.split("+"):
-        kind = ranking.config_class(name) if name in ranking.names() else None
+        kind = models.config_class(name) if name in models.names() else None
         if kind is None:
-            near = difflib.get_close_matches(name, ranking.names(), n=1)
-            known = f"there are {', '.join(ranking.names())}, and your own, by a recipe"
+            near = difflib.get_close_matches(name, models.names(), n=1)
+            known = f"there are {', '.join(models.names())}, and your own, by a recipe"
             raise InputError(f"model: no model {name}; {f'did you mean {near[0]}?' if near else known}")
         kinds.append(kind)
     made: Config = EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})

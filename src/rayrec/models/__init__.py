@@ -1,1 +1,48 @@
-"""Models, one file each."""
+"""Models, one file each: ranking models in `ranking`, retrieval models in `retrieval`; and what all of them are made of."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Any, Final
+
+FAMILIES: Final = ("ranking", "retrieval")
+"""Folders of models."""
+
+
+def names(*families: str) -> list[str]:
+    """Return the names of the models, those of their files; of all families if none is named."""
+    return sorted(name for name, family in _families().items() if family in (families or FAMILIES))
+
+
+def config_class(name: object) -> type[Any] | None:
+    """Return the class of a model's configuration, by the model's name (`finalnet`) or its own with its module, as configurations
+    are stored; None if rayrec has no such model. Imports nothing but a file of a family's folder."""
+    known = _families()
+    if name in known:
+        module = importlib.import_module(f"{__name__}.{known[str(name)]}.{name}")
+        classes = [value for value in vars(module).values() if _is_config(value, module.__name__)]
+        return classes[0] if len(classes) == 1 else None
+    module_name, _, qualname = str(name).rpartition(".")
+    folder, _, file = module_name.rpartition(".")
+    if folder != f"{__name__}.{known.get(file)}":
+        return None
+    cls = getattr(importlib.import_module(module_name), qualname, None)
+    return cls if _is_config(cls, module_name) else None
+
+
+@cache
+def _families() -> dict[str, str]:
+    """The family of each model."""
+    found = {}
+    for family in FAMILIES:
+        folder = importlib.import_module(f"{__name__}.{family}")
+        found |= {file.name: family for file in pkgutil.iter_modules(folder.__path__)}
+    return found
+
+
+def _is_config(value: object, module: str) -> bool:
+    from rayrec.config import Config
+
+    return isinstance(value, type) and issubclass(value, Config) and value.__module__ == module

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from rayrec import models
 from rayrec.config import CLASS, Config, InputError, same_class
-from rayrec.models import ranking
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,23 +101,23 @@ class ClickModelConfig(Config):
         """A model of a list: `class` names it, one of rayrec's, or is the class of a model of the list `among`."""
         name = values.get(CLASS)
         if name is None:
-            raise InputError(f"{where}{CLASS}: which model? rayrec's are {', '.join(ranking.names())}")
+            raise InputError(f"{where}{CLASS}: which model? rayrec's are {', '.join(models.names())}")
         others = (type(model) for model in among if isinstance(model, ClickModelConfig))
         own = next((other for other in others if same_class(name, f"{other.__module__}.{other.__qualname__}")), None)
-        found = own or ranking.config_class(name)
+        found = own or models.config_class(name)
         if found is None:
-            raise InputError(f"{where}{CLASS}: no model {name}; rayrec's are {', '.join(ranking.names())}")
+            raise InputError(f"{where}{CLASS}: no model {name}; rayrec's are {', '.join(models.names())}")
         made: ClickModelConfig = found().updated(
             {key: value for key, value in values.items() if key != CLASS}, where=where
         )
         return made
 
     def of_class(self, name: object) -> ClickModelConfig | None:
-        cls = ranking.config_class(name)
+        cls = models.config_class(name)
         return None if cls is None else cls.in_place_of(self)
 
     def _known_classes(self) -> str:
-        return f"{super()._known_classes()}; rayrec's models are {', '.join(ranking.names())}"
+        return f"{super()._known_classes()}; rayrec's models are {', '.join(models.names())}"
 
     @classmethod
     def in_place_of(cls, other: ClickModelConfig) -> Self:
@@ -222,7 +222,7 @@ def stored_model(
     for a class that is neither, and for settings that do not fit it."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where}: its network must be a mapping of settings, got {str(values)[:40]!r}")
-    name = str(values.get(CLASS) or f"{ranking.__name__}.dlrm.DLRMConfig")  # early files name no class
+    name = str(values.get(CLASS) or f"{models.__name__}.ranking.dlrm.DLRMConfig")  # early files name no class
     if own is not None and own.__qualname__.rpartition(".")[2] == name.rpartition(".")[2]:
         cls: type[ClickModelConfig] = own
     else:
@@ -236,7 +236,7 @@ def stored_model(
 
 
 def _shipped(name: str, where: str) -> type[ClickModelConfig]:
-    cls: type[ClickModelConfig] | None = ranking.config_class(name) if "." in name else None
+    cls: type[ClickModelConfig] | None = models.config_class(name) if "." in name else None
     if cls is None:
         raise InputError(
             f"{where}: its network is {name}, which is not one of rayrec's; give the recipe that it was trained by: "

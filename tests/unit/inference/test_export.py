@@ -22,7 +22,7 @@ import pytest
 from builders.saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
 
 import rayrec
-from rayrec import cli, recipes
+from rayrec import cli, models, recipes
 from rayrec.checkpoint.format import seal
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags
@@ -39,7 +39,6 @@ from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.readme import FROM_RAW, LOADER
 from rayrec.inference.export.write import encoder_program, export
 from rayrec.inference.model import open_served
-from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -802,10 +801,10 @@ def test_the_encoder_reads_categories_of_any_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", [name for name in ranking.names() if name != "din"])  # which needs lists
+@pytest.mark.parametrize("name", [name for name in models.names("ranking") if name != "din"])  # which needs lists
 def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> None:
     """Its program, int8 tables and, with two members, tables wider than an embedding."""
-    cls = ranking.config_class(name)
+    cls = models.config_class(name)
     assert cls is not None
     like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2)
     config: ClickModelConfig = cls.in_place_of(like)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rayrec import recipes
+from rayrec import models, recipes
 from rayrec.config import InputError
-from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, stored_model
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
@@ -55,14 +54,14 @@ def test_a_stored_class_takes_the_place_of_the_recipes() -> None:
     back = changed.replace(workload={"model": {"class": "dlrm"}}).workload.model
     assert back == DLRMConfig(embedding_dim=16, bottom_mlp=(512, 256, 16), members=2)
     for unknown in ("deepest", "os.system", "rayrec.models.base.ClickModelConfig"):
-        with pytest.raises(InputError, match=rf"model\.class: .*; rayrec's models are {', '.join(ranking.names())}"):
+        with pytest.raises(InputError, match=rf"model\.class: .*; rayrec's models are {', '.join(models.names())}"):
             recipe.replace(workload={"model": {"class": unknown}})
 
 
 def test_every_file_of_the_folder_is_a_model() -> None:
-    for name in ranking.names():
-        cls = ranking.config_class(name)
+    for name in models.names():
+        cls = models.config_class(name)
         assert cls is not None, name
-        assert ranking.config_class(f"{cls.__module__}.{cls.__qualname__}") is cls
+        assert models.config_class(f"{cls.__module__}.{cls.__qualname__}") is cls
         assert issubclass(cls, ClickModelConfig)
         cls()  # every field has a default

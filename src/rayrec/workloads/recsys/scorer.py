@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from rayrec import storage
+from rayrec import models, storage
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.checkpoint.writer import Place
 from rayrec.config import InputError
@@ -22,7 +22,6 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import Precision
-from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model, unpooled_features
 from rayrec.models.ensemble import build_network
 from rayrec.models.ranking.ensemble import EnsembleConfig
@@ -159,7 +158,7 @@ def empty_model(
     """The model that fits a Preprocessor's columns, its network's weights still to be put in. Raises InputError as soon as one of
     rayrec's networks needs far more than the `stored_bytes` of the weights that it is for, as by damaged settings."""
     inputs = ModelInputs.of(preprocessor.inputs)
-    if type(config).__module__.startswith(f"{ranking.__name__}."):
+    if type(config).__module__.startswith(f"{models.__name__}."):
         with torch.device("meta"), _limited_weights(stored_bytes, where):  # no memory, and no start values drawn
             network = build_network(config, inputs, precision=precision)
     else:  # may compute constants, such as indices, that no checkpoint has

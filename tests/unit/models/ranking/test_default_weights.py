@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from rayrec import models
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
-from rayrec.models import ranking
 from rayrec.models.base import ModelInputs
 from rayrec.models.ensemble import build_network
 from rayrec.schema import Label
@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parents[3] / "golden" / "click_models.json"
 
 def measured(name: str) -> dict[str, Any]:
     """Checksums of the start values of a model's network on two numbers and three features, and its losses in three steps."""
-    config = ranking.config_class(name)()  # type: ignore[misc]
+    config = models.config_class(name)()  # type: ignore[misc]
     labels = (Label(name="like"),) if config.SEVERAL_LABELS else ()
     lists = (("history", None),) if name == "din" else ()
     inputs = ModelInputs(2, ("item", "history", "tag"), "click", labels, ("item", "item", "tag"), lists=lists)
@@ -65,7 +65,7 @@ def measured(name: str) -> dict[str, Any]:
     return {**start, "losses": losses}
 
 
-@pytest.mark.parametrize("name", ranking.names())
+@pytest.mark.parametrize("name", models.names("ranking"))
 def test_default_settings_keep_their_weights(name: str) -> None:
     """Regenerate knowingly: RAYREC_WRITE_GOLDEN=1."""
     found = measured(name)

@@ -12,12 +12,12 @@ from builders.networks import CONFIGS, DIM, INPUTS, inputs_of
 from builders.whole_click_model import whole_model
 from torch import nn
 
+from rayrec import models
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.cost import network_cost
 from rayrec.models.ranking.dcnv3 import DCNv3Config
@@ -167,9 +167,9 @@ def rows_with_lists(inputs: ModelInputs, unpooled: tuple[str, ...]) -> tuple[Bat
 
 
 @pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize("name", ranking.names())
+@pytest.mark.parametrize("name", models.names("ranking"))
 def test_model_in_place_of_another_learns_lists(name: str, members: int) -> None:
-    cls = ranking.config_class(name)
+    cls = models.config_class(name)
     assert cls is not None
     like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), embedding_penalty=1e-6)
     config: ClickModelConfig = cls.in_place_of(like).replace(members=members)

@@ -12,12 +12,12 @@ import torch
 from builders.networks import CONFIGS, DIM, INPUTS, SEVERAL, inputs_of
 from torch import nn
 
+from rayrec import models
 from rayrec.batch import Batch
 from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import MLP
 from rayrec.layers.tower import Dice, LogitTower, Tower
-from rayrec.models import ranking
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.autoint import AutoIntConfig
 from rayrec.models.ranking.dcnv2 import DCNv2Config
@@ -539,4 +539,6 @@ def test_din_weighs_fields_of_an_item_together(*, training: bool) -> None:
 
 def test_every_model_has_a_formula() -> None:
     tried = {cls.__module__.rpartition(".")[2] for cls in REFERENCES} | {"din"}
-    assert tried | {"ensemble"} == set(ranking.names())  # an ensemble's is the mean of its models': test_ensemble.py
+    assert tried | {"ensemble"} == set(
+        models.names("ranking")
+    )  # an ensemble's is the mean of its models': test_ensemble.py
