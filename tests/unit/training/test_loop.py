@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,10 +51,7 @@ class Pipeline:
         """Evaluation batches, which are negative."""
 
     def progress(self, batches: Iterator[int]) -> Any:
-        while len(self.waiting) < self.ahead:
-            batch = next(batches, None)
-            if batch is None:
-                break
+        while len(self.waiting) < self.ahead and (batch := next(batches, None)) is not None:
             self.waiting.append(batch)
         if not self.waiting:
             raise StopIteration
@@ -105,26 +102,21 @@ class Numbered:
 
 @dataclasses.dataclass
 class Interruption:
-    """Asked to stop, or notified of a preemption, once so many batches are trained."""
+    """Asked to stop, or notified of a preemption, once so many batches are trained or scored."""
 
     pipeline: Pipeline
-    stop_at: int | None = None
-    preempt_at: int | None = None
-    stop_after_scored: int | None = None
-    preempt_after_scored: int | None = None
+    stop_at: float = np.inf
+    preempt_at: float = np.inf
+    stop_after_scored: float = np.inf
+    preempt_after_scored: float = np.inf
     told: bool = False
 
     def seen(self) -> tuple[bool, bool]:
-        done = len(self.pipeline.trained)
-        scored = self.preempt_after_scored
-        return (
-            (self.stop_at is not None and done >= self.stop_at) or self.urgent(),
-            (self.preempt_at is not None and done >= self.preempt_at)
-            or (scored is not None and self.pipeline.scored >= scored),
-        )
+        done, scored = len(self.pipeline.trained), self.pipeline.scored
+        return done >= self.stop_at or self.urgent(), done >= self.preempt_at or scored >= self.preempt_after_scored
 
     def urgent(self) -> bool:
-        return self.stop_after_scored is not None and self.pipeline.scored >= self.stop_after_scored
+        return self.pipeline.scored >= self.stop_after_scored
 
     def preempted(self) -> bool:
         self.told, before = True, self.told
@@ -143,20 +135,22 @@ class Run:
         progress: Progress | None = None,
         evaluation: int = 0,
         recipe: str = "criteo_demo",
-        **config: Any,
+        **changes: Any,
     ) -> None:
-        """`stop`: the last step, of epochs of 20; `evaluation`: batches of an evaluation."""
+        """`stop`: the last step, of epochs of 20; `evaluation`: batches of an evaluation; `changes`: of the configuration,
+        or fields of the interruption."""
         self.evaluation = evaluation
         self.pipeline = Pipeline(ahead)
         self.saves: list[tuple[int, int, float | None, bool, bool]] = []
         self.events: list[tuple[str, int]] = []
+        self.fields: list[dict[str, Any]] = []
         self.progress = progress or Progress(step=start, rows=10 * start)
         self.loader = Loader(start, stop)
-        self.interruption = Interruption(self.pipeline)
+        names = {field.name for field in dataclasses.fields(Interruption)} & changes.keys()
+        self.interruption = Interruption(self.pipeline, **{name: changes.pop(name) for name in names})
         self.clock: StepClock = NoClock()
-        self.fields: list[dict[str, Any]] = []
         self.first_steps: list[tuple[float, float]] = []
-        fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **config}
+        fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **changes}
         self.config = recipes.ALL[recipe]("none").replace(**fields)
 
     def run(self, *, pause_at: float | None = None) -> bool:
@@ -195,6 +189,13 @@ class Run:
             pause_at=pause_at,
         )
         return loop.run(training)
+
+    def told(self, kind: str) -> list[int]:
+        """The steps of events of a kind."""
+        return [step for each, step in self.events if each == kind]
+
+    def saved(self) -> list[int]:
+        return [save[0] for save in self.saves]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_evaluations_per_epoch(recipe: str, config: dict[str, Any], expected: li
     """Recipes with published settings evaluate once an epoch, as their patience counts epochs; `evaluate_every` wins."""
     run = Run(recipe=recipe, stop=40, **{"evaluate_every": None, **config})
     assert run.run()
-    assert [step for kind, step in run.events if kind == "evaluate"] == expected
+    assert run.told("evaluate") == expected
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
@@ -250,13 +251,12 @@ def test_segments(ahead: int) -> None:
     assert run.run()
     assert run.pipeline.trained == list(range(20))
     assert run.saves == [(8, 80, 0.58, False, False), (16, 160, 0.66, False, False), (20, 200, 0.7, True, True)]
-    assert [step for kind, step in run.events if kind == "step"] == [4, 8, 12, 16, 20]
+    assert run.told("step") == [4, 8, 12, 16, 20]
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_a_stop_trains_what_was_pulled_and_saves(ahead: int) -> None:
-    run = Run(ahead=ahead)
-    run.interruption.stop_at = 11
+    run = Run(ahead=ahead, stop_at=11)
     assert not run.run()
     stopped = 12 + ahead - 1
     assert run.saves[-1] == (stopped, 10 * stopped, None, True, True)
@@ -264,29 +264,28 @@ def test_a_stop_trains_what_was_pulled_and_saves(ahead: int) -> None:
     again = Run(ahead=ahead, progress=run.progress, start=stopped)
     assert again.run()
     assert again.pipeline.trained == list(range(stopped, 20))
-    assert [save[0] for save in again.saves] == [16, 20]
+    assert again.saved() == [16, 20]
 
 
-@pytest.mark.parametrize("stop_at", [15, 20])
-def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(stop_at: int) -> None:
-    run = Run(ahead=1)
-    run.interruption.stop_at = stop_at
+@pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(15, 16, [16, 20]), (20, 20, [20])])
+def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(
+    stop_at: int, step: int, evaluated: list[int]
+) -> None:
+    run = Run(ahead=1, stop_at=stop_at)
     assert not run.run()
-    step = 16 if stop_at == 15 else 20
     assert run.saves[-1] == (step, 10 * step, None, True, True)
     assert run.progress.evaluation_due
     again = Run(progress=run.progress, start=step)
     assert again.run()
     assert again.saves[0][:3] == (step, 10 * step, 0.5 + step / 100)
-    assert [at for kind, at in again.events if kind == "evaluate"] == ([16, 20] if step == 16 else [20])
+    assert again.told("evaluate") == evaluated
     assert not again.progress.evaluation_due
 
 
 def test_a_preemption_notice_saves_once_and_goes_on() -> None:
-    run = Run(ahead=3)
-    run.interruption.preempt_at = 10
+    run = Run(ahead=3, preempt_at=10)
     assert run.run()
-    assert [save[0] for save in run.saves] == [8, 14, 16, 20]
+    assert run.saved() == [8, 14, 16, 20]
     assert run.saves[1] == (14, 140, None, True, True)
     assert run.pipeline.trained == list(range(20))
 
@@ -295,11 +294,8 @@ def test_early_stopping_saves_the_best_and_the_last() -> None:
     run = Run(early_stopping={"patience": 1, "min_improvement": 0.2}, evaluate_every=5, checkpoint={"every": 50})
     assert run.run()
     # Better at every evaluation, though never by enough: the second ends it.
-    assert [(step, needed, complete) for step, _, _, needed, complete in run.saves] == [
-        (5, True, False),
-        (10, True, True),
-    ]
-    assert ("early_stop", 10) in run.events
+    assert [(save[0], *save[3:]) for save in run.saves] == [(5, True, False), (10, True, True)]
+    assert run.told("early_stop") == [10]
     assert Run(progress=run.progress, start=10, early_stopping={"patience": 1}).run()
 
 
@@ -356,7 +352,7 @@ def test_lowered_rates_are_those_of_the_schedule_times_the_factors() -> None:
 def test_a_plateau_is_logged_and_in_the_state_that_is_saved() -> None:
     run = Run(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
     assert run.run()
-    assert [step for kind, step in run.events if kind == "plateau"] == [10, 15, 20]
+    assert run.told("plateau") == [10, 15, 20]
     assert run.progress.state()["learning_rate_scale"] == 0.125
 
 
@@ -393,63 +389,57 @@ def test_a_loss_that_is_not_finite_is_the_users_to_mend() -> None:
         run.run()
 
 
-class Clock:
-    """Stands still but for `step_s` at every step."""
+@pytest.fixture
+def slow_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    """Makes runs whose clock, `now_s`, stands still but for `step_s` at every step."""
 
-    def __init__(self, step_s: float) -> None:
-        self.now_s, self.step_s = 0.0, step_s
+    def make(step_s: float, **arguments: Any) -> Run:
+        run = Run(**{"log_every": 50, "evaluate_every": 50, **arguments})
+        clock, progress = SimpleNamespace(now_s=0.0), run.pipeline.progress
+        clock.monotonic = clock.perf_counter = lambda: clock.now_s
 
-    def monotonic(self) -> float:
-        return self.now_s
+        def slow(batches: Iterator[int]) -> Any:
+            clock.now_s += step_s
+            return progress(batches)
 
-    def perf_counter(self) -> float:
-        return self.now_s
+        monkeypatch.setattr(run.pipeline, "progress", slow)
+        for module in (loop, step_log):
+            monkeypatch.setattr(module, "time", clock)
+        return run
 
-
-def slow_run(monkeypatch: pytest.MonkeyPatch, step_s: float, **arguments: Any) -> Run:
-    run, clock = Run(**{"log_every": 50, "evaluate_every": 50, **arguments}), Clock(step_s)
-    progress = run.pipeline.progress
-
-    def slow(batches: Iterator[int]) -> Any:
-        clock.now_s += clock.step_s
-        return progress(batches)
-
-    monkeypatch.setattr(run.pipeline, "progress", slow)
-    for module in (loop, step_log):
-        monkeypatch.setattr(module, "time", clock)
-    return run
+    return make
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(("step_s", "seen_at"), [(0.001, 16), (1.0, 13), (10.0, 10)])
 def test_a_wish_to_stop_is_seen_between_logs(
-    monkeypatch: pytest.MonkeyPatch, ahead: int, step_s: float, seen_at: int
+    slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int
 ) -> None:
     """Looks come after steps 1, 2, 4 and so on, but 5 s apart at most, or a step."""
-    run = slow_run(monkeypatch, step_s, ahead=ahead)
-    run.interruption.stop_at = 10
+    run = slow_run(step_s, ahead=ahead, stop_at=10)
     assert not run.run()
     stopped = seen_at + ahead - 1
     assert run.saves == [(stopped, 10 * stopped, None, True, True)]
     assert run.pipeline.trained == list(range(stopped))
-    # What was trained is logged, so that it is accounted for.
-    assert [step for kind, step in run.events if kind == "step"] == sorted({seen_at, stopped})
+    assert run.told("step") == sorted({seen_at, stopped})  # what was trained is logged, so that it is accounted for
     assert run.progress.train_s == pytest.approx(stopped * step_s)
 
 
-def test_after_a_notice_looks_come_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("notice", "stopped"), [({}, 16), ({"preempt_at": 4}, 12)])
+def test_after_a_notice_looks_come_every_second(
+    slow_run: Callable[..., Run], notice: dict[str, int], stopped: int
+) -> None:
     """So that the run ends near the deadline of the notice, and not a look of 5 s before it."""
-    for noticed, stopped in ((False, 16), (True, 12)):
-        run = slow_run(monkeypatch, 0.5, ahead=1, evaluate_every=20)
-        run.interruption.preempt_at = 4 if noticed else None
-        run.interruption.stop_at = 12
-        assert not run.run()
-        assert run.saves[-1][0] == stopped
+    run = slow_run(0.5, ahead=1, evaluate_every=20, stop_at=12, **notice)
+    assert not run.run()
+    assert run.saved()[-1] == stopped
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_the_first_step_of_an_attempt_is_timed_alone(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
-    run = slow_run(monkeypatch, step_s=2.0, start=start)
+def test_the_first_step_of_an_attempt_is_timed_alone(
+    slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
+    run = slow_run(2.0, start=start)
     pull = run.loader.__next__
 
     def slow_pull(loader: Loader) -> int:
@@ -461,17 +451,14 @@ def test_the_first_step_of_an_attempt_is_timed_alone(monkeypatch: pytest.MonkeyP
     assert run.first_steps == [(0.75, 2.75)]  # the pipeline pulls three batches for it
 
 
-def test_looks_change_neither_logs_nor_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = []
-    for looks in (True, False):
-        with monkeypatch.context() as patch:
-            run = slow_run(patch, 10.0, ahead=1, log_every=7)
-            if not looks:
-                patch.setattr(Account, "_look", lambda self: False)
-            assert run.run()
-            events.append((run.events, run.saves, run.progress))
-    assert events[0] == events[1]
-    assert [step for kind, step in events[0][0] if kind == "step"] == [7, 14, 20]
+def test_looks_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = slow_run(10.0, ahead=1, log_every=7)
+    assert looked.run()
+    blind = slow_run(10.0, ahead=1, log_every=7)
+    monkeypatch.setattr(Account, "_look", lambda self: False)
+    assert blind.run()
+    assert (looked.events, looked.saves, looked.progress) == (blind.events, blind.saves, blind.progress)
+    assert looked.told("step") == [7, 14, 20]
 
 
 @pytest.mark.parametrize(
@@ -484,11 +471,10 @@ def test_looks_change_neither_logs_nor_saves(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_preemption_notice_at_the_end_of_a_segment_saves(config: dict[str, Any], expected: list[Any]) -> None:
     """Segments as short as the interval of logs have no other place to receive it."""
-    run = Run(ahead=1, **config)
-    run.interruption.preempt_at = 12
+    run = Run(ahead=1, preempt_at=12, **config)
     assert run.run()
     assert [(step, score, complete) for step, _, score, _, complete in run.saves if step == 12] == expected
-    assert [save[0] for save in run.saves if save[0] != 12] == [4, 8, 16, 20]
+    assert [step for step in run.saved() if step != 12] == [4, 8, 16, 20]
     assert run.pipeline.trained == list(range(20))
     assert not run.progress.evaluation_due
 
@@ -498,13 +484,12 @@ def test_a_preemption_notice_at_the_end_of_a_segment_saves(config: dict[str, Any
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_a_stop_ends_an_evaluation_and_the_next_attempt_repeats_it(ahead: int) -> None:
-    run = Run(ahead=ahead, evaluation=100)
-    run.interruption.stop_after_scored = 5
+    run = Run(ahead=ahead, evaluation=100, stop_after_scored=5)
     assert not run.run()
     assert run.pipeline.scored == 8 + ahead - 1  # polls come after 1, 2, 4, 8 batches; what was pulled is scored
     assert run.saves == [(8, 80, None, True, True)]
     assert run.progress.evaluation_due
-    assert [kind for kind, _ in run.events if kind == "evaluate"] == []
+    assert run.told("evaluate") == []
     again = Run(ahead=ahead, evaluation=100, progress=run.progress, start=8)
     assert again.run()
     assert (again.pipeline.scored, again.saves[0][:3]) == (300, (8, 80, 0.58))
@@ -524,37 +509,32 @@ def test_workers_end_an_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> 
     assert (run.pipeline.scored, run.saves) == (4, [(8, 80, None, True, True)])
 
 
-def slow_evaluation(monkeypatch: pytest.MonkeyPatch, step_s: float, **config: Any) -> Run:
-    run = slow_run(monkeypatch, step_s, evaluation=10, ahead=1, evaluate_every=8, **config)
-    run.interruption.stop_after_scored = 10**6
-    return run
+EVALUATING: dict[str, Any] = {"evaluation": 10, "ahead": 1, "evaluate_every": 8}
 
 
-def test_a_long_evaluation_saves_its_step_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = slow_evaluation(monkeypatch, 10.0)  # a quarter of 60 s of grace are over at the second batch
+def test_a_long_evaluation_saves_its_step_before_it_ends(slow_run: Callable[..., Run]) -> None:
+    run = slow_run(10.0, **EVALUATING)  # a quarter of 60 s of grace are over at the second batch
     assert run.run()
     of_step_8 = [save[2:] for save in run.saves if save[0] == 8]
     assert of_step_8 == [(None, True, False), (0.58, True, False)]  # and the score is not lost to a save in progress
 
 
-def test_a_short_evaluation_saves_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = slow_evaluation(monkeypatch, 1.0)
+def test_a_short_evaluation_saves_once(slow_run: Callable[..., Run]) -> None:
+    run = slow_run(1.0, **EVALUATING)
     assert run.run()
     assert [save[:3] for save in run.saves] == [(8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
 
 
-def test_a_step_that_is_saved_already_is_not_saved_during_its_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_saved_already_is_not_saved_during_its_evaluation(slow_run: Callable[..., Run]) -> None:
     progress = Progress(step=8, rows=80, evaluation_due=True)
-    run = slow_evaluation(monkeypatch, 10.0, progress=progress, start=8)
-    run.interruption.stop_after_scored = 12
+    run = slow_run(10.0, progress=progress, start=8, stop_after_scored=12, **EVALUATING)
     assert not run.run()
-    assert [save[0] for save in run.saves] == [8, 16]
+    assert run.saved() == [8, 16]
     assert run.saves[1] == (16, 160, None, True, True)
 
 
 def test_a_preemption_notice_during_an_evaluation_saves() -> None:
-    run = Run(ahead=3, evaluation=100)
-    run.interruption.preempt_after_scored = 3
+    run = Run(ahead=3, evaluation=100, preempt_after_scored=3)
     assert run.run()
     assert [save[:3] for save in run.saves] == [(8, 80, None), (8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
 
@@ -578,6 +558,13 @@ class NumberedLoader(Loader):
         return Numbered(number, RowNumbers(0, np.arange(10 * number, 10 * number + 10)))
 
 
+def tally(rows: int) -> RowTally:
+    """Of the first rows, each once."""
+    held = RowTally()
+    held.add_ranges([(0, rows)], epoch=0)
+    return held
+
+
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(
     ("fault", "rows", "expected"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))]
@@ -585,33 +572,26 @@ class NumberedLoader(Loader):
 def test_rows_are_counted_where_they_are_trained(
     ahead: int, fault: dict[str, int], rows: int, expected: tuple[int, int]
 ) -> None:
-    run = Run(ahead=ahead, checkpoint={"every": 5})
-    run.loader = NumberedLoader(0, 20 if "again" not in fault else 19, **fault)
+    run, batches = Run(ahead=ahead, checkpoint={"every": 5}), 19 if "again" in fault else 20
+    run.loader = NumberedLoader(0, batches, **fault)
     run.loader.steps = rows // 10
     assert run.run()
     assert (run.progress.rows, [fields["rows"] for fields in run.fields if "rows" in fields][-1]) == (rows, rows)
-    held = RowTally()
-    held.add_ranges([(0, 200 if "again" not in fault else 190)], epoch=0)
     assert run.progress.trained is not None
-    assert run.progress.trained.lost_and_repeated(held) == expected
+    assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == expected
 
 
 def test_rows_are_accounted_for_over_attempts_and_by_worker_0_alone() -> None:
-    run = Run(ahead=3)
+    run = Run(ahead=3, stop_at=11)
     run.loader = NumberedLoader(0, 20)
-    run.interruption.stop_at = 11
     assert not run.run()
     state = json.loads(json.dumps(run.progress.state()))
-    assert (Progress.from_state(state, rank=0), Progress.from_state(state, rank=1).trained) == (
-        run.progress,
-        RowTally(),
-    )
-    again = Run(ahead=3, start=state["step"], progress=Progress.from_state(state, rank=0))
+    first, second = (Progress.from_state(state, rank=rank) for rank in (0, 1))
+    assert (first, second.trained) == (run.progress, RowTally())
+    again = Run(ahead=3, start=state["step"], progress=first)
     again.loader = NumberedLoader(state["step"], 20)
     assert again.run()
-    held = RowTally()
-    held.add_ranges([(0, 200)], epoch=0)
-    assert again.progress.trained == held
+    assert again.progress.trained == tally(200)
 
 
 def test_a_checkpoint_that_counted_no_rows_is_resumed_without_an_account() -> None:
