@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import at_first, flip, raising
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, newest_good, save_retry
@@ -43,14 +44,10 @@ class Resumed:
         self.models_before: list[int] = []
         """For each model that was built, how many others there were then."""
         extra = ExtraFiles({"config.yaml": b"a: 1", **self.files})
-
-        def add_files(target: str) -> None:
-            extra.write(target)
-
         for step in steps:
             state = {"progress": Progress(step=step).state(), "loader": {"at": step}}
             weights = {"model.weight": torch.full((1, 1), float(step))}
-            checkpoint.save(folder_of(self.folder, step), weights, state=state, extra_files=add_files)
+            checkpoint.save(folder_of(self.folder, step), weights, state=state, extra_files=extra.write)
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
         return self.files
@@ -81,10 +78,7 @@ class Resumed:
 
 
 def tear(folder: str, step: int, name: str) -> None:
-    path = Path(folder_of(folder, step), name)
-    data = bytearray(path.read_bytes())
-    data[-2] ^= 4  # before it, a file so small is mostly header
-    path.write_bytes(data)
+    flip(f"{folder_of(folder, step)}/{name}", -2, bit=4)  # before it, a file so small is mostly header
 
 
 def test_a_manifest_that_goes_bad_after_the_look_is_passed_over(
@@ -121,15 +115,16 @@ def test_damage_that_only_reading_shows_is_passed_over(tmp_path: Path) -> None:
     assert [loader.closed for loader in resumed.loaders] == [True, False]
 
 
-def test_where_none_is_left_it_begins_anew_without_a_second_model(tmp_path: Path) -> None:
-    resumed = Resumed(tmp_path, 1, 2)
-    for step in (1, 2):
+@pytest.mark.parametrize("steps", [(), (1, 2)])
+def test_where_none_is_left_it_begins_anew_without_a_second_model(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    resumed = Resumed(tmp_path, *steps)
+    for step in steps:
         tear(resumed.folder, step, "data_00000.safetensors")
     found, setup, loader, progress = resumed.start()
     assert (found, loader.state, progress) == (None, None, Progress())
     assert float(setup.model.weight) == 0
-    assert resumed.models_before == [0, 0]
-    assert resumed.damaged == {1, 2}
+    assert resumed.models_before == ([0, 0] if steps else [0])
+    assert resumed.damaged == set(steps)
 
 
 def test_a_file_that_checkpoints_share_is_repaired_from_where_the_run_has_it(tmp_path: Path) -> None:
@@ -172,24 +167,12 @@ def test_a_shared_file_is_not_repaired_from_a_source_with_other_content(tmp_path
 
 def test_the_lease_is_written_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    write_json, full = storage.write_json, [OSError(errno.ENOSPC, "No space left on device")] * 2
-
-    def write(path: str, value: Any) -> None:
-        if full:
-            raise full.pop()
-        write_json(path, value)
-
-    monkeypatch.setattr(storage, "write_json", write)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(storage, "write_json", at_first([full] * 2, storage.write_json))
     assert worker._acquired(str(tmp_path), max_outage_s=30.0).valid()
-    full[:] = [OSError(errno.ENOSPC, "No space left on device")] * 1000
+    monkeypatch.setattr(storage, "write_json", raising(full))
     with pytest.raises(InputError, match="no space left; free some"):
         worker._acquired(str(tmp_path), max_outage_s=0.1)
-
-
-def test_the_start_of_a_run(tmp_path: Path) -> None:
-    resumed = Resumed(tmp_path)
-    found, _, loader, progress = resumed.start()
-    assert (found, loader.state, progress) == (None, None, Progress())
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
@@ -199,18 +182,14 @@ def test_it_does_not_begin_anew_because_of_a_bad_disk(
     resumed = Resumed(tmp_path, 1)
     enduring = storage.files.enduring
 
-    def fails(path: str, call: Any) -> Any:
-        if path.endswith(name) and call.__name__ == "read":
-            raise OSError(errno.EIO, "Input/output error")
-        return enduring(path, call)
+    fail = raising(OSError(errno.EIO, "Input/output error"))
 
-    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
-        raise OSError(errno.EIO, "Input/output error")
+    def fails(path: str, call: Any) -> Any:
+        return (fail if path.endswith(name) and call.__name__ == "read" else enduring)(path, call)
 
     monkeypatch.setattr(storage.files, "enduring", fails)
     if name != "manifest.json":  # which is streamed
-        monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(
-        InputError, match=rf"{name}: cannot be read .*, and there is no other checkpoint to resume from"
-    ):
+        monkeypatch.setattr(os, "preadv", fail)
+    refused = rf"{name}: cannot be read .*, and there is no other checkpoint to resume from"
+    with pytest.raises(InputError, match=refused):
         resumed.start()

@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import raising
 
 from rayrec import storage
 from rayrec.training import step_profiler
 from rayrec.training.step_profiler import StepProfiler, Window, memory_track
 
 
-class Told:
-    """What a profiler said."""
+class Recorded:
+    """A profiler in a folder, what it wrote and what failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, *, rank: int = 0, memory: bool = True) -> None:
         self.written: list[Window] = []
         self.failed: list[str] = []
-
-    def profiler(self, folder: Path, *, rank: int = 0, memory: bool = True) -> StepProfiler:
-        return StepProfiler(
+        self.profiler = StepProfiler(
             str(folder),
             rank=rank,
             device=torch.device("cpu"),
@@ -32,6 +31,16 @@ class Told:
             written=self.written.append,
             failed=lambda window, cause: self.failed.append(cause),
         )
+
+    def record(self, window: Window, first: int, end: int) -> Recorded:
+        """Ask for a window, train some steps, and end."""
+        self.profiler.ask(window)
+        train(self.profiler, first, end)
+        self.profiler.close()
+        return self
+
+    def names(self) -> list[str]:
+        return [window.name for window in self.written]
 
 
 def train(profiler: StepProfiler, first: int, end: int) -> None:
@@ -50,18 +59,11 @@ def trace(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_window_of_steps(tmp_path: Path) -> None:
-    told = Told()
-    profiler = told.profiler(tmp_path)
     window = Window("first", 3, 6)
-    profiler.ask(window)
-    train(profiler, 0, 9)
-    profiler.close()
-    assert (told.written, told.failed) == ([window], [])
+    run = Recorded(tmp_path).record(window, 0, 9)
+    assert (run.written, run.failed) == ([window], [])
     folder = tmp_path / "first" / "rank_0"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "operations.txt",
-        "trace.json.gz",
-    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["operations.txt", "trace.json.gz"]
     assert steps_of(folder) == ["step 4", "step 5", "step 6"]  # the ones after three were done
     assert len([event for event in trace(folder) if event["name"] == "aten::addmm"]) == 3
     assert "aten::addmm" in (folder / "operations.txt").read_text()
@@ -71,99 +73,61 @@ def test_a_window_of_steps(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_late_slides_on_and_another_may_follow(tmp_path: Path) -> None:
-    told = Told()
-    profiler = told.profiler(tmp_path, rank=3, memory=False)
-    train(profiler, 0, 5)
-    profiler.ask(Window("late", 2, 4))
-    train(profiler, 5, 9)
-    profiler.ask(Window("end", 20, 40))
-    train(profiler, 19, 23)  # and no step more
-    profiler.close()
-    assert {window.name for window in told.written} == {"late", "end"}  # a thread of its own wrote each
+    run = Recorded(tmp_path, rank=3, memory=False)
+    train(run.profiler, 0, 5)
+    run.profiler.ask(Window("late", 2, 4))
+    train(run.profiler, 5, 9)
+    run.record(Window("end", 20, 40), 19, 23)  # and no step more
+    assert set(run.names()) == {"late", "end"}  # a thread of its own wrote each
     assert steps_of(tmp_path / "late" / "rank_3") == ["step 6", "step 7"]
     assert steps_of(tmp_path / "end" / "rank_3") == ["step 21", "step 22", "step 23"]
     assert not [event for event in trace(tmp_path / "late" / "rank_3") if event.get("ph") == "C"]
 
 
 def test_a_window_of_a_run_that_goes_on_keeps_its_end(tmp_path: Path) -> None:
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("configured", 2, 7))
-    train(profiler, 5, 9)
-    profiler.close()
+    Recorded(tmp_path).record(Window("configured", 2, 7), 5, 9)
     assert steps_of(tmp_path / "configured" / "rank_0") == ["step 6", "step 7"]
 
 
 def test_nothing_is_recorded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.training.step_profiler.profile", None)
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("never", 100, 110))
-    train(profiler, 0, 3)
-    assert not told.failed
-    profiler.close()
-    assert told.failed == ["training ended, or was interrupted, before step 101"]
+    run = Recorded(tmp_path)
+    run.profiler.ask(Window("never", 100, 110))
+    train(run.profiler, 0, 3)
+    assert not run.failed
+    run.profiler.close()
+    assert run.failed == ["training ended, or was interrupted, before step 101"]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_wish_that_another_takes_the_place_of_is_told(tmp_path: Path) -> None:
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("first", 1, 2))
-    profiler.ask(Window("second", 1, 2))
-    train(profiler, 0, 3)
-    profiler.close()
-    assert told.failed == ["another profile was asked for before this one began"]
-    assert [window.name for window in told.written] == ["second"]
+    run = Recorded(tmp_path)
+    run.profiler.ask(Window("first", 1, 2))
+    run.record(Window("second", 1, 2), 0, 3)
+    assert (run.failed, run.names()) == (["another profile was asked for before this one began"], ["second"])
 
 
 def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("twice", 0, 1))
-    train(profiler, 0, 2)
-    profiler.close()
-    again = told.profiler(tmp_path)
-    again.ask(Window("twice", 0, 1))
-    train(again, 0, 2)
-    again.close()
-    assert len(told.failed) == 1
-    assert "exists already" in told.failed[0]
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(gzip, "open", full)
-    third = told.profiler(tmp_path)
-    third.ask(Window("full", 0, 1))
-    train(third, 0, 2)
-    third.close()
-    assert "No space left" in told.failed[1]
+    twice = Window("twice", 0, 1)
+    assert not Recorded(tmp_path).record(twice, 0, 2).failed
+    (cause,) = Recorded(tmp_path).record(twice, 0, 2).failed
+    assert "exists already" in cause
+    monkeypatch.setattr(gzip, "open", raising(OSError(28, "No space left on device")))
+    (cause,) = Recorded(tmp_path).record(Window("full", 0, 1), 0, 2).failed
+    assert "No space left" in cause
     assert not any((tmp_path / "full").iterdir())
     assert storage.exists(str(tmp_path / "twice" / "rank_0" / "trace.json.gz"))
 
 
 def test_a_profiler_that_is_taken_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(**_: Any) -> Any:
-        raise RuntimeError("Profiler is already enabled on this thread")
-
-    monkeypatch.setattr("rayrec.training.step_profiler.profile", taken)
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("second", 0, 1))
-    train(profiler, 0, 2)
-    profiler.close()
-    assert told.failed == ["Profiler is already enabled on this thread"]
-    assert not told.written
+    taken = "Profiler is already enabled on this thread"
+    monkeypatch.setattr(step_profiler, "profile", raising(RuntimeError(taken)))
+    run = Recorded(tmp_path).record(Window("second", 0, 1), 0, 2)
+    assert (run.failed, run.written) == ([taken], [])
 
 
 def test_more_steps_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("long", 0, 201))
-    train(profiler, 0, 2)
-    profiler.close()
-    assert told.failed == ["201 steps; at most 200 fit into memory"]
+    assert Recorded(tmp_path).record(Window("long", 0, 201), 0, 2).failed == ["201 steps; at most 200 fit into memory"]
     assert not list(tmp_path.iterdir())
 
 
@@ -193,12 +157,7 @@ def test_whatever_fails_in_a_recording_is_told_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(step_profiler, "profile", Broken(where))
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("broken", 0, 1))
-    train(profiler, 0, 3)
-    profiler.close()
-    assert told.failed == [where]
+    assert Recorded(tmp_path).record(Window("broken", 0, 1), 0, 3).failed == [where]
 
 
 def test_a_mark_that_fails_ends_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,29 +167,21 @@ def test_a_mark_that_fails_ends_the_recording(tmp_path: Path, monkeypatch: pytes
         return torch.profiler.record_function(name)
 
     monkeypatch.setattr(step_profiler, "record_function", mark)
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("marked", 0, 9))
-    train(profiler, 0, 3)
-    profiler.ask(Window("next", 3, 4))
-    train(profiler, 3, 5)
-    profiler.close()
-    assert len(told.failed) == 1
-    assert [window.name for window in told.written] == ["next"]  # torch's profiler was let go
+    run = Recorded(tmp_path)
+    run.profiler.ask(Window("marked", 0, 9))
+    train(run.profiler, 0, 3)
+    run.record(Window("next", 3, 4), 3, 5)
+    assert (len(run.failed), run.names()) == (1, ["next"])  # torch's profiler was let go
 
 
 def test_no_thread_to_write_with_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    told = Told()
-    profiler = told.profiler(tmp_path)
-    profiler.ask(Window("unwritten", 0, 1))
-    monkeypatch.setattr(threading.Thread, "start", start)
-    train(profiler, 0, 2)
-    monkeypatch.undo()
-    profiler.close()
-    assert told.failed == ["can't start new thread"]
+    run = Recorded(tmp_path)
+    run.profiler.ask(Window("unwritten", 0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        train(run.profiler, 0, 2)
+    run.profiler.close()
+    assert run.failed == ["can't start new thread"]
 
 
 def test_memory_by_device() -> None:

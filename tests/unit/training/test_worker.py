@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.faults import flip, raising
+from builders.savers import Run, save
 
 from rayrec import recipes
-from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, weights_sha256
+from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
 from rayrec.checkpoint.state import model_tensors
 from rayrec.config import InputError
 from rayrec.row_tally import RowNumbers, RowTally
@@ -33,26 +36,18 @@ CPU = torch.device("cpu")
 class Evaluated:
     """A model of one weight, which is its step, and all that an end asks of it; the metric of an evaluation is the weight."""
 
-    def __init__(self, folder: Path, *, steps: tuple[int, ...], sets: tuple[str, ...], patience: int = 3) -> None:
+    def __init__(self, folder: Path, *, sets: tuple[str, ...] = ("validation",), patience: int = 3) -> None:
         self.model = torch.nn.Linear(1, 1, bias=False)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.evaluations: list[tuple[str, float]] = []
         config = recipes.criteo_demo("none").replace(early_stopping={"patience": patience})
         prepared = SimpleNamespace(folder=str(folder / "preprocessor"))
         self.attempt = AttemptContext(config, prepared, str(folder), None, None, "", 0.0)  # type: ignore[arg-type]
-        saver = Saver(
-            str(folder),
-            lease=acquire_lease(str(folder)),
-            retention=Retention(num_to_keep=9),
-            extra_files={},
-            max_outage_s=5.0,
-            log=lambda kind, fields: None,
-        )
-        for step in steps:
-            self.weigh(step)
-            saver.begin(step, model_tensors(self.model), state={}, score=None)
-            saver.wait()
-        saver.close()
+        with closing(Run(folder)) as run:
+            saver = run.saver(retention=Retention(num_to_keep=9))
+            for step in (4, 7):
+                torch.nn.init.constant_(self.model.weight, step)
+                save(saver, step, model_tensors(self.model))
         self.expected = RowTally()
         self.interruption: Any = SimpleNamespace(seen=lambda: (False, False), urgent=lambda: False)
         self.setup: Any = SimpleNamespace(
@@ -62,10 +57,6 @@ class Evaluated:
             make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": self.weight()}),
             make_samples=lambda: [{"of": list(self.evaluations[-1:])}],
         )
-
-    def weigh(self, value: float) -> None:
-        with torch.no_grad():
-            self.model.weight.fill_(value)
 
     def weight(self) -> float:
         return self.model.weight.item()
@@ -97,7 +88,7 @@ STOPPED_EARLY = Progress(
 
 
 def test_without_test_rows_metrics_and_samples_are_of_the_chosen_weights(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",))
+    run = Evaluated(tmp_path)
     told = run.finish(STOPPED_EARLY, evaluated_step=7)
     assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, 4, folder_of(str(tmp_path), 4))
     assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
@@ -107,7 +98,7 @@ def test_without_test_rows_metrics_and_samples_are_of_the_chosen_weights(tmp_pat
 
 
 def test_with_test_rows_they_are_scored_by_the_chosen_weights(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation", "test"))
+    run = Evaluated(tmp_path, sets=("validation", "test"))
     told = run.finish(STOPPED_EARLY, evaluated_step=7)
     assert (told["metrics"], told["validation"]) == ({"auroc": 4.0}, {"auroc": 4.0})
     assert run.evaluations == [("test", 4.0)]
@@ -117,7 +108,7 @@ def test_with_test_rows_they_are_scored_by_the_chosen_weights(tmp_path: Path) ->
 def test_the_last_weights_are_evaluated_again_only_where_this_process_has_not(
     tmp_path: Path, evaluated_step: int | None, again: list[tuple[str, float]]
 ) -> None:
-    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",), patience=0)
+    run = Evaluated(tmp_path, patience=0)
     told = run.finish(STOPPED_EARLY, evaluated_step=evaluated_step)
     assert told["chosen_step"] == 7
     assert told["metrics"] == told["validation"] == {"auroc": 7.0}
@@ -125,41 +116,37 @@ def test_the_last_weights_are_evaluated_again_only_where_this_process_has_not(
 
 
 def test_the_best_weights_damaged_is_for_the_user(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",))
+    run = Evaluated(tmp_path)
     (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file, -1)
     with pytest.raises(InputError, match="best weights of the run: train it again"):
         run.finish(STOPPED_EARLY, evaluated_step=7)
 
 
 @pytest.mark.parametrize(
     ("trained", "expected"),
-    [([[0, 1, 2, 3]], (0, 0)), ([[0, 1], [3]], (1, 0)), ([[0, 1, 2, 3], [2]], (0, 1)), ([[0, 1, 1, 3]], (1, 1))],
+    [
+        ([[0, 1, 2, 3]], (0, 0)),
+        ([[0, 1], [3]], (1, 0)),
+        ([[0, 1, 2, 3], [2]], (0, 1)),
+        ([[0, 1, 1, 3]], (1, 1)),
+        ([None], (None, None)),  # of a loader that does not number its rows
+    ],
 )
 def test_the_end_compares_the_rows_trained_with_those_of_the_log(
-    tmp_path: Path, trained: list[list[int]], expected: tuple[int, int]
+    tmp_path: Path, trained: list[list[int] | None], expected: tuple[int | None, int | None]
 ) -> None:
-    run = Evaluated(tmp_path, steps=(7,), sets=("validation",), patience=0)
+    run = Evaluated(tmp_path, patience=0)
     run.expected.add_ranges([(0, 4)], epoch=0)
-    progress = dataclasses.replace(STOPPED_EARLY, trained=RowTally())
+    progress = dataclasses.replace(STOPPED_EARLY, trained=None if trained == [None] else RowTally())
     for numbers in trained:
-        progress.count(RowNumbers(0, np.array(numbers)))
+        progress.count(None if numbers is None else RowNumbers(0, np.array(numbers)))
     told = run.finish(progress, evaluated_step=7)
     assert (told["rows_lost"], told["rows_repeated"]) == expected
 
 
-def test_rows_that_a_loader_does_not_number_are_not_accounted_for(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path, steps=(7,), sets=("validation",), patience=0)
-    progress = dataclasses.replace(STOPPED_EARLY)
-    progress.count(None)
-    told = run.finish(progress, evaluated_step=7)
-    assert (told["rows_lost"], told["rows_repeated"]) == (None, None)
-
-
 def test_a_stop_ends_the_final_test(tmp_path: Path) -> None:
-    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation", "test"))
+    run = Evaluated(tmp_path, sets=("validation", "test"))
     run.interruption = SimpleNamespace(seen=lambda: (True, False), urgent=lambda: True)
     run.setup.eval_batches["test"] = lambda: iter([object()] * 10)
     run.setup.make_metrics = lambda: SimpleNamespace(update=lambda output: None, compute=dict)
@@ -169,7 +156,7 @@ def test_a_stop_ends_the_final_test(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("evaluated_step", [7, None])
 def test_samples_are_made_in_evaluation_mode(tmp_path: Path, evaluated_step: int | None) -> None:
-    run = Evaluated(tmp_path, steps=(4, 7), sets=("validation",), patience=0)
+    run = Evaluated(tmp_path, patience=0)
     run.model.train()
     run.setup.make_samples = lambda: [{"training": run.model.training}]
     run.finish(STOPPED_EARLY, evaluated_step=evaluated_step)
@@ -202,10 +189,7 @@ def test_a_way_to_multiply_that_fails_leaves_the_others(monkeypatch: pytest.Monk
     monkeypatch.setattr(step_log, "_WINDOW_S", 0.001)
     whole = multiply_adds_per_s(CPU, precision="fp32")
 
-    def gone(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("no such operation")
-
-    monkeypatch.setattr(torch.nn.functional, "linear", gone)
+    monkeypatch.setattr(torch.nn.functional, "linear", raising(NotImplementedError("no such operation")))
     if torch.backends.mkldnn.is_available():
         assert multiply_adds_per_s(CPU, precision="fp32") > 0
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
@@ -217,10 +201,7 @@ def test_a_way_to_multiply_that_fails_leaves_the_others(monkeypatch: pytest.Monk
 def test_a_peak_that_cannot_be_measured_is_zero_and_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(step_log, "_of_cuda", full)
+    monkeypatch.setattr(step_log, "_of_cuda", raising(torch.OutOfMemoryError("CUDA out of memory")))
     with caplog.at_level(logging.WARNING):
         assert multiply_adds_per_s_or_zero(torch.device("cuda"), precision="bf16") == 0.0
     assert "the peak of cuda is not known (CUDA out of memory)" in caplog.text

@@ -15,50 +15,16 @@ from rayrec.workloads.vision import ResNetConfig
 from rayrec.workloads.vision_model import BatchNorm, ResNet, load_weights
 
 # Of torchvision 0.28's resnet18(), but for the first layer's channels and the last one's classes.
-CONVOLUTIONS = {
-    "conv1": (64, 1, 7, 7),
-    "layer1.0.conv1": (64, 64, 3, 3),
-    "layer1.0.conv2": (64, 64, 3, 3),
-    "layer1.1.conv1": (64, 64, 3, 3),
-    "layer1.1.conv2": (64, 64, 3, 3),
-    "layer2.0.conv1": (128, 64, 3, 3),
-    "layer2.0.conv2": (128, 128, 3, 3),
-    "layer2.0.downsample.0": (128, 64, 1, 1),
-    "layer2.1.conv1": (128, 128, 3, 3),
-    "layer2.1.conv2": (128, 128, 3, 3),
-    "layer3.0.conv1": (256, 128, 3, 3),
-    "layer3.0.conv2": (256, 256, 3, 3),
-    "layer3.0.downsample.0": (256, 128, 1, 1),
-    "layer3.1.conv1": (256, 256, 3, 3),
-    "layer3.1.conv2": (256, 256, 3, 3),
-    "layer4.0.conv1": (512, 256, 3, 3),
-    "layer4.0.conv2": (512, 512, 3, 3),
-    "layer4.0.downsample.0": (512, 256, 1, 1),
-    "layer4.1.conv1": (512, 512, 3, 3),
-    "layer4.1.conv2": (512, 512, 3, 3),
-}
-NORMALISATIONS = {
-    "bn1": 64,
-    "layer1.0.bn1": 64,
-    "layer1.0.bn2": 64,
-    "layer1.1.bn1": 64,
-    "layer1.1.bn2": 64,
-    "layer2.0.bn1": 128,
-    "layer2.0.bn2": 128,
-    "layer2.0.downsample.1": 128,
-    "layer2.1.bn1": 128,
-    "layer2.1.bn2": 128,
-    "layer3.0.bn1": 256,
-    "layer3.0.bn2": 256,
-    "layer3.0.downsample.1": 256,
-    "layer3.1.bn1": 256,
-    "layer3.1.bn2": 256,
-    "layer4.0.bn1": 512,
-    "layer4.0.bn2": 512,
-    "layer4.0.downsample.1": 512,
-    "layer4.1.bn1": 512,
-    "layer4.1.bn2": 512,
-}
+CONVOLUTIONS = {"conv1": (64, 1, 7, 7)}
+NORMALISATIONS = {"bn1": 64}
+for stage, width in enumerate((64, 128, 256, 512), start=1):
+    for block, narrower in ((0, max(width // 2, 64)), (1, width)):
+        name = f"layer{stage}.{block}"
+        CONVOLUTIONS |= {f"{name}.conv1": (width, narrower, 3, 3), f"{name}.conv2": (width, width, 3, 3)}
+        NORMALISATIONS |= {f"{name}.bn1": width, f"{name}.bn2": width}
+        if narrower < width:
+            CONVOLUTIONS[f"{name}.downsample.0"] = (width, narrower, 1, 1)
+            NORMALISATIONS[f"{name}.downsample.1"] = width
 
 
 def built(**fields: Any) -> ResNet:

@@ -19,22 +19,9 @@ from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import MLP
 from rayrec.layers.tower import Dice, LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.ranking.autoint import AutoIntConfig
-from rayrec.models.ranking.dcnv2 import DCNv2Config
 from rayrec.models.ranking.dcnv3 import DCNv3Config
-from rayrec.models.ranking.deepfm import DeepFMConfig
 from rayrec.models.ranking.din import DINConfig
-from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.models.ranking.finalmlp import FinalMLPConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
-from rayrec.models.ranking.gdcn import GDCNConfig
-from rayrec.models.ranking.linear import LinearConfig
-from rayrec.models.ranking.masknet import MaskNetConfig
-from rayrec.models.ranking.mmoe import MMoEConfig
-from rayrec.models.ranking.ple import PLEConfig
-from rayrec.models.ranking.widedeep import WideDeepConfig
-from rayrec.models.ranking.wukong import WukongConfig
-from rayrec.models.ranking.xdeepfm import XDeepFMConfig
 from rayrec.models.sharded_model import _Head
 
 ROWS = 17
@@ -163,7 +150,7 @@ def of_autoint(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
     return {"click": logits if net.deep is None else logits + logit(net.deep, torch.cat(v, dim=1), config.dropout)}
 
 
-def of_crosses(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+def of_dcnv2(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
     """x0 * (W x + b) * sigmoid(W_g x) + x, with an MLP after or next to it, or both."""
     inner, x0 = net.network, side_by_side(net, dense, values)
     x = x0
@@ -172,6 +159,9 @@ def of_crosses(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
         gate = 1 if layer.gate is None else torch.sigmoid(x @ layer.gate.weight.t())
         x = x0 * (x @ weight.t() + layer.linear.bias) * gate + x
     return {"click": after_crosses(inner, config, x0, x)}
+
+
+of_gdcn = of_dcnv2
 
 
 def of_mixture(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
@@ -371,23 +361,11 @@ def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values
     return {label: logit(net.towers[k], states[k], p) for k, label in enumerate(SEVERAL.label_names)}
 
 
-REFERENCES: dict[type[ClickModelConfig], Reference] = {
-    LinearConfig: of_linear,
-    WideDeepConfig: of_widedeep,
-    DeepFMConfig: of_deepfm,
-    XDeepFMConfig: of_xdeepfm,
-    AutoIntConfig: of_autoint,
-    DCNv2Config: of_crosses,
-    GDCNConfig: of_crosses,
-    DCNv3Config: of_dcnv3,
-    MaskNetConfig: of_masknet,
-    FinalMLPConfig: of_finalmlp,
-    FinalNetConfig: of_finalnet,
-    WukongConfig: of_wukong,
-    MMoEConfig: of_mmoe,
-    PLEConfig: of_ple,
-    DLRMConfig: of_dlrm,
-}
+def reference_of(name: str) -> Reference:
+    """Return the formula of a network of `CONFIGS`, whose name begins with its model's."""
+    model = name.split(maxsplit=1)[0]
+    found: Reference = globals()["of_mixture" if name == "dcnv2 mixture" else f"of_{model}"]
+    return found
 
 
 def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -463,22 +441,14 @@ def _dropout_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_matches_formula(name: str, *, training: bool) -> None:
     config = CONFIGS[name]
-    reference = of_mixture if name == "dcnv2 mixture" else REFERENCES[type(config)]
     torch.manual_seed(0)
     net = shaken(config.build(inputs_of(config))).train(training)
     dense, values = leaf(ROWS, 2), leaf(ROWS, 3, config.width)
-    expected = reference(net, config, dense, values)
+    expected = reference_of(name)(net, config, dense, values)
     outputs = net(dense, Embedded.in_order(INPUTS.features, config.width, values.flatten(1)))
     assert_same(net, config, outputs, expected, [dense, values])
 
 
-LISTS = ModelInputs(
-    2,
-    ("item", "history", "tags"),
-    "click",
-    vocabularies=("item", "item", "tags"),
-    lists=(("history", 5), ("tags", None)),
-)
 LENGTHS = torch.tensor([3, 0, 5, 1, 2, 0, 4, 5, 1, 1, 2, 3, 0, 1, 5, 2, 4])
 
 
@@ -497,48 +467,43 @@ def attended(unit: nn.Module, targets: torch.Tensor, rows: list[torch.Tensor]) -
     )
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_din_matches_formula(*, training: bool) -> None:
-    config = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5), dropout=0.3)
-    torch.manual_seed(0)
-    net = shaken(config.build(LISTS)).train(training)
-    dense, bags, values = leaf(ROWS, 2), leaf(ROWS, 2, DIM), leaf(int(LENGTHS.sum()), DIM)
-    (unit,) = net.attention
-    interest = attended(unit, bags[:, 0], list(values.split(LENGTHS.tolist())))
-    together = torch.cat([*numbers(net, dense), bags[:, 0], interest, bags[:, 1]], dim=1)
-    expected = {"click": linear(net.logit, tower(net.tower, together, config.dropout))[:, 0]}
-    given = Embedded.in_order(LISTS.features, DIM, bags.flatten(1), {"history": Sequences(values, LENGTHS)})
-    assert_same(net, config, net(dense, given), expected, [dense, bags, values])
+TARGETS = {"history": "item", "items": "item", "shops": "shop"}
+"""Lists that are sequences, and whose vocabulary each shares."""
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_din_weighs_fields_of_an_item_together(*, training: bool) -> None:
-    """Items and their shops in one unit, as in the paper and FuxiCTR's din_sequence_field: [(items, shops)]."""
+@pytest.mark.parametrize("features", [("item", "history", "tags"), ("item", "shop", "shops", "items")])
+def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> None:
+    """A history beside tags that are summed; and items and their shops weighed together in one unit, as in the paper and
+    FuxiCTR's din_sequence_field: [(items, shops)]."""
+    sequences = [name for name in features if name in TARGETS]
+    pooled = [name for name in features if name not in TARGETS]
     inputs = ModelInputs(
         2,
-        ("item", "shop", "shops", "items"),
+        features,
         "click",
-        vocabularies=("item", "shop", "shop", "item"),
-        lists=(("shops", 5), ("items", 5)),
-        aligned=(("items", "shops"),),
+        vocabularies=tuple(TARGETS.get(name, name) for name in features),
+        lists=tuple((name, None if name == "tags" else 5) for name in features if name in (*TARGETS, "tags")),
+        aligned=(("items", "shops"),) if len(sequences) > 1 else (),
     )
     config = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5), dropout=0.3)
     torch.manual_seed(0)
     net = shaken(config.build(inputs)).train(training)
-    dense, bags, count = leaf(ROWS, 2), leaf(ROWS, 2, DIM), int(LENGTHS.sum())
-    shops, items = leaf(count, DIM), leaf(count, DIM)
+    dense, bags = leaf(ROWS, 2), leaf(ROWS, 2, DIM)
+    items = {name: leaf(int(LENGTHS.sum()), DIM) for name in sequences}
     (unit,) = net.attention
-    targets = torch.cat([bags[:, 1], bags[:, 0]], dim=1)
-    interest = attended(unit, targets, list(torch.cat([shops, items], dim=1).split(LENGTHS.tolist())))
-    together = torch.cat([*numbers(net, dense), bags.flatten(1), interest], dim=1)
+    targets = torch.cat([bags[:, pooled.index(TARGETS[name])] for name in sequences], dim=1)
+    interest = attended(unit, targets, list(torch.cat([*items.values()], dim=1).split(LENGTHS.tolist())))
+    vectors = [bags[:, pooled.index(name)] if name in pooled else interest for name in features if name != "items"]
+    together = torch.cat([*numbers(net, dense), *vectors], dim=1)
     expected = {"click": linear(net.logit, tower(net.tower, together, config.dropout))[:, 0]}
-    lists = {"shops": Sequences(shops, LENGTHS), "items": Sequences(items, LENGTHS)}
-    given = Embedded.in_order(inputs.features, DIM, bags.flatten(1), lists)
-    assert_same(net, config, net(dense, given), expected, [dense, bags, shops, items])
+    lists = {name: Sequences(values, LENGTHS) for name, values in items.items()}
+    given = Embedded.in_order(features, DIM, bags.flatten(1), lists)
+    assert_same(net, config, net(dense, given), expected, [dense, bags, *items.values()])
 
 
 def test_every_model_has_a_formula() -> None:
-    tried = {cls.__module__.rpartition(".")[2] for cls in REFERENCES} | {"din"}
+    tried = {name.split()[0] for name in CONFIGS} | {"din"}
     assert tried | {"ensemble"} == set(
         models.names("ranking")
-    )  # an ensemble's is the mean of its models': test_ensemble.py
+    )  # an ensemble's is the mean of its models: test_ensemble.py
