@@ -58,10 +58,12 @@ class WithoutModel:
     def load(self, device: str) -> Any:
         import numpy as np
 
-        class Nothing:
-            labels = ("label",)
+        from rayrec.models.heads import label_heads
 
-            def score_labels(self, rows: Any) -> Any:
+        class Nothing:
+            heads = label_heads("label")
+
+            def predict(self, rows: Any) -> Any:
                 return {"label": np.zeros(len(rows), np.float32)}
 
         told = self.process

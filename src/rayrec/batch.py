@@ -30,7 +30,8 @@ class Batch:
     sparse_features: KeyedJaggedTensor | None = None
     """Of a click log: one key per categorical feature, `rows` lists of ids each; with weights if any feature has them."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of a click log: (rows,) float32 by name; the main label is from 0 to 1, in others NaN stands for a missing value."""
+    """Of a click log: (rows,) float32 by name; the main label is from 0 to 1, in others NaN stands for a missing value. Empty
+    for a log without a label."""
     weights: torch.Tensor | None = None
     """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
     groups: torch.Tensor | None = None
@@ -100,23 +101,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a click model's step hands to the loop beside the loss to differentiate; detached."""
+    """What a step hands to the loop beside the loss to differentiate; detached."""
 
     loss: torch.Tensor
     """Scalar: this worker's loss, without penalties; its mean over workers is the mean over the global batch."""
-    logits: Mapping[str, torch.Tensor]
-    """(rows,) float32 by the label's name, the main label first; for a label that is a number, the prediction itself."""
-    labels: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of a click model: (rows,) float32 logits by the label's name, the main label first; for a label that is a number, the
+    prediction itself."""
+    labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """(rows,) float32, as in the batch."""
     groups: torch.Tensor | None = None
     """(rows,) int64, as in the batch."""
-
-
-@dataclass(frozen=True)
-class RowOutput:
-    """What a step of any other model hands to the loop; detached."""
-
-    loss: torch.Tensor
-    """Scalar: this worker's loss; its mean over workers is the mean over the global batch."""
-    measures: Mapping[str, torch.Tensor]
-    """(rows,) each; empty in training."""
+    measures: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What an evaluation averages, (rows that have it,) each; empty in training."""

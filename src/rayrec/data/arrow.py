@@ -19,6 +19,13 @@ def arrow_numbers(values: np.ndarray, missing: np.ndarray | None = None) -> pa.A
     return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(values)])
 
 
+def arrow_rows(values: np.ndarray) -> pa.Array:
+    """`arrow_numbers` of one number a row; of several, lists of so many."""
+    if values.ndim == 1:
+        return arrow_numbers(values)
+    return pa.FixedSizeListArray.from_arrays(arrow_numbers(values.reshape(-1)), values[0].size)
+
+
 def arrow_bytes(values: Sequence[bytes]) -> pa.Array:
     """large_binary, one element a value."""
     offsets = np.zeros(len(values) + 1, np.int64)

@@ -207,7 +207,6 @@ class Slicer:
         """`inputs`: the model's columns; `targets` changes the rows' first label. `unpooled`: sparse columns that go into
         `Batch.sequence_features`. `pin_constants`: lengths and offsets that are the same in every batch are pinned once, and not
         in each batch, of which they are more than half."""
-        assert inputs.label is not None, "an unlabelled log is refused before"
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
         self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
         self._weighted = bool(inputs.list_weights)
@@ -247,13 +246,14 @@ class Slicer:
 
         def label(name: str) -> np.ndarray:
             values = joined(lambda rows: rows.labels.get(name), np.float32)
-            return np.empty(0, np.float32) if values is None else values
+            values = np.empty(0, np.float32) if values is None else values
+            assert len(values) == count, "rows without a label are refused before"
+            return values
 
-        labels, first = {name: label(name) for name in self._labels}, self._labels[0]
-        assert len(labels[first]) == count, "an unlabelled log is refused before"
+        labels = {name: label(name) for name in self._labels}
         if self._targets is not None and count:
             # Batch by batch: a model's last digits depend on the rows it takes together, and these are the same in every run.
-            labels[first] = self._targets(EncodedRows(dense, ids, labels))
+            labels[self._labels[0]] = self._targets(EncodedRows(dense, ids, labels))
         return Batch(
             {DENSE: torch.from_numpy(dense)},
             loss_weight,

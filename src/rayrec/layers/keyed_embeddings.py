@@ -54,6 +54,10 @@ class Sequences:
         return summed.new_zeros(self.lengths.shape[0], summed.shape[1]).index_add(0, self.rows, summed)
 
 
+def _absent(feature: str) -> torch.Tensor:
+    raise KeyError(feature)
+
+
 @final
 class Embedded(Mapping[str, torch.Tensor]):
     """What the tables give for a batch: for each feature, by its name, the sum of its ids' embeddings, float32 (rows, dim);
@@ -71,13 +75,21 @@ class Embedded(Mapping[str, torch.Tensor]):
         deliver: Callable[[], Delivery],
         *,
         sequences: Callable[[], Mapping[str, Sequences]] = dict,
+        ids: Callable[[str], torch.Tensor] = _absent,
+        table: Callable[[str], torch.Tensor] = _absent,
     ) -> None:
-        """`deliver` gives the features that `sequences` does not give; each is called once, when it is first used."""
+        """`deliver` gives the features that `sequences` does not give; each is called once, when it is first used. `ids` and
+        `table` as the attributes."""
         self.features, self.dim = features, dim
         self._deliver: Callable[[], Delivery] | None = deliver
         self._delivered: Delivery | None = None
         self._give_sequences = sequences
         self._sequences: Mapping[str, Sequences] | None = None
+        self.ids = ids
+        """ids(feature): int64 or int32 (ids of all rows,), in the order of `sequences`. Raises KeyError as `sequences`."""
+        self.table = table
+        """table(feature): float32 (num_embeddings, dim), with a gradient in training. Raises KeyError for a feature that is not
+        in `ClickModelConfig.full_tables`."""
 
     @classmethod
     def in_order(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
 from rayrec.collectives import Collectives, gathered
-from rayrec.metrics.binary import BinaryMetricsAccumulator, refuse_nan
+from rayrec.metrics.binary import refuse_nan
 from rayrec.metrics.ranking import DEFAULT_KS, RankingAccumulator
 
 if TYPE_CHECKING:
@@ -17,8 +17,20 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from rayrec.batch import RowOutput
-    from rayrec.schema import Label
+    from rayrec.batch import StepOutput
+
+
+class Accumulator(Protocol):
+    """Takes the rows of an evaluation, and computes metrics over those of all ranks."""
+
+    @property
+    def rows(self) -> int:
+        """Rows so far on this rank."""
+        ...
+
+    def update(self, predicted: np.ndarray, labels: np.ndarray) -> None: ...
+
+    def compute(self) -> dict[str, float]: ...
 
 
 @final
@@ -26,24 +38,21 @@ class LabelsAccumulator:
     """Keeps what an evaluation needs of its rows: 5 bytes for each binary label, with `grouped` 13 more for groups."""
 
     def __init__(
-        self, more_labels: Sequence[Label] = (), *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS
+        self, of_labels: Mapping[str, Accumulator], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS
     ) -> None:
-        """`more_labels`: those after the main label. `ks`: ranks k of the metrics at k, with `grouped`."""
-        self._main = BinaryMetricsAccumulator()
+        """`of_labels`: by the label's name, the main one first. `ks`: ranks k of the metrics at k, with `grouped`."""
+        (self._main_name, self._main), *others = of_labels.items()
         self._ranking = RankingAccumulator(ks) if grouped else None
-        self._others: dict[str, BinaryMetricsAccumulator | NumberAccumulator] = {
-            label.name: BinaryMetricsAccumulator() if label.kind == "binary" else NumberAccumulator()
-            for label in more_labels
-        }
+        self._others = dict(others)
 
     @property
     def rows(self) -> int:
         return self._main.rows
 
     def update(self, logits: Mapping[str, Any], labels: Mapping[str, Any], groups: Any = None) -> None:
-        """Appends a batch: (rows,) each by the label's name, the main one first. A label other than the main one is NaN in rows
-        that lack it. `groups` may be None for a batch without rows."""
-        main = next(iter(logits))
+        """Appends a batch: (rows,) each by the label's name. A label other than the main one is NaN in rows that lack it.
+        `groups` may be None for a batch without rows."""
+        main = self._main_name
         self._main.update(logits[main], labels[main])
         if self._ranking is not None and len(labels[main]):
             assert groups is not None, "data without groups is refused before"
@@ -75,6 +84,10 @@ class NumberAccumulator:
     def __init__(self) -> None:
         self._sums = np.zeros(3)  # rows, squared errors, absolute errors
 
+    @property
+    def rows(self) -> int:
+        return int(self._sums[0])
+
     def update(self, predicted: np.ndarray, labels: np.ndarray) -> None:
         """Appends rows: (rows,) each."""
         errors = predicted.astype(np.float64) - labels
@@ -93,42 +106,46 @@ class NumberAccumulator:
 class RowMetrics:
     """Means of measures over all rows of all workers, added up in float64."""
 
-    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]], device: torch.device) -> None:
-        self._finish, self._device = finish, device
+    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
+        self._finish = finish
         self._sums: dict[str, torch.Tensor] = {}
-        self._rows = 0
 
-    def update(self, output: RowOutput) -> None:
+    def update(self, output: StepOutput) -> None:
+        """Appends a batch. A measure may have fewer values than others: its mean is that of the rows that have it."""
+        import torch
+
         for name, values in output.measures.items():
-            total = values.double().sum()
+            total = torch.stack([values.double().sum(), values.new_tensor(len(values), dtype=torch.float64)])
             self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._rows += len(output.measures["loss"])
 
     def compute(self) -> dict[str, float]:
         """Collective. The parts are added in the order of the workers."""
         import torch
 
         names = sorted(self._sums)
-        rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
-        mine = torch.stack([rows, *(self._sums[name] for name in names)])
-        count, *sums = torch.stack(gathered(mine)).sum(dim=0).tolist()
-        return self._finish({name: value / count for name, value in zip(names, sums, strict=True)})
+        if not names:  # as on every worker
+            return self._finish({})
+        of_all = torch.stack(gathered(torch.stack([self._sums[name] for name in names]))).sum(dim=0).tolist()
+        means = {name: total / rows if rows else math.nan for name, (total, rows) in zip(names, of_all, strict=True)}
+        return self._finish(means)
 
 
 @final
 class MeasureTotals:
-    """Means of measures over all rows, added up in float64, in the order of the rows."""
+    """Means of measures over all rows that have them, added up in float64, in the order of the rows."""
 
-    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]]) -> None:
+    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
         self._finish = finish
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, np.ndarray] = {}
         self.rows = 0
 
     def update(self, table: pa.Table) -> None:
         for name in table.column_names:
             if name != "row":
-                self._sums[name] = self._sums.get(name, 0.0) + float(table.column(name).to_numpy().sum())
+                values = table.column(name).drop_null().to_numpy()
+                self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array([values.sum(), len(values)])
         self.rows += len(table)
 
     def compute(self) -> dict[str, float]:
-        return self._finish({name: total / self.rows for name, total in self._sums.items()})
+        means = {name: total / rows if rows else math.nan for name, (total, rows) in self._sums.items()}
+        return self._finish({name: float(mean) for name, mean in means.items()})

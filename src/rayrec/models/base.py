@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rayrec.layers.mlp import Precision
+    from rayrec.models.heads import Head
     from rayrec.schema import Label, Schema
 
 
@@ -71,6 +73,8 @@ class ClickModelConfig(Config):
 
     SEVERAL_LABELS: ClassVar[bool] = False
     """Whether the network predicts each of `ModelInputs.label_names`; else only the main label."""
+    LABELLED: ClassVar[bool] = True
+    """Whether the loss needs a label. False: the log may have none, and the network has a loss of its own."""
 
     embedding_dim: int = 16
     """Width of every embedding."""
@@ -134,6 +138,24 @@ class ClickModelConfig(Config):
         del inputs
         return ()
 
+    def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
+        """Return the features whose whole table the network reads (`Embedded.table`). Default: none."""
+        del inputs
+        return ()
+
+    def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
+        """Return the outputs, the main one first. Default: one for each label. Pure."""
+        from rayrec.models.heads import label_heads
+
+        return label_heads(inputs.label, inputs.more_labels)
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """Return the value to maximize, for early stopping, the best checkpoint and searches. Default: AUROC; where the
+        validation rows are all of one class and have none, the negative log loss; of a model without labels the negative loss."""
+        if "auroc" not in metrics:
+            return -metrics["loss"]
+        return metrics["auroc"] if math.isfinite(metrics["auroc"]) else -metrics["logloss"]
+
     @property
     def width(self) -> int:
         """Values of an embedding that one network takes."""
@@ -147,13 +169,17 @@ class ClickModelConfig(Config):
     @abstractmethod
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         """The network without its tables: forward(dense, embedded) takes dense features (rows, num_dense) float32 and
-        `rayrec.layers.keyed_embeddings.Embedded`, and gives float32 logits (rows,) by the name of the label, in a dict, which
-        may hold
-        more that the network's loss needs.
+        `rayrec.layers.keyed_embeddings.Embedded`, and gives the values of each of `output_heads` by its name, in a dict, which
+        may hold more that the network's loss needs. A tensor alone is the value of the only head. Values of a label are logits,
+        float32 (rows,).
 
-        The loss is binary cross entropy, and for several labels the sum of their losses: squared error for a label that is a
-        number, 0 for a missing label. A network with a method loss(outputs, labels) has its own: from what `forward` gave and
-        the labels (rows,) float32 by name (NaN: missing) to each row's loss, float32 (rows,); the framework weights and averages.
+        The loss is that of the heads: binary cross entropy, and for several labels the sum of their losses: squared error for a
+        label that is a number, 0 for a missing label. The network may have these methods:
+
+        - loss(outputs, batch): each row's loss, float32 (rows,), from what `forward` gave and the `rayrec.batch.Batch`; the
+          framework weights and averages. It may exchange tensors between workers. loss(outputs, labels) gets `batch.labels`.
+        - measures(outputs, batch): what evaluations average, float32 (rows,) by name; NaN leaves a row out.
+        - predict(outputs, embedded): the heads' values for use; `forward` then need not give them.
 
         Start values are drawn from torch's global generator. `rows` may be 0.
         """

@@ -4,17 +4,20 @@ Uncertainty Estimation using Deep Ensembles", NIPS 2017)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
+from operator import add
 from typing import final
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from rayrec.batch import Batch
+from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.schema import Label
+from rayrec.models.heads import LabelHead, named_outputs, own_loss
 
 
 def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
@@ -22,7 +25,18 @@ def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: P
     if config.members == 1:
         return config.build(inputs, precision=precision)
     networks = [config.build(inputs, precision=precision) for _ in range(config.members)]
-    return Ensemble(networks, inputs, widths=[config.width] * config.members)
+    return Ensemble(networks, averaged_heads(config, inputs), widths=[config.width] * config.members)
+
+
+def averaged_heads(config: ClickModelConfig, inputs: ModelInputs) -> tuple[LabelHead, ...]:
+    """Return the heads of networks whose outputs are averaged. Raises InputError for those that have no mean."""
+    heads = config.output_heads(inputs)
+    for head in heads:
+        if not isinstance(head, LabelHead):
+            raise InputError(
+                f"{type(config).__name__}.members: must average logits, got {head.kind} {head.name}. Set it to 1."
+            )
+    return heads  # type: ignore[return-value]
 
 
 @final
@@ -33,57 +47,42 @@ class Ensemble(nn.Module):
     makes their mean better than any of them.
     """
 
-    def __init__(self, members: Sequence[nn.Module], inputs: ModelInputs, *, widths: Sequence[int]) -> None:
+    def __init__(self, members: Sequence[nn.Module], heads: Sequence[LabelHead], *, widths: Sequence[int]) -> None:
         """`widths`: values of each embedding that each member takes, in their order."""
         super().__init__()
-        self.members, self._inputs = nn.ModuleList(members), inputs
+        self.members, self._heads = nn.ModuleList(members), heads
+        self._losses = [own_loss(member) for member in members]
         ends = list(accumulate(widths))
         self._columns = [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`: the mean logits by label, and for the loss all that the members gave."""
         given = [
-            network(dense, _part(embedded, columns))
+            named_outputs(network(dense, _part(embedded, columns)), self._heads, where=type(network).__name__)
             for network, columns in zip(self.members, self._columns, strict=True)
         ]
         outputs = {
-            label: torch.stack([of_member[label] for of_member in given]).mean(0) for label in self._inputs.label_names
+            head.name: torch.stack([of_member[head.name] for of_member in given]).mean(0) for head in self._heads
         }
         for number, of_member in enumerate(given):
             outputs |= {_name(number, name): values for name, values in of_member.items()}
         return outputs
 
-    def loss(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """(rows,): the mean of the members' losses. Its gradient is that of their sum, so that the number of members does not
         change what each learns."""
         losses = []
-        for number, network in enumerate(self.members):
+        for number, own in enumerate(self._losses):
             prefix = _name(number, "")
             of_member = {
                 name.removeprefix(prefix): values for name, values in outputs.items() if name.startswith(prefix)
             }
-            own_loss = getattr(network, "loss", None)
-            losses.append(own_loss(of_member, labels) if own_loss else self._loss_of_labels(of_member, labels))
+            losses.append(own(of_member, batch) if own else self._loss_of_labels(of_member, batch))
         total = torch.stack(losses).sum(0)
         return total - total.detach() * (1 - 1 / len(losses))
 
-    def _loss_of_labels(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
-        main = self._inputs.label
-        loss = functional.binary_cross_entropy_with_logits(outputs[main], labels[main], reduction="none")
-        for label in self._inputs.more_labels:
-            loss = loss + label_losses(label, outputs[label.name], labels[label.name])
-        return loss
-
-
-def label_losses(label: Label, logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(rows,): the losses of a further label, 0 for the rows that lack it."""
-    there = ~values.isnan()
-    values = values.where(there, 0.0)
-    if label.kind == "binary":
-        return functional.binary_cross_entropy_with_logits(
-            logits, values, weight=there.to(logits.dtype), reduction="none"
-        )
-    return there * (logits - values).square()
+    def _loss_of_labels(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+        return reduce(add, (head.losses(outputs, batch.labels) for head in self._heads))
 
 
 def _part(embedded: Embedded, columns: slice) -> Embedded:
@@ -99,7 +98,10 @@ def _part(embedded: Embedded, columns: slice) -> Embedded:
             name: Sequences(given.values[:, columns], given.lengths) for name, given in embedded.all_sequences().items()
         }
 
-    return Embedded(embedded.features, dim, deliver, sequences=sequences)
+    def table(feature: str) -> torch.Tensor:
+        return embedded.table(feature)[:, columns]
+
+    return Embedded(embedded.features, dim, deliver, sequences=sequences, ids=embedded.ids, table=table)
 
 
 def _name(number: int, output: str) -> str:

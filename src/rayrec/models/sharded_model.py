@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -17,7 +18,7 @@ from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
 from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, unpooled_features
 from rayrec.models.embeddings import build_embeddings, build_sequences
 from rayrec.models.ensemble import build_network
-from rayrec.schema import Label
+from rayrec.models.heads import Head, LabelHead, measured, named_outputs, own_loss
 
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
@@ -36,6 +37,7 @@ class ClickModel(nn.Module):
         sequences: EmbeddingCollection | None,
         network: nn.Module,
         inputs: ModelInputs,
+        heads: Sequence[Head],
         *,
         dim: int,
         embedding_penalty: float,
@@ -46,7 +48,7 @@ class ClickModel(nn.Module):
         self.embeddings, self.sequences = embeddings, sequences
         tables = [] if sequences is None else sequences.embedding_configs()
         one_by_one = {feature for table in tables for feature in table.feature_names}
-        self.head = _Head(network, inputs, dim=dim, penalty=embedding_penalty, one_by_one=one_by_one)
+        self.head = _Head(network, inputs, heads, dim=dim, penalty=embedding_penalty, one_by_one=one_by_one)
         self.register_state_dict_post_hook(_with_own_names)
 
     # TorchRec's sparse-dist pipeline traces this method, down to its tables and `head`: no branches on values here.
@@ -69,11 +71,12 @@ class ClickModel(nn.Module):
         sparse_features: KeyedJaggedTensor | None,
         sequence_features: KeyedJaggedTensor | None = None,
     ) -> torch.Tensor:
-        """Logits (rows,), float32, of dense features (rows, num_dense) and one list of ids per row and feature, as a Batch has
-        them. Not under sharding."""
+        """Logits (rows,), float32, of the main label, of dense features (rows, num_dense) and one list of ids per row and
+        feature, as a Batch has them. Not under sharding."""
         pooled = None if self.embeddings is None else self._pooled(sparse_features)
         one_by_one = None if self.sequences is None else self._one_by_one(sequence_features)
-        return self.head.logits(dense_features, pooled, one_by_one)
+        outputs = self.head.outputs(dense_features, pooled, one_by_one, sequence_features)
+        return outputs[self.head.inputs.label]
 
     def table_modules(self) -> list[nn.Module]:
         """What holds the tables."""
@@ -105,64 +108,62 @@ class _Head(nn.Module):
     """From pooled embeddings to the loss. Without a sharded part, it is not traced by TorchRec: a network may be any code."""
 
     def __init__(
-        self, network: nn.Module, inputs: ModelInputs, *, dim: int, penalty: float, one_by_one: set[str]
+        self,
+        network: nn.Module,
+        inputs: ModelInputs,
+        heads: Sequence[Head],
+        *,
+        dim: int,
+        penalty: float,
+        one_by_one: set[str],
     ) -> None:
         super().__init__()
         self.network, self.inputs, self.dim, self._penalty = network, inputs, dim, penalty
         self._unpooled = [feature for feature in inputs.features if feature in one_by_one]
         self._number = {feature: number for number, feature in enumerate(inputs.features)}
         self._keys, self._order = list(inputs.features), tuple(range(len(inputs.features)))
+        self._heads, self._labels = heads, [head for head in heads if isinstance(head, LabelHead)]
+        self._loss, self._predicts = own_loss(network), hasattr(network, "predict")
+        if self._loss is None and not self._labels:
+            raise InputError(f"{type(network).__name__}: must have a method loss, got none. Add loss(outputs, batch).")
 
     def forward(
         self, batch: Batch, pooled: KeyedTensor | None, one_by_one: Mapping[str, JaggedTensor] | None
     ) -> tuple[torch.Tensor, StepOutput]:
         penalty = batch.loss_weight * self._penalty
-        outputs = self._outputs(batch.tensors[DENSE], pooled, one_by_one, penalty=penalty)
-        loss = self._summed_loss(outputs, batch) * batch.loss_weight
-        logits = {label: outputs[label].detach() for label in self.inputs.label_names}
-        return loss, StepOutput(loss.detach(), logits, batch.labels, batch.groups)
+        outputs = self.outputs(batch.tensors[DENSE], pooled, one_by_one, batch.sequence_features, penalty=penalty)
+        loss, losses = self._summed_loss(outputs, batch)
+        loss = loss * batch.loss_weight
+        logits = {head.name: outputs[head.name].detach() for head in self._labels}
+        measures: dict[str, torch.Tensor] = {}
+        if not self.training and not self._labels:
+            found = measured(self.network, outputs, batch, losses)
+            measures = {name: values[~values.isnan()].detach() for name, values in found.items()}
+        return loss, StepOutput(loss.detach(), logits, batch.labels, batch.groups, measures)
 
-    def logits(
-        self, dense: torch.Tensor, pooled: KeyedTensor | None, one_by_one: Mapping[str, JaggedTensor] | None
-    ) -> torch.Tensor:
-        return self._outputs(dense, pooled, one_by_one, penalty=0.0)[self.inputs.label]
-
-    def _outputs(
+    def outputs(
         self,
         dense: torch.Tensor,
         pooled: KeyedTensor | None,
         one_by_one: Mapping[str, JaggedTensor] | None,
+        sequence_features: KeyedJaggedTensor | None,
         *,
-        penalty: float,
-    ) -> dict[str, torch.Tensor]:
+        penalty: float = 0.0,
+    ) -> Mapping[str, torch.Tensor]:
+        """What the network gives, by name."""
         embedded = Embedded(
             self.inputs.features,
             self.dim,
             lambda: self._deliver(dense, pooled, penalty),
             sequences=lambda: self._sequences(one_by_one, penalty),
+            ids=lambda feature: _ids(sequence_features, feature),
         )
-        outputs = self.network(dense, embedded)
-        self._check_outputs(outputs, len(dense))
+        where = f"{type(self.network).__name__}: forward"
+        outputs = named_outputs(self.network(dense, embedded), self._heads, where=where)
+        if not self._predicts:
+            for head in self._heads:
+                head.check(outputs, rows=len(dense), where=where)
         return outputs
-
-    def _check_outputs(self, outputs: object, rows: int) -> None:
-        """What broadcasts would train without an error, and what is not float32 would be refused by scoring, after training."""
-        named = f"{type(self.network).__name__}: forward"
-        if not isinstance(outputs, Mapping):
-            raise InputError(
-                f"{named} returned a {type(outputs).__name__}; return a dict of logits, {{'{self.inputs.label}': logits}}"
-            )
-        for label in self.inputs.label_names:
-            logits = outputs.get(label)
-            if logits is None:
-                raise InputError(
-                    f"{named} gave {', '.join(outputs) or 'nothing'}, and no logits by the name of the label, {label}"
-                )
-            if logits.shape != (rows,) or logits.dtype != torch.float32:
-                raise InputError(
-                    f"{named} gave logits of shape {tuple(logits.shape)} and {logits.dtype} for {rows} rows; give ({rows},) "
-                    "and float32"
-                )
 
     def _sequences(self, one_by_one: Mapping[str, JaggedTensor] | None, penalty: float) -> dict[str, Sequences]:
         if one_by_one is None:
@@ -181,34 +182,26 @@ class _Head(nn.Module):
             self._keys, self._order = list(keys), tuple(self._number[key] for key in keys)
         return _penalised(pooled.values(), penalty), self._order
 
-    def _summed_loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """The sum over the rows of each row's loss times its weight."""
-        own_loss = getattr(self.network, "loss", None)
-        if own_loss is None:
-            loss = functional.binary_cross_entropy_with_logits(
-                outputs[self.inputs.label], batch.labels[self.inputs.label], weight=batch.weights, reduction="sum"
-            )
-            for label in self.inputs.more_labels:
-                loss = loss + _summed_label_loss(label, outputs[label.name], batch)
-            return loss
-        losses, rows = own_loss(outputs, batch.labels), len(batch.labels[self.inputs.label])
+    def _summed_loss(
+        self, outputs: Mapping[str, torch.Tensor], batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sum over the rows of each row's loss times its weight; and the network's own loss of each row, if it has one."""
+        if self._loss is None:
+            of_labels = (head.losses(outputs, batch.labels, batch.weights).sum() for head in self._labels)
+            return reduce(add, of_labels), None
+        losses, rows = self._loss(outputs, batch), len(batch)
         if losses.shape != (rows,):  # a mean, say, which the sum below would leave too small
             raise InputError(
                 f"{type(self.network).__name__}: loss gave shape {tuple(losses.shape)} for {rows} rows; give each row's loss, "
                 f"({rows},), unweighted: rayrec averages them"
             )
-        return (losses if batch.weights is None else losses * batch.weights).sum()
+        return (losses if batch.weights is None else losses * batch.weights).sum(), losses
 
 
-def _summed_label_loss(label: Label, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The sum over the rows that have the label of the row's loss times its weight."""
-    values = batch.labels[label.name]
-    there = ~values.isnan()
-    weights = there.to(logits.dtype) if batch.weights is None else there * batch.weights
-    values = values.where(there, 0.0)
-    if label.kind == "binary":
-        return functional.binary_cross_entropy_with_logits(logits, values, weight=weights, reduction="sum")
-    return (weights * (logits - values).square()).sum()
+def _ids(sequence_features: KeyedJaggedTensor | None, feature: str) -> torch.Tensor:
+    if sequence_features is None:
+        raise KeyError(feature)
+    return sequence_features[feature].values()
 
 
 def _penalised(values: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -283,6 +276,7 @@ def build_click_model(
         sequences,
         network,
         inputs,
+        config.output_heads(inputs),
         dim=config.table_width,
         embedding_penalty=config.embedding_penalty,
     )

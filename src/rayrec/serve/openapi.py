@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rayrec.environment.installation import versions
+from rayrec.models.heads import many
 from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.inference.model import ServedModel
+    from rayrec.models.heads import Head
     from rayrec.schema import Schema
     from rayrec.serve.config import ServeConfig
 
@@ -60,7 +63,7 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
         "components": {
             "schemas": {
                 "Row": {"type": "object", "properties": columns, "additionalProperties": False},
-                **_answers(schema),
+                **_answers(model.scorer.heads),
             },
             **({"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}} if with_token else {}),
         },
@@ -153,27 +156,16 @@ def _score(schema: Schema, example: dict[str, Any], config: ServeConfig, with_to
     }
 
 
-def _answers(schema: Schema) -> dict[str, Any]:
+def _answers(heads: Sequence[Head]) -> dict[str, Any]:
     def fields(described: dict[str, Any], *, optional: tuple[str, ...] = ()) -> dict[str, Any]:
         required = [name for name in described if name not in optional]
         return {"type": "object", "required": required, "properties": described}
 
-    def many(of: dict[str, Any], description: str) -> dict[str, Any]:
-        return {"type": "array", "items": of, "description": description}
-
     text = {"type": "string"}
-    probability = {"type": "number", "minimum": 0, "maximum": 1}
     return {
         "Scores": fields(
             {
-                "scores": many(probability, "Probability of a click."),
-                "logits": many({"type": "number"}, "Logit of the score."),
-                **{
-                    f"score_{label.name}": many(probability, f"Probability that {label.name} is 1.")
-                    if label.kind == "binary"
-                    else many({"type": "number"}, f"Predicted {label.name}.")
-                    for label in schema.labels
-                },
+                **{name: field for head in heads for name, field in head.json_schema().items()},
                 "unknown": many({"type": "integer", "minimum": 0}, "Categories the vocabulary does not hold."),
                 "model": text,
                 "preprocessor": text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import orjson
 
-from rayrec.data.encoding.known_categories import UnknownCategories
+from rayrec.data.encoding.known_categories import UnknownCategories, tokens_by_id
 from rayrec.data.raw_block import RawBlock
-from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
 from rayrec.serve.requests import Body, RequestError
 from rayrec.serve.row_readers import Outcome, make_reader, take
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 class ScoreResponse:
     """What becomes of the rows of one request."""
 
-    logits: np.ndarray
-    """float32 (rows)"""
-    more_scores: Mapping[str, np.ndarray]
-    """float32 (rows), by `score_L` for each label L other than the main one: a probability, or the number that is predicted"""
+    fields: Mapping[str, np.ndarray]
+    """(rows, ...) by name, see `Head.answer`"""
     unknown: np.ndarray
     """int32 (rows, num_sparse), see UnknownCategories"""
     columns: tuple[str, ...]
@@ -39,9 +37,7 @@ class ScoreResponse:
     def to_json(self, *, columns: bool) -> bytes:
         """`columns`: with the names of the columns whose categories were unknown, row by row."""
         fields: dict[str, Any] = {
-            "scores": sigmoid(self.logits),
-            "logits": self.logits,
-            **self.more_scores,
+            **self.fields,
             "unknown": self.unknown.sum(axis=1, dtype=np.int32),
             "model": self.model,
             "preprocessor": self.preprocessor,
@@ -62,25 +58,22 @@ class BatchScorer:
         self._reader = make_reader(model.preprocessor.schema)
         self._unknown = UnknownCategories(model.preprocessor)
         self._columns = model.preprocessor.inputs.sparse
-        self._more_labels = model.preprocessor.inputs.labels
+        self._tokens = functools.cache(functools.partial(tokens_by_id, model.preprocessor))
         self._counters = counters
 
     def answer(self, bodies: Sequence[Body]) -> tuple[list[ScoreResponse | RequestError], RawBlock, np.ndarray]:
-        """The answers, one a body; then the rows of all good bodies and their logits."""
+        """The answers, one a body; then the rows of all good bodies and the values of their main head, such as logits."""
         start = time.perf_counter()
         raw, outcomes = self._reader.read(bodies)
         if not raw.rows:
             return [_refused(outcome) for outcome in outcomes], raw, np.empty(0, np.float32)
         encoded = self.model.preprocessor.encode(raw)
-        logits, *others = self.model.scorer.score_labels(encoded).values()
-        more_scores = {
-            f"score_{label.name}": sigmoid(found) if label.kind == "binary" else found
-            for label, found in zip(self._more_labels, others, strict=True)
-        }
+        heads, values = self.model.scorer.heads, self.model.scorer.predict(encoded)
+        fields = {name: field for head in heads for name, field in head.answer(values, self._tokens).items()}
         unknown = self._unknown.count(raw, encoded)
-        answers = [self._answer(outcome, logits, more_scores, unknown) for outcome in outcomes]
+        answers = [self._answer(outcome, fields, unknown) for outcome in outcomes]
         self._count(raw.rows, unknown, time.perf_counter() - start)
-        return answers, raw, logits
+        return answers, raw, values[heads[0].name]
 
     def score(self, raw: RawBlock) -> np.ndarray:
         """float32 (rows): the logits of rows read already."""
@@ -91,23 +84,23 @@ class BatchScorer:
         for num_rows in (1, 64):
             raw, _ = self._reader.read([Body("json", num_rows, 0, rows=[{}] * num_rows)])
             encoded = self.model.preprocessor.encode(raw)
-            self.model.score(encoded)
+            self.model.scorer.predict(encoded)
             self._unknown.count(raw, encoded)
 
     def _answer(
-        self, outcome: Outcome, logits: np.ndarray, more_scores: Mapping[str, np.ndarray], unknown: np.ndarray
+        self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray
     ) -> ScoreResponse | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
-        own, others = take(logits, outcome), {name: take(found, outcome) for name, found in more_scores.items()}
-        for found in (own, *others.values()):
-            bad = np.flatnonzero(~np.isfinite(found))
+        own = {name: take(field, outcome) for name, field in fields.items()}
+        for field in own.values():
+            bad = np.flatnonzero(~np.isfinite(field).reshape(len(field), -1).all(axis=1))
             if len(bad):
                 return RequestError(
                     422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0])
                 )
         return ScoreResponse(
-            own, others, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash
+            own, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash
         )
 
     def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:

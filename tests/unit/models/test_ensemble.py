@@ -62,15 +62,15 @@ def test_each_member_learns_as_if_it_were_alone(config: ClickModelConfig, inputs
                 mine.copy_(its[:, columns])
         own_loss, own_output = alone(rows)
         own_loss.backward()
-        logits.append(own_output.logits["click"])
+        logits.append(own_output.outputs["click"])
         losses.append(own_loss.detach())
         for mine, its in zip(alone.head.network.parameters(), network.parameters(), strict=True):
             torch.testing.assert_close(its.grad, mine.grad)
         for mine, its in zip(alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True):
             torch.testing.assert_close(its.grad[:, columns], mine.grad)
-    torch.testing.assert_close(output.logits["click"], torch.stack(logits).mean(0))
+    torch.testing.assert_close(output.outputs["click"], torch.stack(logits).mean(0))
     torch.testing.assert_close(loss.detach(), torch.stack(losses).mean())
-    assert list(output.logits) == list(inputs.label_names)
+    assert list(output.outputs) == list(inputs.label_names)
     assert not torch.equal(logits[0], logits[1])
 
 

@@ -60,7 +60,7 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        (lambda logits: logits, "forward returned a Tensor; return a dict of logits, {'label': logits}"),
+        (lambda logits: [logits], "forward returned a list; return a dict of logits, {'label': logits}"),
         (lambda logits: {"click": logits}, "forward gave click, and no logits by the name of the label, label"),
         (lambda logits: {"label": logits.unsqueeze(1)}, r"of shape \(3, 1\) and torch.float32 for 3 rows; give \(3,\)"),
         (lambda logits: {"label": logits.bfloat16()}, r"of shape \(3,\) and torch.bfloat16 for 3 rows"),
@@ -69,6 +69,10 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
 def test_outputs_that_are_not_logits_are_refused(returns: Callable[[torch.Tensor], Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^Network: .*{message}"):
         step(Network(returns))
+
+
+def test_a_tensor_is_the_value_of_the_only_head() -> None:
+    assert step(Network(lambda logits: logits)) == step(Network(lambda logits: {"label": logits}))
 
 
 def test_each_rows_own_loss_is_weighted_and_summed() -> None:

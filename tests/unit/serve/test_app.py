@@ -464,8 +464,8 @@ SHARED = make_app(MODEL)
 def test_numbers_too_large_for_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = np.array([0.5, np.nan, np.inf], np.float32)
     monkeypatch.setattr(
-        "rayrec.workloads.recsys.scorer.ClickScorer.score_labels",
-        lambda self, rows: {self.labels[0]: np.resize(logits, len(rows))},
+        "rayrec.workloads.recsys.scorer.ClickScorer.predict",
+        lambda self, rows: {self.heads[0].name: np.resize(logits, len(rows))},
     )
     app = make_app(MODEL)
     assert error_of(post(app, {"rows": [{}, {}, {}]}), 422)["row"] == 1

@@ -15,7 +15,7 @@ from ranks import data_parallel
 from ranks.checkpoint import run_ranks
 from torch.nn import functional
 
-from rayrec.batch import RowOutput
+from rayrec.batch import StepOutput
 from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
 from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
@@ -200,10 +200,10 @@ def test_tied_weights_are_saved_once(alone: tuple[Path, list[dict[str, Any]]]) -
 
 
 def test_means_are_over_rows_not_batches() -> None:
-    metrics = RowMetrics(lambda means: {**means, "double": 2 * means["loss"]}, torch.device("cpu"))
+    metrics = RowMetrics(lambda means: {**means, "double": 2 * means["loss"]})
     for values in ([1.0, 1.0, 1.0], [5.0], []):
         tensor = torch.tensor(values)
-        metrics.update(RowOutput(tensor.sum(), {"loss": tensor}))
+        metrics.update(StepOutput(tensor.sum(), measures={"loss": tensor}))
     assert metrics.compute() == {"loss": 2.0, "double": 4.0}
 
 

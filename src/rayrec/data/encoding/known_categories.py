@@ -78,6 +78,18 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
     return ends
 
 
+def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
+    """int64 (num_embeddings): the token that each id of a sparse column stands for: of a category that is an integer itself, of a
+    text its 64-bit hash; -1 where an id stands for none. Raises InputError for a hashed column, whose ids stand for many."""
+    number = preprocessor.inputs.sparse.index(column)
+    rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
+    if not rule.has_own_ids:
+        raise InputError(f"column {column}: an id stands for several categories. Give it a vocabulary without a limit.")
+    found = np.full(rule.num_embeddings, -1, np.int64)
+    found[rule.ids()] = tokens.astype(np.uint64).view(np.int64)
+    return found
+
+
 @final
 class UnknownCategories:
     """Counts, row by row and column by column, the categories that are there and that the vocabulary does not hold. A hashed

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.batch import Batch
 from rayrec.collectives import global_means
 from rayrec.config import InputError
 from rayrec.layers.batch_norm import GlobalBatchNorm
@@ -73,13 +75,13 @@ class DCNv3(nn.Module):
         deep, shallow = self.deep(parts), self.shallow(parts)
         return {self._label: (deep + shallow) * 0.5, "deep": deep, "shallow": shallow}
 
-    def loss(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """(rows,): the cross entropy of the logit, and of each network times what its mean exceeds the logit's by.
 
         The means are over the rows of all workers, unweighted, and gradients flow through them.
         """
         logits = torch.stack([outputs[self._label], outputs["deep"], outputs["shallow"]], dim=1)
-        wanted = labels[self._label].unsqueeze(1).expand(-1, 3)
+        wanted = batch.labels[self._label].unsqueeze(1).expand(-1, 3)
         losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
         means = global_means(losses) if self.training else losses.mean(0)
         return losses[:, 0] + losses[:, 1:] @ (means[1:] - means[0]).relu()

@@ -38,6 +38,10 @@ class EnsembleConfig(ClickModelConfig):
         if len(self.models) < 2:
             raise InputError(f"EnsembleConfig.models: {len(self.models)} given; an ensemble has two models or more")
         for number, model in enumerate(self.models):
+            if not model.LABELLED:
+                raise InputError(
+                    f"EnsembleConfig.models[{number}]: must predict a label, got {type(model).__name__}. Choose another model."
+                )
             if model.embedding_penalty:
                 raise InputError(
                     f"EnsembleConfig.models[{number}].embedding_penalty: {model.embedding_penalty} has no effect within an "
@@ -76,7 +80,7 @@ class EnsembleConfig(ClickModelConfig):
         return tuple(feature for feature in inputs.features if feature in taken)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-        from rayrec.models.ensemble import Ensemble, build_network
+        from rayrec.models.ensemble import Ensemble, averaged_heads, build_network
 
         networks = [build_network(model, inputs, precision=precision) for model in self.models]
-        return Ensemble(networks, inputs, widths=[model.table_width for model in self.models])
+        return Ensemble(networks, averaged_heads(self, inputs), widths=[model.table_width for model in self.models])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.field_embeddings import fields, number_vectors
@@ -85,11 +87,11 @@ class FinalNet(nn.Module):
         outputs = {self._label: (first + second) * 0.5}
         return {**outputs, "first tower": first, "second tower": second} if self._tower_losses else outputs
 
-    def loss(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """(rows,): the cross entropy of the logit with the label, and for `tower_losses` of each tower with the logit's
         probability."""
         logits = outputs[self._label]
-        loss = functional.binary_cross_entropy_with_logits(logits, labels[self._label], reduction="none")
+        loss = functional.binary_cross_entropy_with_logits(logits, batch.labels[self._label], reduction="none")
         for tower in ("first tower", "second tower"):
             if tower in outputs:
                 loss = loss + functional.binary_cross_entropy_with_logits(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from rayrec.batch import Batch, RowOutput
+from rayrec.batch import Batch, StepOutput
 from rayrec.data.numbered_rows import RowSource
 from rayrec.ingest.batches import ArrayBatches
 from rayrec.ingest.loader import Loader
@@ -78,7 +78,7 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
         multiply_adds_per_row=cost,
         begin_step=step_start(context, optimizer, workload.schedule),
         eval_batches={name: partial(eval_batches, source, context) for name, source in sets.items()},
-        make_metrics=lambda: RowMetrics(workload.metrics, context.device),
+        make_metrics=lambda: RowMetrics(workload.metrics),
         described={
             "parallel": workload.parallel,
             "num_parameters": num_parameters,
@@ -146,7 +146,7 @@ class RowPipeline:
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._next: Batch | None = None
 
-    def progress(self, batches: Iterator[Batch]) -> RowOutput:
+    def progress(self, batches: Iterator[Batch]) -> StepOutput:
         """Trains on the next batch, or measures it while the model is in eval mode. Raises StopIteration at the end."""
         batch = self._next if self._next is not None else self._fetch(batches)
         self._next = None
@@ -175,7 +175,7 @@ class RowPipeline:
         with self.clock.phase("host_to_device"), torch.cuda.stream(self._stream):
             return batch.pin_memory().to(self.device, non_blocking=True)
 
-    def _train(self, batch: Batch) -> RowOutput:
+    def _train(self, batch: Batch) -> StepOutput:
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
         parts = batch.parts(self._workload.accumulate)
@@ -189,7 +189,7 @@ class RowPipeline:
             if self._workload.optimizer.max_gradient_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self.wrapped.parameters(), self._workload.optimizer.max_gradient_norm)
             self._optimizer.step()
-        return RowOutput(total, {})
+        return StepOutput(total)
 
     def loss(self, part: Batch) -> torch.Tensor:
         """Of a part of a training batch, on the device: the losses of all parts add up to the batch's."""
@@ -215,12 +215,12 @@ class RowPipeline:
             yield
 
     @torch.no_grad()
-    def _measure(self, batch: Batch) -> RowOutput:
+    def _measure(self, batch: Batch) -> StepOutput:
         with self._autocast():
             measures = self._workload.measure(self.wrapped, batch.tensors)
         if not batch.loss_weight:
             measures = {name: values[:0] for name, values in measures.items()}
-        return RowOutput(measures["loss"].sum() * batch.loss_weight, measures)
+        return StepOutput(measures["loss"].sum() * batch.loss_weight, measures=measures)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._bf16)

@@ -10,8 +10,8 @@ import numpy as np
 from rayrec.batch import Batch, StepOutput
 from rayrec.collectives import sum_over_workers
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.metrics.means import LabelsAccumulator
-from rayrec.schema import Label
+from rayrec.metrics.means import RowMetrics
+from rayrec.models.heads import BinaryHead, Head, labels_accumulator
 
 _EDGE = 16.0
 """Logits beyond it are as good as certain, and share a bin."""
@@ -25,12 +25,10 @@ _MOST_BINS = 15
 class EvaluationCounts:
     """Counts, over the last evaluation of one worker, rows and clicks by logit, and unknown and missing values by column."""
 
-    def __init__(
-        self, columns: Mapping[str, SparseColumn], *, more_labels: Sequence[Label] = (), grouped: bool = False
-    ) -> None:
-        """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known. `more_labels`:
-        those after the main label. `grouped`: whether batches have the keys of groups."""
-        self._columns, self.more_labels, self.grouped = columns, more_labels, grouped
+    def __init__(self, columns: Mapping[str, SparseColumn], heads: Sequence[Head], *, grouped: bool = False) -> None:
+        """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known. `heads`: of the
+        model. `grouped`: whether batches have the keys of groups."""
+        self._columns, self.heads, self.grouped = columns, heads, grouped
         self._start("")
 
     def _start(self, name: str) -> None:
@@ -65,8 +63,10 @@ class EvaluationCounts:
         return ClickMetrics(self)
 
     def add(self, output: StepOutput) -> None:
-        main = next(iter(output.logits))
-        logits = output.logits[main].float().cpu().numpy().astype(np.float64)  # device sync, as the metrics' own
+        main = self.heads[0].name
+        if not isinstance(self.heads[0], BinaryHead):
+            return
+        logits = output.outputs[main].float().cpu().numpy().astype(np.float64)  # device sync, as the metrics' own
         bins = ((np.clip(logits, -_EDGE, _EDGE - 1e-6) + _EDGE) * _BINS_PER_LOGIT).astype(np.int64)
         for row, weights in enumerate((None, output.labels[main].cpu().numpy(), 1 / (1 + np.exp(-logits)))):
             self._by_logit[row] += np.bincount(bins, weights=weights, minlength=_NUM_BINS)
@@ -74,7 +74,7 @@ class EvaluationCounts:
     def shown(self) -> list[dict[str, Any]]:
         """What all workers counted together, for people to look at; nothing where nothing was evaluated; collective."""
         by_logit, by_column = sum_over_workers(self._by_logit), sum_over_workers(self._by_column)
-        if not by_logit[0].any():
+        if not by_logit.any() and not by_column.any():
             return []
         columns = [
             {
@@ -87,7 +87,11 @@ class EvaluationCounts:
             for (key, column), (values, unknown, missing) in zip(self._columns.items(), by_column.tolist(), strict=True)
         ]
         return [
-            {"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)},
+            *(
+                [{"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)}]
+                if by_logit.any()
+                else []
+            ),
             *([{"kind": "categories", "set": self._name, "columns": columns}] if columns else []),
         ]
 
@@ -115,17 +119,21 @@ def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
 
 @final
 class ClickMetrics:
-    """Gathers logits and labels of an evaluation."""
+    """Gathers what an evaluation gives: logits and labels, and the network's measures."""
 
     def __init__(self, counts: EvaluationCounts) -> None:
-        self._metrics, self._counts = LabelsAccumulator(counts.more_labels, grouped=counts.grouped), counts
+        self._labels = labels_accumulator(counts.heads, grouped=counts.grouped)
+        self._measures, self._counts = RowMetrics(), counts
 
     def update(self, output: StepOutput) -> None:
-        self._metrics.update(output.logits, output.labels, output.groups)
-        self._counts.add(output)
+        if self._labels is not None:
+            self._labels.update(output.outputs, output.labels, output.groups)
+            self._counts.add(output)
+        self._measures.update(output)
 
     def compute(self) -> dict[str, float]:
-        return self._metrics.compute()
+        of_labels = {} if self._labels is None else self._labels.compute()
+        return {**of_labels, **self._measures.compute()}
 
 
 def _tells(column: SparseColumn, reserved_id: int) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rayrec import models, storage
+from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.checkpoint.writer import Place
 from rayrec.config import InputError
@@ -24,6 +25,7 @@ from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model, unpooled_features
 from rayrec.models.ensemble import build_network
+from rayrec.models.heads import Head, LabelHead, measured, named_outputs
 from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.models.scoring_tables import (
     DeviceTables,
@@ -48,6 +50,7 @@ class PlainModel(nn.Module):
         self,
         network: nn.Module,
         inputs: ModelInputs,
+        heads: Sequence[Head],
         *,
         width: int,
         sequences: tuple[str, ...] = (),
@@ -56,22 +59,40 @@ class PlainModel(nn.Module):
         """`width`: of an embedding. `sequences`: features whose embeddings the network takes one by one; `unpooled`: those whose
         tables a checkpoint names so."""
         super().__init__()
-        self.network, self.inputs, self.width = network, inputs, width
+        self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
         self.sequences, self._unpooled = sequences, unpooled
 
-    def forward(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> torch.Tensor:
-        """Logits (rows,), float32, of the main label, from dense features (rows, num_dense), pooled embeddings (rows,
-        num_features * width), both float32, the latter in the order of the features, and for each of the model's
-        sequences, which `pooled` then does not have: float32 (ids of all rows, width), int64 lengths (rows,)."""
-        return self.outputs(dense, pooled, *sequences)[self.inputs.label]
+    def forward(
+        self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Logits (rows,), float32, of the main label, or what heads of no label predict, from dense features (rows, num_dense),
+        pooled embeddings (rows, num_features * width), both float32, the latter in the order of the features, and for each of
+        the model's sequences, which `pooled` then does not have: float32 (ids of all rows, width), int64 lengths (rows,)."""
+        values = self.predict(dense, pooled, *sequences)
+        return values[self.heads[0].name] if isinstance(self.heads[0], LabelHead) else tuple(values.values())
 
-    def outputs(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the network gives for them: logits by label, and whatever else."""
+    def predict(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The values of the heads for these inputs, by the names of their tensors."""
+        embedded = self.embedded(pooled, *sequences)
+        values = self.outputs(dense, embedded)
+        if hasattr(self.network, "predict"):
+            values = self.network.predict(values, embedded)  # type: ignore[operator]
+            for head in self.heads:
+                head.check(values, rows=dense.shape[0], where=f"{type(self.network).__name__}: predict")
+        return {name: values[name] for head in self.heads for name in head.names}
+
+    def outputs(self, dense: torch.Tensor, embedded: Embedded) -> Mapping[str, torch.Tensor]:
+        """What the network gives: the values of the heads, and whatever else."""
+        given = self.network(dense, embedded)
+        return named_outputs(given, self.heads, where=f"{type(self.network).__name__}: forward")
+
+    def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> Embedded:
+        """What the network takes beside dense features."""
         one_by_one = {
             name: Sequences(values, lengths)
             for name, values, lengths in zip(self.sequences, sequences[::2], sequences[1::2], strict=True)
         }
-        return self.network(dense, Embedded.in_order(self.inputs.features, self.width, pooled, one_by_one))
+        return Embedded.in_order(self.inputs.features, self.width, pooled, one_by_one)
 
     def table_weights(self) -> dict[str, str]:
         """The name of each feature's table among the weights of a checkpoint, without `PREFIX`."""
@@ -101,20 +122,37 @@ class ClickScorer:
         return self._tables.size_bytes + sum(parameter.nbytes for parameter in self._model.parameters())
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """What is predicted, the main label first."""
-        return self._model.inputs.label_names
+    def heads(self) -> Sequence[Head]:
+        """What is predicted, the main one first."""
+        return self._model.heads
 
-    def score_labels(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """float32 (rows,) by label: its logits, for a label that is a number the prediction itself."""
+    def predict(self, rows: EncodedRows) -> dict[str, np.ndarray]:
+        """(rows, ...) by the names of the heads' tensors: of a label float32 logits, or the number that is predicted."""
         with torch.inference_mode():
-            outputs = self._model.outputs(*self.inputs(rows))
-            return {label: outputs[label].cpu().numpy() for label in self.labels}  # device sync
+            values = self._model.predict(*self.inputs(rows))
+            return {name: tensor.cpu().numpy() for name, tensor in values.items()}  # device sync
+
+    def measure(self, rows: EncodedRows) -> dict[str, np.ndarray]:
+        """float64 (rows,): what an evaluation of a model without labels averages; NaN in rows that are left out."""
+        with torch.inference_mode():
+            dense, *others = self.inputs(rows)
+            batch = Batch(
+                {DENSE: dense},
+                1.0,
+                labels={name: torch.from_numpy(values) for name, values in rows.labels.items()},
+                groups=None if rows.groups is None else torch.from_numpy(rows.groups),
+                timestamps=None if rows.timestamps is None else torch.from_numpy(rows.timestamps),
+            ).to(self._device)
+            outputs = self._model.outputs(dense, self._model.embedded(*others))
+            values = measured(self._model.network, outputs, batch)
+            return {name: tensor.double().cpu().numpy() for name, tensor in values.items()}  # device sync
 
     def score(self, rows: EncodedRows) -> np.ndarray:
-        """float32 (rows,): the logits of the main label."""
-        with torch.inference_mode():
-            return self._model(*self.inputs(rows)).cpu().numpy()  # device sync
+        """float32 (rows,): the logits of the main label. Raises InputError for a model that predicts none."""
+        main = self.heads[0]
+        if not isinstance(main, LabelHead):
+            raise InputError(f"the model predicts {main.kind} {main.name} and no label, which is needed here")
+        return self.predict(rows)[main.name]
 
     def inputs(self, rows: EncodedRows) -> list[torch.Tensor]:
         """What PlainModel takes: the dense features, and what the tables give."""
@@ -167,6 +205,7 @@ def empty_model(
     model = PlainModel(
         network,
         inputs,
+        config.output_heads(inputs),
         width=config.table_width,
         sequences=config.sequences(inputs),
         unpooled=unpooled_features(config, inputs),

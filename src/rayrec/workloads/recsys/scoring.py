@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow import arrow_numbers, numpy_of
-from rayrec.data.encoding.known_categories import bucket_names, buckets_of
+from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of
+from rayrec.data.encoding.known_categories import bucket_names, buckets_of, tokens_by_id
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.engine import Shared, TaskContext
 from rayrec.data.log_source import LogSource
@@ -23,9 +23,10 @@ from rayrec.data.logs.reading import first_lines, good_lines, stretch_of, values
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import blocks_of_epoch
 from rayrec.ingest.stream import open_block
-from rayrec.metrics.binary import sigmoid
-from rayrec.metrics.means import LabelsAccumulator
+from rayrec.metrics.means import MeasureTotals
 from rayrec.metrics.ranking import DEFAULT_KS
+from rayrec.models.base import ModelInputs
+from rayrec.models.heads import BinaryHead, Head, LabelHead, labels_accumulator
 from rayrec.schema import Schema
 from rayrec.storage import cache
 from rayrec.workloads.base import ScoringContext
@@ -41,11 +42,14 @@ if TYPE_CHECKING:
 DAY = "day"
 FREQUENCY = "frequency:"
 _BATCH_ROWS = 8192
+_OUTPUT = "output:"
+"""Prefix of the names of heads' values."""
 
 
 def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     """See `Workload.open_scoring`: columns `score` and `logit` float32 and, if the log has labels, `label`; for each further
-    label L also `score_L`, `logit_L` and `label_L`. A faulty line has a place in the log but no score."""
+    label L also `score_L`, `logit_L` and `label_L`; of other heads `Head.columns`. A faulty line has a place in the log but no
+    score."""
     preprocessor = load_preprocessor(context.checkpoint)
     group = workload.schema.group if context.evaluating else None
     if group is not None:
@@ -55,8 +59,11 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         raise InputError(
             "ranking_k: metrics at k are computed within groups; name the column of the groups with --group"
         )
-    labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
-    if context.evaluating and not labelled:
+    heads = workload.model.output_heads(ModelInputs.of(preprocessor.inputs))
+    measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
+    has_label = preprocessor.schema.label is not None
+    labelled = LogSource.at(context.path).is_labelled(preprocessor.schema) if has_label else context.evaluating
+    if context.evaluating and not (labelled or measuring):
         raise InputError(
             f"{context.path}: holds no labels, so there is nothing to compare scores with; `rayrec predict` scores it"
         )
@@ -78,6 +85,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         preprocessor=share_preprocessor(preprocessor, engine),
         blocks=engine.share(blocks),
         labelled=labelled,
+        measuring=measuring,
         batch_rows=context.batch_rows or _BATCH_ROWS,
         key_columns=columns,
         frequency_columns=frequencies,
@@ -87,12 +95,12 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     return Scoring(
         block_rows=tuple(scored.block.rows for scored in blocks),
         load=process.load,
-        make_totals=functools.partial(
-            _ClickTotals, schema, grouped=group is not None, ks=context.ranking_k or DEFAULT_KS
-        ),
+        make_totals=MeasureTotals
+        if measuring
+        else functools.partial(_ClickTotals, heads, grouped=group is not None, ks=context.ranking_k or DEFAULT_KS),
         described={"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()},
         thread_safe=True,
-        is_clicks=True,
+        is_clicks=isinstance(heads[0], BinaryHead),
     )
 
 
@@ -152,12 +160,11 @@ def cache_folder(checkpoint: str) -> str:
 class _ClickTotals:
     """Keeps what `LabelsAccumulator` keeps."""
 
-    def __init__(self, schema: Schema, *, grouped: bool, ks: Sequence[int]) -> None:
-        self._kept, self._labels, self._grouped = (
-            LabelsAccumulator(schema.labels, grouped=grouped, ks=ks),
-            schema.labels,
-            grouped,
-        )
+    def __init__(self, heads: Sequence[Head], *, grouped: bool, ks: Sequence[int]) -> None:
+        self._heads = [head for head in heads if isinstance(head, LabelHead)]
+        kept = labels_accumulator(heads, grouped=grouped, ks=ks)
+        assert kept is not None, "what predicts no label is measured"
+        self._kept, self._grouped = kept, grouped
 
     @property
     def rows(self) -> int:
@@ -165,8 +172,7 @@ class _ClickTotals:
 
     def update(self, table: pa.Table) -> None:
         def of_labels(column: str) -> dict[str, np.ndarray]:
-            others = {label.name: numpy_of(table.column(f"{column}_{label.name}")) for label in self._labels}
-            return {"": numpy_of(table.column(column)), **others}
+            return {head.name: numpy_of(table.column(f"{column}{head.suffix}")) for head in self._heads}
 
         groups = numpy_of(table.column(GROUP)) if self._grouped else None
         self._kept.update(of_labels("logit"), of_labels("label"), groups)
@@ -196,6 +202,9 @@ class _Process:
     preprocessor: Shared[Preprocessor]
     blocks: Shared[list[ScoredBlock]]
     labelled: bool
+    """Whether the rows are read with all columns of the schema, else without those that only training and evaluation use."""
+    measuring: bool
+    """Whether the network measures the rows, else it predicts them."""
     batch_rows: int
     key_columns: tuple[str, ...]
     """Whose values come along, so that metrics can be told by them."""
@@ -230,15 +239,14 @@ class _LogBlock:
         self._told, self._preprocessor, self._scored, self._scorer = told, preprocessor, scored, scorer
         self._schema = preprocessor.schema if told.labelled else preprocessor.schema.unlabelled()
         self._opened, self.rows = open_block(scored.block, preprocessor, labelled=told.labelled), scored.block.rows
-        self._suffixes = ["", *(f"_{name}" for name in scorer.labels[1:])]
+        self._label_heads = [head for head in scorer.heads if isinstance(head, LabelHead)]
 
     def score(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows = self._opened.encode(start, stop)
-        logits = self._scorer.score_labels(rows).values()
-        found = {f"logit{suffix}": values for suffix, values in zip(self._suffixes, logits, strict=True)}
-        if rows.labels:
-            labels = rows.labels.values()
-            found |= {f"label{suffix}": values for suffix, values in zip(self._suffixes, labels, strict=True)}
+        if self._told.measuring:
+            return self._scorer.measure(rows)
+        found = {f"{_OUTPUT}{name}": values for name, values in self._scorer.predict(rows).items()}
+        found |= {f"label{head.suffix}": rows.labels[head.name] for head in self._label_heads if rows.labels}
         if self._told.labelled and self._schema.group:
             assert rows.groups is not None
             found[GROUP] = rows.groups
@@ -251,13 +259,15 @@ class _LogBlock:
     def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
         told, block = self._told, self._scored.block
         columns = {"row": arrow_numbers(_rows(self._scored, self._schema))}
-        numbers = {label.name for label in self._preprocessor.inputs.labels if label.kind == "number"}
-        for name, suffix in zip(self._scorer.labels, self._suffixes, strict=True):
-            logits = scored[f"logit{suffix}"]
-            columns[f"score{suffix}"] = arrow_numbers(logits if name in numbers else sigmoid(logits))
-            columns[f"logit{suffix}"] = arrow_numbers(logits)
-            if told.labelled:
-                columns[f"label{suffix}"] = arrow_numbers(scored[f"label{suffix}"].astype(np.float32, copy=False))
+        if told.measuring:
+            return columns | {name: arrow_numbers(values, np.isnan(values)) for name, values in scored.items()}
+        values = {name.removeprefix(_OUTPUT): given for name, given in scored.items() if name.startswith(_OUTPUT)}
+        for head in self._scorer.heads:
+            predicted = head.columns(values, functools.partial(tokens_by_id, self._preprocessor))
+            columns |= {name: arrow_rows(column) for name, column in predicted.items()}
+            if isinstance(head, LabelHead) and told.labelled:
+                name = f"label{head.suffix}"
+                columns[name] = arrow_numbers(scored[name].astype(np.float32, copy=False))
         if GROUP in scored:
             columns[GROUP] = arrow_numbers(scored[GROUP])
         if told.stretches:

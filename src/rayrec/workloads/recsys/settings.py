@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -83,8 +82,7 @@ class ClickSettings(Workload):
     """A larger model to learn from, beside the labels."""
 
     def score(self, metrics: dict[str, float]) -> float:
-        """AUROC; where the validation rows are all of one class and have none, the negative logloss."""
-        return metrics["auroc"] if math.isfinite(metrics["auroc"]) else -metrics["logloss"]
+        return self.model.score(metrics)
 
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
@@ -95,6 +93,7 @@ class ClickSettings(Workload):
             inputs = self.preset.inputs(self.schema)
             check_sparse(inputs)
             self.unpooled(inputs)  # raises an error for columns that the model cannot take
+        self._check_labels()
         self.teacher.check()
         self._check_clipping()
         if self.sharding.uvm_caching and self.sparse_optimizer.own_rule:
@@ -102,10 +101,20 @@ class ClickSettings(Workload):
                 f"workload.sharding.uvm_caching: {self.sparse_optimizer.kind} updates tables outside fbgemm's kernels, which "
                 "alone know the cache; choose sparse_optimizer.kind rowwise_adagrad, adagrad or sgd"
             )
+
+    def _check_labels(self) -> None:
+        name = type(self.model).__name__
         if self.schema.labels and not self.model.SEVERAL_LABELS:
             raise InputError(
-                f"schema.labels: {type(self.model).__name__} predicts one label, and the schema has "
-                f"{', '.join(self.schema.label_names)}; leave labels out, or choose a model of several"
+                f"schema.labels: {name} predicts one label, and the schema has {', '.join(self.schema.label_names)}; leave "
+                "labels out, or choose a model of several"
+            )
+        if self.schema.label is None and self.model.LABELLED:
+            raise InputError(f"schema.label: must be a column, which {name} learns from, got None. Name it.")
+        if self.teacher.checkpoint and not self.model.LABELLED:
+            raise InputError(
+                f"teacher.checkpoint: must be None for {name}, which learns from no label, got {self.teacher.checkpoint}. "
+                "Leave it out."
             )
 
     def _check_clipping(self) -> None:

@@ -179,7 +179,7 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     preprocessor = prepared.open_preprocessor()
     counts = EvaluationCounts(
         counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None),
-        more_labels=inputs.labels,
+        workload.model.output_heads(ModelInputs.of(inputs)),
         grouped=inputs.group is not None,
     )
 

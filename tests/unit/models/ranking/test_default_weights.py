@@ -13,9 +13,11 @@ import torch
 from torch.nn import functional
 
 from rayrec import models
+from rayrec.batch import Batch
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.models.base import ModelInputs
 from rayrec.models.ensemble import build_network
+from rayrec.models.heads import own_loss
 from rayrec.schema import Label
 
 ROWS = 32
@@ -53,9 +55,9 @@ def measured(name: str) -> dict[str, Any]:
             )
         else:
             outputs = network(dense, Embedded.in_order(inputs.features, config.table_width, values.flatten(1)))
-        own = getattr(network, "loss", None)
+        own, batch = own_loss(network), Batch({"dense": dense}, 1.0, None, wanted)
         loss = (
-            own(outputs, wanted).mean()
+            own(outputs, batch).mean()
             if own
             else sum(functional.binary_cross_entropy_with_logits(outputs[name], wanted[name]) for name in wanted)
         )

@@ -137,7 +137,12 @@ def test_it_learns_and_scores_as_it_trains(precision: str) -> None:
     model.eval()
     trained = model.score(batch.tensors["dense"], batch.sparse_features, batch.sequence_features)
     plain = PlainModel(
-        model.head.network, INPUTS, width=DIM, sequences=("history",), unpooled=("item", "history")
+        model.head.network,
+        INPUTS,
+        SMALL.output_heads(INPUTS),
+        width=DIM,
+        sequences=("history",),
+        unpooled=("item", "history"),
     ).requires_grad_(requires_grad=False)
     weights = model.state_dict()
     tables = [weights[name] for name in plain.table_weights().values()]

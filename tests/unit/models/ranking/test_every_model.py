@@ -58,7 +58,7 @@ def losses(model: ClickModel, batch: Batch, *, steps: int, learning_rate: float)
         assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
         optimizer.step()
         found.append(loss.item())
-    assert all(logits.dtype == torch.float32 and not logits.requires_grad for logits in output.logits.values())
+    assert all(logits.dtype == torch.float32 and not logits.requires_grad for logits in output.outputs.values())
     assert not [name for name, parameter in model.named_parameters() if not optimizer.state[parameter]["exp_avg"].any()]
     return found
 
@@ -72,7 +72,12 @@ def assert_scored_alike(
     with torch.no_grad():
         trained = model.score(batch.tensors["dense"], batch.sparse_features, batch.sequence_features)
     plain = PlainModel(
-        model.head.network, inputs, width=config.table_width, sequences=config.sequences(inputs), unpooled=unpooled
+        model.head.network,
+        inputs,
+        config.output_heads(inputs),
+        width=config.table_width,
+        sequences=config.sequences(inputs),
+        unpooled=unpooled,
     ).requires_grad_(requires_grad=False)
     weights = model.state_dict()
     tables = [weights[table] for table in plain.table_weights().values()]
@@ -106,7 +111,7 @@ def test_model_takes_the_smallest_batches(config: ClickModelConfig, rows: int, p
     loss.backward()
     assert loss.isfinite()
     assert (loss.item() == 0.0) == (rows == 0)
-    assert output.logits["click"].shape == (rows,)
+    assert output.outputs["click"].shape == (rows,)
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.head.parameters())
     if rows == 0 or not isinstance(config, DCNv3Config):  # whose statistics are of all values of a row's heads
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
@@ -186,7 +191,7 @@ def test_model_in_place_of_another_learns_lists(name: str, members: int) -> None
         optimizer.step()
         found.append(loss.item())
     assert found[-1] < found[0]
-    assert list(output.logits) == list(inputs.label_names)
+    assert list(output.outputs) == list(inputs.label_names)
     assert_scored_alike(model, config, inputs, rows, 1e-5)
     multiply_adds = network_cost(model.head.network, inputs, config).multiply_adds
     assert multiply_adds is not None

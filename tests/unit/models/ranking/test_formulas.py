@@ -19,6 +19,7 @@ from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import MLP
 from rayrec.layers.tower import Dice, LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.heads import label_heads
 from rayrec.models.ranking.dcnv3 import DCNv3Config
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
@@ -392,8 +393,9 @@ def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) 
 def framework_loss(net: nn.Module, outputs: Outputs, labels: Outputs) -> torch.Tensor:
     """As `ClickModel` computes it for a batch of these rows."""
     inputs = SEVERAL if "like" in outputs else INPUTS
-    head = _Head(net, inputs, dim=DIM, penalty=0.0, one_by_one=set())
-    return head._summed_loss(outputs, Batch({}, 1.0, None, labels)) / ROWS
+    heads = label_heads(inputs.label, inputs.more_labels)
+    head = _Head(net, inputs, heads, dim=DIM, penalty=0.0, one_by_one=set())
+    return head._summed_loss(outputs, Batch({"dense": torch.zeros(ROWS, 0)}, 1.0, None, labels))[0] / ROWS
 
 
 def shaken(net: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from rayrec.batch import Batch, StepOutput
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.ingest.batches import sparse_features
+from rayrec.models.heads import label_heads
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
 
 KEYS = ("colour", "size", "hashed")
@@ -39,7 +40,7 @@ def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.n
 
 def test_the_last_evaluation_alone_is_shown() -> None:
     random = np.random.default_rng(0)
-    counts = EvaluationCounts(counted_columns(KEYS, COLUMNS, expanded=False))
+    counts = EvaluationCounts(counted_columns(KEYS, COLUMNS, expanded=False), label_heads("label"))
     assert counts.shown() == []
     for name in ("validation", "test"):
         ids = random.integers(0, 10, (3, 100)).astype(np.int32)
@@ -62,7 +63,7 @@ def test_the_last_evaluation_alone_is_shown() -> None:
 
 
 def test_ids_that_wrap_around_tell_nothing() -> None:
-    counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)})
+    counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label"))
     ids = np.zeros((1, 4), np.int32)
     features = sparse_features(("colour",), list(ids), 4)
     only = Batch({"dense": torch.zeros(4, 0)}, 1.0, features, {"label": torch.ones(4)})

@@ -27,6 +27,7 @@ from rayrec.inference.scoring import ScoringRequest, weight_bytes
 from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.heads import label_heads
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
 from rayrec.observe.console import Console
@@ -268,7 +269,7 @@ INPUTS = ModelInputs(5, ("b", "a", "c"))
 def test_an_exported_program_gives_the_same_logits(interaction: str, precision: str) -> None:
     torch.manual_seed(0)
     network = SMALL.replace(interaction=interaction).build(INPUTS, precision=precision)  # type: ignore[arg-type]
-    model = PlainModel(network, INPUTS, width=8).eval()
+    model = PlainModel(network, INPUTS, label_heads(INPUTS.label), width=8).eval()
     dense, pooled = torch.randn(50, 5), torch.randn(50, 24)
     rows = torch.export.Dim("rows", min=1)
     program = torch.export.export(model, (dense, pooled), dynamic_shapes=({0: rows}, {0: rows})).module()

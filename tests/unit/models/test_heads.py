@@ -1,0 +1,115 @@
+"""What a network of no label gives to the loop, and what outputs become for those who use them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from builders.whole_click_model import whole_model
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from rayrec.batch import Batch
+from rayrec.config import InputError
+from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.metrics.means import RowMetrics
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.ensemble import build_network
+from rayrec.models.heads import Head, ItemsHead, NumberHead, VectorHead, label_heads
+from rayrec.schema import Label
+from rayrec.workloads.recsys.scorer import PlainModel
+
+INPUTS = ModelInputs(1, ("item",), lists=(("item", None),))
+ITEMS = ItemsHead("best", k=2, feature="item")
+
+
+class WithoutLabel(nn.Module):
+    """Its loss is the number of a row, its measure that of the rows above 1, its items the ids 3 and 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        return {"numbers": dense[:, 0] * self.weight, "user": embedded["item"] * self.weight}
+
+    def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+        assert not batch.labels
+        return outputs["numbers"]
+
+    def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+        numbers = outputs["numbers"]
+        return {"large": numbers.where(numbers > 1, torch.nan)}
+
+    def predict(self, outputs: dict[str, torch.Tensor], embedded: Embedded) -> dict[str, torch.Tensor]:
+        items = torch.tensor([[3, 1]]).expand(len(outputs["numbers"]), 2)
+        return {"best": items, "scores": items.float(), "user": outputs["user"]}
+
+
+class WithoutLabelConfig(ClickModelConfig):
+    LABELLED: ClassVar[bool] = False
+
+    def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
+        return ITEMS, VectorHead("user", self.embedding_dim)
+
+    def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
+        return ("item",)
+
+    def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
+        return WithoutLabel()
+
+
+CONFIG = WithoutLabelConfig(embedding_dim=4)
+
+
+def batch(*numbers: float) -> Batch:
+    rows = len(numbers)
+    ids = KeyedJaggedTensor(keys=["item"], values=torch.arange(rows), lengths=torch.ones(rows, dtype=torch.int32))
+    return Batch(
+        {"dense": torch.tensor(numbers).unsqueeze(1)}, 1.0, weights=torch.full((rows,), 2.0), sequence_features=ids
+    )
+
+
+def test_a_model_without_a_label_learns_and_is_measured() -> None:
+    model, metrics = whole_model(CONFIG, [4], inputs=INPUTS), RowMetrics()
+    loss, output = model(batch(0.0, 1.0, 2.0))
+    assert (loss.item(), dict(output.measures)) == (6.0, {})
+    model.eval()
+    for rows in (batch(0.0, 1.0, 2.0), batch(5.0)):
+        metrics.update(model(rows)[1])
+    assert metrics.compute() == {"loss": 2.0, "large": 3.5}
+    assert CONFIG.score(metrics.compute()) == -2.0
+
+
+def test_predicted_values_become_columns_and_fields() -> None:
+    heads = CONFIG.output_heads(INPUTS)
+    model = PlainModel(build_network(CONFIG, INPUTS), INPUTS, heads, width=4, sequences=("item",))
+    tensors = model.predict(torch.ones(3, 1), torch.zeros(3, 0), torch.rand(3, 4), torch.ones(3, dtype=torch.int64))
+    values = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
+    columns: dict[str, np.ndarray] = {}
+    for head in heads:
+        assert head.json_schema().keys() == head.answer(values, lambda feature: np.arange(0, 40, 10)).keys()
+        columns |= head.columns(values, lambda feature: np.arange(0, 40, 10))
+    assert {name: values.shape for name, values in columns.items()} == {
+        "best": (3, 2),
+        "scores": (3, 2),
+        "user": (3, 4),
+    }
+    assert columns["best"].tolist() == [[30, 10]] * 3
+
+
+def test_fields_of_labels_are_those_of_their_schema() -> None:
+    heads = label_heads("click", (Label(name="like"), Label(name="seconds", kind="number")))
+    values: dict[str, Any] = {head.name: np.zeros(2, np.float32) for head in heads}
+    fields = [list(head.answer(values, np.array)) for head in heads]
+    assert fields == [["scores", "logits"], ["score_like"], ["score_seconds"]] == [list(h.json_schema()) for h in heads]
+    columns = [name for head in heads for name in head.columns(values, np.array)]
+    assert columns == ["score", "logit", "score_like", "logit_like", "score_seconds", "logit_seconds"]
+    assert isinstance(heads[2], NumberHead)
+
+
+def test_heads_without_a_mean_are_refused_in_ensembles() -> None:
+    with pytest.raises(InputError, match=r"^WithoutLabelConfig.members: must average logits, got items best"):
+        build_network(CONFIG.replace(members=2), INPUTS)
