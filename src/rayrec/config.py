@@ -14,12 +14,18 @@ import typing
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+
+if TYPE_CHECKING:
+    import pydantic
 
 
 class InputError(ValueError):
     """What the user gave cannot be used; the message says what, where and the remedy in one line (exit status 2)."""
 
+
+_BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
+"""The bounds of a field's type in words, by pydantic's names of them."""
 
 CLASS: Final = "class"
 """Key of the class's name in a stored configuration; no field can have it."""
@@ -31,10 +37,38 @@ def field_types(cls: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
+def _checked_types(cls: Any) -> dict[str, Any]:
+    """As `field_types`, with the bounds of values."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+@lru_cache(maxsize=1024)
 def _adapter(annotation: Any) -> Any:
     import pydantic
 
     return pydantic.TypeAdapter(annotation, config=pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True))
+
+
+def _bounds(annotation: Any) -> list[str]:
+    """The bounds of a type and of the types in it, in words."""
+    own = [
+        f"{words} {getattr(bound, name):g}"
+        for bound in getattr(annotation, "__metadata__", ())
+        for name, words in _BOUNDS.items()
+        if hasattr(bound, name)
+    ]
+    return own + [bound for inner in typing.get_args(annotation) for bound in _bounds(inner)]
+
+
+def _misfit(error: pydantic.ValidationError, annotation: Any) -> str:
+    """What is wrong with a value, in words that follow it."""
+    first = error.errors()[0]
+    if first["type"] == "too_short":
+        return f"needs {first['ctx']['min_length']} or more values"
+    if not first.get("ctx", {}).keys() & _BOUNDS.keys():
+        return f"does not fit ({first['msg']})"
+    each = "each " if any(isinstance(place, int) for place in first["loc"]) else ""
+    return f"must {each}be {' and '.join(_bounds(annotation))}"
 
 
 def _config_type(annotation: Any) -> type | None:
@@ -91,7 +125,7 @@ class Config:
     def __post_init__(self) -> None:
         import pydantic
 
-        types = field_types(type(self))  # type: ignore[arg-type]
+        types = _checked_types(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):
             value, annotation = getattr(self, field.name), types[field.name]
             nested = _config_type(annotation)
@@ -102,8 +136,9 @@ class Config:
             try:
                 _adapter(annotation).validate_python(value)
             except pydantic.ValidationError as error:
-                why = error.errors()[0]["msg"]
-                raise InputError(f"{type(self).__name__}.{field.name}: {value!r} does not fit ({why})") from None
+                raise InputError(
+                    f"{type(self).__name__}.{field.name}: {value!r} {_misfit(error, annotation)}"
+                ) from None
 
     @classmethod
     def _own_class(cls) -> str | None:

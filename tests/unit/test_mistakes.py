@@ -114,7 +114,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         command("train", "criteo_demo", "--workload.dense-optimizer.learning-rate", "-1"),
         "learning_rate",
     ),
-    "impossible share of faults": (command("train", "criteo_demo", "--max-bad-fraction", "2"), "between 0 and 1"),
+    "impossible share of faults": (
+        command("train", "criteo_demo", "--max-bad-fraction", "2"),
+        "at least 0 and at most 1",
+    ),
     "name ..": (command("train", "criteo_demo", "--name", ".."), "name: '..'"),
     "name a/b": (command("train", "criteo_demo", "--name", "a/b"), "name: 'a/b'"),
     "name too long": (command("train", "criteo_demo", "--name", "x" * 300), "1 to 128 letters"),

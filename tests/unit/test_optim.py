@@ -95,8 +95,8 @@ def test_floor_never_raises_the_learning_rate() -> None:
     ("fields", "message"),
     [
         ({"warmup_steps": 5, "decay_start_step": 4, "decay_steps": 1}, "inside the warm-up; .* step 5"),
-        ({"warmup_steps": -1}, "warmup_steps: -1 must be 0 or more"),
-        ({"decay_fraction": 1.5}, "between 0 and 1"),
+        ({"warmup_steps": -1}, "warmup_steps: -1 must be at least 0"),
+        ({"decay_fraction": 1.5}, "at least 0 and at most 1"),
         ({"decay_fraction": 0.5, "decay_steps": 3}, "give one of the two"),
         ({"decay_steps": 0.5}, "does not fit"),
     ],
@@ -117,12 +117,12 @@ def test_impossible_schedules_are_refused(fields: dict[str, Any], message: str) 
         (SparseOptimizerConfig, {"kind": "rowwise_adagrad", "weight_decay": 0.1}, r"model\.embedding_penalty"),
         (SparseOptimizerConfig, {"kind": "adam", "eps": 0.0}, "adam divides by it"),
         (SparseOptimizerConfig, {"kind": "adam", "betas": (1.0, 0.9)}, "betas"),
-        (SparseOptimizerConfig, {"learning_rate": -0.1}, "learning_rate: -0.1 must be 0 or more"),
+        (SparseOptimizerConfig, {"learning_rate": -0.1}, "learning_rate: -0.1 must be at least 0"),
         (DenseOptimizerConfig, {"eps": float("nan")}, "eps: nan must be"),
         (DenseOptimizerConfig, {"betas": (0.9, 1.0)}, "betas"),
         (DenseOptimizerConfig, {"kind": "lars", "momentum": 0.9, "nesterov": True}, "nesterov for sgd's"),
         (DenseOptimizerConfig, {"kind": "lamb", "momentum": 0.9}, "momentum is for sgd and lars"),
-        (DenseOptimizerConfig, {"max_gradient_norm": 0.0}, "None never clips"),
+        (DenseOptimizerConfig, {"max_gradient_norm": 0.0}, "must be above 0"),
     ],
 )
 def test_impossible_optimizers_are_refused(config: type, fields: dict[str, Any], message: str) -> None:

@@ -6,7 +6,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rayrec.config import Config, InputError
+from rayrec.bounds import Amount, Limit
+from rayrec.config import Config
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Between short-lived attempts."""
@@ -20,18 +21,13 @@ _NOT_STARTED = (126, 127)
 class Policy(Config):
     """When to give up."""
 
-    max_failures: int = 5
+    max_failures: Limit = 5
     """Failures in a row that are followed by another attempt; -1: without limit. One is an attempt that was short-lived or ended
     with an error of the user's."""
-    healthy_after_s: float = 300.0
+    healthy_after_s: Amount = 300.0
     """An attempt that ran for fewer seconds was short-lived."""
-    max_wait_s: float = 86_400.0
+    max_wait_s: Amount = 86_400.0
     """Seconds to wait for a head that does not answer, or answers and takes no job."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_failures < -1 or self.healthy_after_s < 0 or self.max_wait_s < 0:
-            raise InputError("supervise: max-failures must be at least -1, healthy-after-s and max-wait-s at least 0")
 
 
 @dataclass(frozen=True)

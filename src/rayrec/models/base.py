@@ -6,9 +6,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from annotated_types import Gt, Lt
 
 from rayrec import models
+from rayrec.bounds import Count
 from rayrec.config import CLASS, Config, InputError, same_class
 
 if TYPE_CHECKING:
@@ -76,25 +79,15 @@ class ClickModelConfig(Config):
     LABELLED: ClassVar[bool] = True
     """Whether the loss needs a label. False: the log may have none, and the network has a loss of its own."""
 
-    embedding_dim: int = 16
+    embedding_dim: Count = 16
     """Width of every embedding."""
     embedding_penalty: float = 0.0
     """L2 penalty on the embeddings of each trained example, on top of its loss: half of it times the squared norm of what every
     feature gives the network, which is a category's embedding, of a list that is summed the sum, and of a list that is read one
     by one each embedding. Holds rare categories back."""
-    members: int = 1
+    members: Count = 1
     """Networks that are trained side by side, each with embeddings of its own, and whose logits are averaged: an ensemble that is
     one model. Time, tables and memory grow with it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_embedding_dim()
-        if self.members < 1:
-            raise InputError(f"{type(self).__name__}.members: {self.members} must be at least 1")
-
-    def _check_embedding_dim(self) -> None:
-        if self.embedding_dim < 1:
-            raise InputError(f"{type(self).__name__}.embedding_dim: {self.embedding_dim} must be at least 1")
 
     @classmethod
     def _own_class(cls) -> str | None:
@@ -200,44 +193,14 @@ def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[st
     return tuple(name for name in inputs.features if table_of[name] in tables)
 
 
-def check_sizes(config: ClickModelConfig, *fields: str, empty: bool = True) -> None:
-    """Check that the fields are sizes of layers, each at least 1; `empty`: there may be none. Raises InputError."""
-    for field in fields:
-        sizes = getattr(config, field)
-        if any(size < 1 for size in sizes) or not (sizes or empty):
-            number = "" if empty else "one or more "
-            raise InputError(f"{type(config).__name__}.{field}: {sizes} needs {number}sizes of at least 1")
-
-
-def check_counts(config: ClickModelConfig, *fields: str, least: int = 1) -> None:
-    """Check that each field is at least `least`. Raises InputError."""
-    for field in fields:
-        if getattr(config, field) < least:
-            raise InputError(f"{type(config).__name__}.{field}: {getattr(config, field)} must be at least {least}")
-
-
-def check_dropouts(config: ClickModelConfig, *fields: str) -> None:
-    """Check that each field is a share of activations below 1. Raises InputError."""
-    for field in fields:
-        if not 0 <= getattr(config, field) < 1:
-            raise InputError(
-                f"{type(config).__name__}.{field}: {getattr(config, field)} must be at least 0 and below 1"
-            )
-
-
 @dataclass(frozen=True, kw_only=True)
 class TableStart(Config):
     """Distribution of the start values of embedding tables."""
 
     kind: Literal["uniform", "normal"] = "uniform"
     """uniform: from -sqrt(1/n) to sqrt(1/n) for a table of n rows; normal: with mean 0 and standard deviation `std`."""
-    std: float = 1e-4
+    std: Annotated[float, Gt(0), Lt(math.inf)] = 1e-4
     """Standard deviation (normal)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.std < float("inf"):
-            raise InputError(f"TableStart.std: {self.std} must be above 0 and finite")
 
 
 def stored_model(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, final
 
+from rayrec.bounds import Finite, Fraction, Natural, Part, Positive, Share
 from rayrec.config import Config, InputError
 
 if TYPE_CHECKING:
@@ -26,27 +27,23 @@ class LearningRateSchedule(Config):
     fixed: there the hold keeps (W-1)/W of the base and warm-up 0 with decay fails.
     """
 
-    warmup_steps: int = 0
+    warmup_steps: Natural = 0
     """Steps over which the learning rate rises linearly; the last of them has the base learning rate."""
-    decay_start_step: int = 0
+    decay_start_step: Natural = 0
     """Steps before the decay: the first of the lower learning rates is that of this step, counted from 0."""
-    decay_steps: int = 0
+    decay_steps: Natural = 0
     """Steps of the decay, after which the learning rate stays at its floor; 0 never decays."""
-    warmup_fraction: float = 0.0
+    warmup_fraction: Fraction = 0.0
     """In place of warmup_steps: the first part of the run's steps, over which it rises."""
-    decay_fraction: float = 0.0
+    decay_fraction: Fraction = 0.0
     """In place of decay_start_step and decay_steps: the last part of the run's steps, over which it decays; 0 never decays."""
     decay: Literal["quadratic", "linear", "cosine"] = "quadratic"
     """How it decays."""
-    final_fraction: float = 0.0
+    final_fraction: Fraction = 0.0
     """Share of the base learning rate that the decay ends at; never below 1e-7."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_not_negative(self, "warmup_steps", "decay_start_step", "decay_steps")
-        for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} {getattr(self, name)} must lie between 0 and 1")
         if self.warmup_fraction and self.warmup_steps:
             raise InputError("warmup_fraction and warmup_steps: give one of the two")
         if self.decay_fraction and self.decay_steps:
@@ -102,21 +99,15 @@ class LearningRateSchedule(Config):
 class PlateauConfig(Config):
     """Lower learning rates when evaluations get no better, on top of the schedule: torch's ReduceLROnPlateau."""
 
-    patience: int = 0
+    patience: Natural = 0
     """Evaluations in a row without an improvement after which all learning rates are multiplied by `factor`, and again after as
     many more; 0: never."""
-    factor: float = 0.1
+    factor: Part = 0.1
     """What learning rates are multiplied by."""
-    min_improvement: float = 1e-6
+    min_improvement: Finite = 1e-6
     """An evaluation improves if its score is higher by more than this than that of the last evaluation that improved."""
-    min_learning_rate: float = 1e-6
+    min_learning_rate: Finite = 1e-6
     """Learning rates are not lowered below this."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_not_negative(self, "patience", "min_improvement", "min_learning_rate")
-        if not 0 < self.factor < 1:
-            raise InputError(f"plateau.factor: {self.factor} must be above 0 and below 1")
 
     def learning_rate(self, scheduled: float, *, scale: float) -> float:
         """A learning rate of the schedule times `scale`, the product of the factors so far."""
@@ -131,21 +122,19 @@ class SparseOptimizerConfig(Config):
     kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "sparse_adam"] = "rowwise_adagrad"
     """Update rule; rowwise_adagrad keeps one float per row, adagrad one per weight, the others but sgd two per weight. adam and
     adamw update every row of a table in each step, as in torch.optim; sparse_adam only the rows of the batch."""
-    learning_rate: float = 0.01
+    learning_rate: Finite = 0.01
     """Base learning rate, before the schedule."""
-    eps: float = 1e-8
+    eps: Finite = 1e-8
     """Added to the root of the accumulated squares (all but sgd). At 1e-8 a row's first update has the full learning
     rate, whatever the gradient; about 10 / global batch damps rows of rare categories, which overfit otherwise."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     """Decay of the running mean and square of the gradient (adam, adamw, sparse_adam)."""
-    weight_decay: float = 0.0
+    weight_decay: Finite = 0.0
     """L2 penalty on whole tables in each step (adam, adamw): adam adds weight_decay times the table to its gradient, adamw
     decouples it from the gradient. `model.embedding_penalty` acts on the rows of the batch, with every kind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_not_negative(self, "learning_rate", "eps", "weight_decay")
-        _check_betas(self.betas)
         if self.own_rule and not self.eps:
             raise InputError(
                 f"SparseOptimizerConfig.eps: {self.kind} divides by it in rows without a gradient; give 1e-8"
@@ -194,35 +183,31 @@ class DenseOptimizerConfig(Config):
 
     kind: Literal["sgd", "adagrad", "adam", "adamw", "lamb", "lars"] = "adam"
     """Update rule, as in torch.optim; lamb and lars are for large batches, and scale each parameter's update by its norm."""
-    learning_rate: float = 0.001
+    learning_rate: Finite = 0.001
     """Base learning rate, before the schedule."""
-    eps: float = 1e-8
+    eps: Finite = 1e-8
     """Added to the denominator (all but sgd and lars)."""
-    weight_decay: float = 0.0
+    weight_decay: Finite = 0.0
     """L2 penalty; with adamw decoupled from the gradient."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     """Decay of the running mean and square of the gradient (adam, adamw, lamb)."""
-    momentum: float = 0.0
+    momentum: Finite = 0.0
     """Share of the last update that goes into the next (sgd, lars)."""
-    trust_coefficient: float = 0.001
+    trust_coefficient: Finite = 0.001
     """Norm of a parameter's update, as a share of the parameter's norm, at learning rate 1 (lars)."""
     nesterov: bool = False
     """Nesterov's momentum (sgd)."""
     decay_matrices_only: bool = False
     """Weight decay is for parameters of two or more dimensions; biases and normalisations have none."""
-    max_gradient_norm: float | None = None
+    max_gradient_norm: Positive | None = None
     """Clip the gradients of all dense parameters, without embedding tables, to this joint 2-norm; None never clips."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_not_negative(self, "learning_rate", "eps", "weight_decay", "momentum", "trust_coefficient")
         if (self.momentum and self.kind not in ("sgd", "lars")) or (self.nesterov and not self._has_nesterov):
             raise InputError(
                 f"momentum {self.momentum}, nesterov {self.nesterov}: momentum is for sgd and lars, nesterov for sgd's"
             )
-        _check_betas(self.betas)
-        if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
-            raise InputError(f"max_gradient_norm {self.max_gradient_norm} must be above 0; None never clips")
 
     @property
     def _has_nesterov(self) -> bool:
@@ -352,15 +337,3 @@ def set_learning_rates(
 def learning_rates(optimizer: torch.optim.Optimizer | KeyedOptimizer | NamedOptimizer) -> list[float]:
     """The learning rate of each parameter group now."""
     return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _check_not_negative(config: Config, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < float("inf"):
-            raise InputError(f"{type(config).__name__}.{name}: {value} must be 0 or more, and finite")
-
-
-def _check_betas(betas: tuple[float, float]) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise InputError(f"betas {betas}: both must be at least 0 and below 1")

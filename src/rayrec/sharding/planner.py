@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from annotated_types import Ge, MinLen, MultipleOf
+
+from rayrec.bounds import Part, Share
 from rayrec.config import Config, InputError
 from rayrec.sharding.placement import StateBytes, TablePlacement, placements, readable, table_bytes, tables_of
 
@@ -29,36 +32,23 @@ _UNKNOWN_BYTES = 2**50  # more than any tables take
 class ShardingConfig(Config):
     """How embedding tables are spread over the workers."""
 
-    sharding_types: tuple[ShardingType, ...] = ("table_wise", "row_wise")
+    sharding_types: Annotated[tuple[ShardingType, ...], MinLen(1)] = ("table_wise", "row_wise")
     """Ways a table may be laid out; those a device cannot do are left out (CPU has no row_wise or table_row_wise).
     With column_wise, row-wise Adagrad keeps one state per row and part: the plan then changes what is learnt.
     With data_parallel, every worker holds the whole table, and once more as its gradient: for small tables."""
-    min_column_width: int = 32
+    min_column_width: Annotated[int, Ge(4), MultipleOf(4)] = 32
     """Narrowest part of a table under column_wise sharding; a multiple of 4."""
-    reserved_fraction: float = 0.15
+    reserved_fraction: Share = 0.15
     """Part of each worker's memory kept free for the dense model, activations and batches in flight."""
     exchange_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Type in which workers exchange embeddings and their gradients; fp16 and bf16 halve the traffic and round. CPU: no bf16."""
     uvm_caching: bool = False
     """GPUs: tables that the GPUs have no room for are stored in host memory, and a GPU keeps a cache of the rows used last
     (fbgemm's UVM caching). Lookups outside the cache are slower. Not for sparse_optimizer.kind adam, adamw and sparse_adam."""
-    uvm_cache_fraction: float = 0.1
+    uvm_cache_fraction: Part = 0.1
     """Share of the rows of such a table that its cache has room for."""
     optimizer_floats_per_row: int = 1
     """Deprecated and ignored: the optimizer knows the size of its state."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.sharding_types:
-            raise InputError("ShardingConfig.sharding_types: empty; give at least one, such as table_wise")
-        if not 0 <= self.reserved_fraction < 1:
-            raise InputError(f"ShardingConfig.reserved_fraction: {self.reserved_fraction} must be in [0, 1)")
-        if self.min_column_width < 4 or self.min_column_width % 4:
-            raise InputError(f"ShardingConfig.min_column_width: {self.min_column_width} must be a multiple of 4")
-        if not 0 < self.uvm_cache_fraction < 1:
-            raise InputError(
-                f"ShardingConfig.uvm_cache_fraction: {self.uvm_cache_fraction} must be above 0 and below 1"
-            )
 
 
 def embedding_sharders(

@@ -8,8 +8,11 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+from annotated_types import Gt, Le
+
+from rayrec.bounds import Amount, Count
 from rayrec.config import Config, InputError
 from rayrec.workloads.base import TrainConfig
 
@@ -166,7 +169,7 @@ def _check_range(where: str, kind: str, values: Sequence[Any]) -> None:
 class TuneConfig(Config):
     """How many trials there are, how the best is chosen, and what each of them gets."""
 
-    trials: int = 20
+    trials: Count = 20
     """Trials, the recipe's own settings being one of them; grids alone decide this themselves."""
     metric: Literal["auroc", "logloss"] = "auroc"
     """Of the validation rows: what the best trial is best in."""
@@ -175,23 +178,12 @@ class TuneConfig(Config):
     stop_early: bool = True
     """Train all trials for the first part of their steps only, then the best of them for longer, and so on (successive halving);
     the recipe's own settings are always trained to the end. False: all trials are."""
-    keep_fraction: float = 1 / 3
+    keep_fraction: Annotated[float, Gt(0), Le(0.5)] = 1 / 3
     """Share of the trials that train on after each part. By default trials are compared when 1/27, 1/9 and 1/3 of their steps are
     done."""
-    cpus_per_trial: int = 1
+    cpus_per_trial: Count = 1
     """Threads of a trial, which trains in one process."""
-    gpus_per_trial: float = 0.0
+    gpus_per_trial: Amount = 0.0
     """GPUs of a trial; a fraction lets several share one."""
-    concurrent: int | None = None
+    concurrent: Count | None = None
     """Most trials at once; None: as many as there is room for."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("trials", "cpus_per_trial", "concurrent"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name}: {value} must be at least 1")
-        if not 0 < self.keep_fraction <= 0.5:
-            raise InputError(f"keep_fraction: {self.keep_fraction} must be above 0 and at most 0.5")
-        if self.gpus_per_trial < 0:
-            raise InputError(f"gpus_per_trial: {self.gpus_per_trial} must be at least 0")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rayrec import storage
+from rayrec.bounds import Count, Fraction
 from rayrec.config import Config, InputError
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.observe.console import Console
@@ -53,21 +54,21 @@ class TrainConfig(Config):
     """What to train on."""
     eval_data: DataConfig = field(default_factory=lambda: DataConfig(shuffle="none"))
     """What to evaluate on; without a path the recipe's own split, by time, of the training data."""
-    steps: int | None = None
+    steps: Count | None = None
     """Stop after so many steps; None: after `epochs`."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the training rows."""
-    batch_size: int = 2048
+    batch_size: Count = 2048
     """Rows a worker takes in a step; times the number of workers is the global batch."""
-    min_steps_per_epoch: int = 1
+    min_steps_per_epoch: Count = 1
     """Where the data is so small that an epoch would have fewer steps than this, batches are made smaller."""
-    eval_batch_size: int = 8192
+    eval_batch_size: Count = 8192
     """Rows a worker scores at once."""
-    evaluate_every: int | None = None
+    evaluate_every: Count | None = None
     """Steps between evaluations; None: by `evaluations_per_epoch`."""
-    evaluations_per_epoch: int = 4
+    evaluations_per_epoch: Count = 4
     """Evaluations per epoch if `evaluate_every` is not set; the interval is rounded up to whole steps."""
-    log_every: int = 20
+    log_every: Count = 20
     """Steps between progress events."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the dense part; weights, optimizers and embeddings are always fp32."""
@@ -80,7 +81,7 @@ class TrainConfig(Config):
     init_from: str | None = None
     """Run or checkpoint, local or a URL, whose weights and optimizer state a new run starts with; None: start values by
     `seed`."""
-    max_bad_fraction: float = 0.001
+    max_bad_fraction: Fraction = 0.001
     """Share of faulty lines above which the run refuses a log."""
     storage_path: str = "runs"
     """Where runs are kept, local or a URL; must be reachable from every node."""
@@ -108,21 +109,12 @@ class TrainConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("epochs", "batch_size", "min_steps_per_epoch", "eval_batch_size", "log_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: {getattr(self, name)} must be at least 1")
-        for name in ("steps", "evaluate_every", "evaluations_per_epoch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name}: {value} must be at least 1")
         if self.name is not None:
             _check_name(self.name)
         if self.eval_data.shuffle != "none":
             raise InputError(
                 f"eval_data.shuffle: {self.eval_data.shuffle!r}; evaluation reads in the log's order, 'none'"
             )
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise InputError(f"max_bad_fraction: {self.max_bad_fraction} must lie between 0 and 1")
         if self.loop not in self.workload.LOOPS:
             raise InputError(
                 f"loop: {self.loop}: recipe {self.recipe} is trained by the loop {' or '.join(self.workload.LOOPS)}"

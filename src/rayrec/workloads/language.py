@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rayrec import storage
+from rayrec.bounds import Count, Finite, Share
 from rayrec.config import Config, InputError
 from rayrec.data.text.text_blocks import (
     TokenFolder,
@@ -38,26 +39,21 @@ if TYPE_CHECKING:
 class GPT2Config(Config):
     """A decoder of GPT-2's kind (Radford et al. 2019), its fields named as in HuggingFace's config.json."""
 
-    n_layer: int = 12
+    n_layer: Count = 12
     """Blocks."""
-    n_head: int = 12
+    n_head: Count = 12
     """Attention heads of each block."""
-    n_embd: int = 768
+    n_embd: Count = 768
     """Width; a multiple of n_head."""
-    n_positions: int = 1024
+    n_positions: Count = 1024
     """Longest sequence, in tokens."""
-    dropout: float = 0.1
+    dropout: Share = 0.1
     """Of embeddings, attention and residuals alike."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n_layer", "n_head", "n_embd", "n_positions"):
-            if getattr(self, name) < 1:
-                raise InputError(f"GPT2Config.{name}: {getattr(self, name)} must be at least 1")
         if self.n_embd % self.n_head:
             raise InputError(f"GPT2Config.n_embd: {self.n_embd} must be a multiple of n_head {self.n_head}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"GPT2Config.dropout: {self.dropout} must be at least 0 and below 1")
 
     def num_parameters(self, vocabulary_size: int) -> int:
         """Numbers to be learnt; the output layer's are those of the token embedding."""
@@ -137,15 +133,10 @@ class LanguageWorkload(DataParallelWorkload):
     weights: str | None = None
     """Folder of initial weights, of `rayrec export` or HuggingFace's own (config.json, model.safetensors), local or a URL, which
     every node reaches; None: random ones."""
-    max_new_tokens: int = 200
+    max_new_tokens: Count = 200
     """Length of a generated text."""
-    temperature: float = 0.8
+    temperature: Finite = 0.8
     """Of generated text: below 1 likely tokens become likelier; 0 always takes the likeliest."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
-            raise InputError("workload: max_new_tokens must be at least 1, and temperature at least 0 and finite")
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
         """`loss`, in nats a token, and `perplexity`."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
+from annotated_types import Ge
+
+from rayrec.bounds import Amount, Count, Limit, Natural, Positive
 from rayrec.config import Config, InputError
 
 
@@ -21,25 +24,14 @@ class DataConfig(Config):
     window, on data that `rayrec preprocess --shuffle full` has mixed as a whole, and refused on other data."""
     in_memory: bool = False
     """Preprocessed data of this machine is read into memory whole, instead of mapped."""
-    cache_bytes: int | None = None
+    cache_bytes: Count | None = None
     """Blocks of tokens at a URL: disk that a node keeps shards of a set on, those longest unused going first; None: keeps all."""
-    block_bytes: int = 32 << 20
+    block_bytes: Annotated[int, Ge(1 << 16)] = 32 << 20
     """Text one data task reads, parses and hands on; its rows are shuffled together."""
-    segments_per_block: int = 16
+    segments_per_block: Count = 16
     """Places of the log one block is drawn from; more mix better and read smaller ranges."""
-    prefetch_blocks: int = 2
+    prefetch_blocks: Natural = 2
     """Blocks held ready for a worker beside the one it uses."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.segments_per_block < 1 or self.prefetch_blocks < 0:
-            raise InputError("data: segments_per_block must be at least 1 and prefetch_blocks at least 0")
-        if self.cache_bytes is not None and self.cache_bytes < 1:
-            raise InputError(f"data.cache_bytes: {self.cache_bytes} must be at least 1")
-        if self.block_bytes < 1 << 16:
-            raise InputError(
-                f"data.block_bytes: {self.block_bytes} is below 65536; small blocks cost more than their work"
-            )
 
     @property
     def segment_bytes(self) -> int:
@@ -100,50 +92,36 @@ class ScalingConfig(Config):
 class FailureConfig(Config):
     """What the run survives."""
 
-    max_failures: int = 3
+    max_failures: Limit = 3
     """Restarts of the workers after failures in a row without a new checkpoint between; -1: without limit."""
-    max_outage_s: float = 600.0
+    max_outage_s: Amount = 600.0
     """Seconds for which a save may fail (storage unavailable, disk full) before the run ends; until then saves are late, and
     training continues."""
-    node_wait_s: float = 600.0
+    node_wait_s: Amount = 600.0
     """Seconds to wait where there is no room for the (least) workers: nodes were lost, or others hold what they need."""
-    collective_timeout_s: float = 1800.0
+    collective_timeout_s: Positive = 1800.0
     """Seconds that a worker waits for the others in a collective operation, beyond max_outage_s, before the attempt fails."""
-    grace_s: float = 60.0
+    grace_s: Amount = 60.0
     """Seconds the workers have for a last checkpoint after SIGTERM or Ctrl-C; and again as many whenever it makes progress."""
-    max_grace_s: float = 600.0
+    max_grace_s: Amount = 600.0
     """Seconds they have in all, where the last checkpoint makes progress but takes longer than grace_s."""
-    standby_after_s: float | None = 60.0
+    standby_after_s: Amount | None = 60.0
     """Seconds of an attempt on Ray after which each worker has an idle process in standby, which has imported what a worker needs
     and takes some 0.4 GB. A restart then takes seconds less. None: never; nor if max_failures is 0."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_failures < -1 or min(self.max_outage_s, self.node_wait_s, self.grace_s, self.max_grace_s) < 0:
-            raise InputError("failure: max_failures must be at least -1, and the times at least 0")
-        if self.standby_after_s is not None and self.standby_after_s < 0:
-            raise InputError(f"failure.standby_after_s: {self.standby_after_s} must be at least 0")
-        if self.collective_timeout_s <= 0:
-            raise InputError(f"failure.collective_timeout_s: {self.collective_timeout_s} must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Config):
     """When to save and what to keep."""
 
-    every: int | None = None
+    every: Count | None = None
     """Steps between checkpoints; None: with every evaluation and at the end."""
-    num_to_keep: int = 2
+    num_to_keep: Count = 2
     """Newest checkpoints kept."""
-    keep_best: int = 1
+    keep_best: Natural = 1
     """Kept beside them: those with the best validation scores."""
-    keep_every: int | None = None
+    keep_every: Count | None = None
     """Kept for good: checkpoints of steps that are multiples of this; None: none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.num_to_keep, self.every or 1, self.keep_every or 1) < 1 or self.keep_best < 0:
-            raise InputError("checkpoint: every, num_to_keep and keep_every must be at least 1, keep_best at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rayrec import storage
+from rayrec.bounds import Amount, Count, Natural, Positive, Share
 from rayrec.config import Config, InputError
 from rayrec.data import idx
 from rayrec.data.engine import Shared
@@ -27,20 +28,12 @@ if TYPE_CHECKING:
 class ResNetConfig(Config):
     """A residual network of basic blocks (He et al., 2015, section 4.1) with torchvision's names and start values."""
 
-    blocks: tuple[int, int, int, int] = (2, 2, 2, 2)
+    blocks: tuple[Count, Count, Count, Count] = (2, 2, 2, 2)
     """Residual blocks of each stage: (2, 2, 2, 2) is ResNet18, (3, 4, 6, 3) is ResNet34."""
-    num_channels: int = 1
+    num_channels: Count = 1
     """Of the images: 1 is gray, 3 is RGB."""
-    num_classes: int = 10
+    num_classes: Count = 10
     """Classes told apart."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("num_channels", "num_classes"):
-            if getattr(self, name) < 1:
-                raise InputError(f"ResNetConfig.{name}: {getattr(self, name)} must be at least 1")
-        if min(self.blocks) < 1:
-            raise InputError(f"ResNetConfig.blocks: {self.blocks} must each be at least 1")
 
     def build(self) -> ResNet:
         """The network on CPU. Start values come from torch's global generator, in torchvision's order: after the same
@@ -60,19 +53,12 @@ NUM_SAMPLES = 9
 class AugmentationConfig(Config):
     """How far each training image is moved at random, differently in every epoch; all zero leaves it as it is."""
 
-    max_shift: float = 0.0
+    max_shift: Amount = 0.0
     """Pixels, in either direction of both axes."""
-    max_rotation_degrees: float = 0.0
+    max_rotation_degrees: Amount = 0.0
     """Degrees, either way."""
-    max_scale: float = 0.0
+    max_scale: Share = 0.0
     """Share by which it grows or shrinks; below 1."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.max_shift, self.max_rotation_degrees, self.max_scale) < 0 or self.max_scale >= 1:
-            raise InputError(
-                "augmentation: max_shift, max_rotation_degrees and max_scale must be at least 0, max_scale below 1"
-            )
 
     @property
     def moves(self) -> bool:
@@ -113,13 +99,13 @@ class VisionWorkload(DataParallelWorkload):
     """File of initial weights under torchvision's names, .safetensors or .pt, local or a URL; None: random ones."""
     mean: float = 0.5
     """Subtracted from pixels, which go from 0 to 1, before they are divided by `std`."""
-    std: float = 0.5
+    std: Positive = 0.5
     """Of the normalisation; above 0."""
-    validation_rows: int = 0
+    validation_rows: Natural = 0
     """Last training rows that are held out to choose the best weights by; 0: the test rows do that as well."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     """Of training images."""
-    label_smoothing: float = 0.0
+    label_smoothing: Share = 0.0
     """Share of a training row's target that is spread over all classes."""
 
     def __post_init__(self) -> None:
@@ -128,10 +114,6 @@ class VisionWorkload(DataParallelWorkload):
             raise InputError(
                 f"workload.model.num_channels: {self.model.num_channels}: images in the idx format are gray, 1"
             )
-        if not self.std > 0:
-            raise InputError(f"workload.std: {self.std} must be above 0")
-        if self.validation_rows < 0 or not 0 <= self.label_smoothing < 1:
-            raise InputError("workload: validation_rows must be at least 0, and label_smoothing from 0 to below 1")
 
     def score(self, metrics: dict[str, float]) -> float:
         """Share of the rows whose class is told right."""

@@ -89,7 +89,7 @@ def test_files_that_are_refused(given: str, message: str) -> None:
     ("field", "values", "message"),
     [
         ("workload.model.top_mpl", [[1]], "search: workload.model.top_mpl: .* did you mean 'top_mlp'"),
-        ("workload.model.top_mlp", [[8, 0]], "DLRMConfig.top_mlp: .* needs one or more sizes"),
+        ("workload.model.top_mlp", [[8, 0]], "DLRMConfig.top_mlp: .* must each be at least 1"),
         ("workload.preset.min_count", [2, 10], "cannot be searched: all trials share one Preprocessor"),
         ("train_data.path", ["a"], "cannot be searched: all trials read the same rows"),
         ("scaling", [{}], "cannot be searched: a trial trains in one process"),

@@ -7,30 +7,31 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import FieldAttention
 from rayrec.layers.field_embeddings import FieldsAndLinear, fields, number_vectors, width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoIntConfig(ClickModelConfig):
     """Layers of self-attention over the features; with an MLP next to them (AutoInt+), the logits are added."""
 
-    layers: int = 3
+    layers: Count = 3
     """Layers of self-attention; a layer doubles the order of interactions."""
-    attention_dim: int = 64
+    attention_dim: Count = 64
     """Values of each feature after a layer, those of all heads together."""
-    heads: int = 2
+    heads: Count = 2
     """Heads of each layer."""
     scale: bool = False
     """Divide a product of query and key by the square root of a head's width."""
-    mlp: tuple[int, ...] = ()
+    mlp: Sizes = ()
     """Widths of the MLP's layers over all features; empty: there is no MLP."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of the attention's weights and of the MLP's activations that a step leaves out."""
     batch_norm: bool = False
     """Normalize the outputs of the MLP's layers over the global batch."""
@@ -39,9 +40,6 @@ class AutoIntConfig(ClickModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "layers", "attention_dim", "heads")
-        check_sizes(self, "mlp")
-        check_dropouts(self, "dropout")
         if self.attention_dim % self.heads:
             raise InputError(
                 f"AutoIntConfig.attention_dim: {self.attention_dim} must be a multiple of heads, {self.heads}"

@@ -9,12 +9,13 @@ from typing import Literal
 import torch
 from torch import nn
 
+from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.config import InputError
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer, CrossMixture
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,37 +25,32 @@ class DCNv2Config(ClickModelConfig):
     structure: Literal["parallel", "stacked", "stacked_parallel"] = "parallel"
     """The MLP takes the features next to the cross layers (parallel), or takes what the cross layers give (stacked); or there is
     an MLP of each kind (stacked_parallel)."""
-    cross_layers: int = 3
+    cross_layers: Count = 3
     """Number of cross layers."""
-    low_rank: int | None = None
+    low_rank: Count | None = None
     """Rank of each cross layer's weight, a product of two matrices; None: full rank."""
-    experts: int | None = None
+    experts: Count | None = None
     """Low-rank experts with tanh in each cross layer, weighed by a gate (FuxiCTR's use_low_rank_mixture); needs `low_rank`. None:
     there are no experts."""
-    mlp: tuple[int, ...] = (400, 400, 400)
+    mlp: Sizes = (400, 400, 400)
     """Widths of the MLP's layers; empty: cross layers alone. With stacked_parallel, those of the parallel MLP."""
-    stacked_mlp: tuple[int, ...] = (400, 400, 400)
+    stacked_mlp: SomeSizes = (400, 400, 400)
     """With stacked_parallel, the widths of the stacked MLP's layers."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of each MLP layer's activations that a step leaves out."""
     batch_norm: bool = False
     """Normalize each MLP layer's outputs over the global batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "cross_layers")
-        check_counts(self, *(name for name in ("low_rank", "experts") if getattr(self, name) is not None))
         if self.experts is not None and self.low_rank is None:
             raise InputError(
                 f"DCNv2Config.experts: need low_rank, the rank of their weights, got experts {self.experts}. Set both."
             )
-        check_sizes(self, "mlp")
-        check_sizes(self, "stacked_mlp", empty=False)
         if self.structure == "stacked_parallel" and not self.mlp:
             raise InputError(
                 "DCNv2Config.mlp: must have one or more sizes for structure stacked_parallel, got (). Set them."
             )
-        check_dropouts(self, "dropout")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return DCNv2(self, inputs, precision=precision)

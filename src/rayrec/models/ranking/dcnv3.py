@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.batch import Batch
+from rayrec.bounds import Count, Share
 from rayrec.collectives import global_means
 from rayrec.config import InputError
 from rayrec.layers.batch_norm import GlobalBatchNorm
@@ -17,7 +18,7 @@ from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, compute_dtype, start_values
 from rayrec.layers.tower import xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +26,15 @@ class DCNv3Config(ClickModelConfig):
     """Two cross networks without an MLP, whose logits are averaged: the order of interactions doubles with each layer of the deep
     one and grows by one with each layer of the shallow one. Each network also has a loss of its own."""
 
-    deep_layers: int = 3
+    deep_layers: Count = 3
     """Layers of the deep cross network, which multiply with their input."""
-    shallow_layers: int = 4
+    shallow_layers: Count = 4
     """Layers of the shallow cross network, which multiply with the embeddings."""
-    deep_dropout: float = 0.1
+    deep_dropout: Share = 0.1
     """Share of the deep network's activations that a step leaves out."""
-    shallow_dropout: float = 0.2
+    shallow_dropout: Share = 0.2
     """Share of the shallow network's activations that a step leaves out."""
-    heads: int = 1
+    heads: Count = 1
     """Equal parts of every embedding, each of which is crossed alone; the logit is the mean of theirs. In the authors' code
     `embedding_dim` is the width of a part: its 16 with 4 heads are an embedding_dim of 64 here."""
     layer_norm: bool = True
@@ -43,8 +44,6 @@ class DCNv3Config(ClickModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "deep_layers", "shallow_layers", "heads")
-        check_dropouts(self, "deep_dropout", "shallow_dropout")
         if self.embedding_dim % (2 * self.heads):
             raise InputError(
                 f"DCNv3Config.embedding_dim: {self.embedding_dim} must be a multiple of {2 * self.heads}, 2 * heads"

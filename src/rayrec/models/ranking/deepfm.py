@@ -7,28 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rayrec.bounds import Share, Sizes
 from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFMConfig(ClickModelConfig):
     """Adds the logits of a factorization machine and an MLP, which share the embeddings."""
 
-    mlp: tuple[int, ...] = (400, 400, 400)
+    mlp: Sizes = (400, 400, 400)
     """Widths of the layers over all features."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of each layer's activations that a step leaves out."""
     batch_norm: bool = False
     """Normalize each layer's outputs over the global batch."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(self, "mlp")
-        check_dropouts(self, "dropout")
 
     @property
     def width(self) -> int:

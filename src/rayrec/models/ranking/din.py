@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rayrec.bounds import Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import AttentionPooling
 from rayrec.layers.field_embeddings import number_vectors
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +26,12 @@ class DINConfig(ClickModelConfig):
     vocabulary: shop, aligned_with: history}) are weighed as one, item by item, as the paper does with an item's fields.
     """
 
-    attention: tuple[int, ...] = (64,)
+    attention: Sizes = (64,)
     """Widths of the network that weighs an item of a list."""
-    mlp: tuple[int, ...] = (512, 128, 64)
+    mlp: Sizes = (512, 128, 64)
     """Widths of the layers over all features."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of each layer's activations that a step leaves out."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(self, "attention", "mlp")
-        check_dropouts(self, "dropout")
 
     def targets(self, inputs: ModelInputs) -> dict[str, str]:
         """The target of each list that has one."""

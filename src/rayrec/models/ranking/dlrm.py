@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from rayrec.bounds import Count, Share, SomeSizes
 from rayrec.config import CLASS, InputError, same_class
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 if TYPE_CHECKING:
     from rayrec.layers.dlrm import DLRM, Interaction
@@ -22,32 +23,29 @@ class DLRMConfig(ClickModelConfig):
 
     interaction: Literal["dot", "cross", "projection"] = "cross"
     """How features meet: pairwise dots (DLRM), low-rank crosses (DCN V2), or a product of two projections."""
-    embedding_dim: int = 128
+    embedding_dim: Count = 128
     """Width of every embedding, and of the bottom MLP's output."""
-    bottom_mlp: tuple[int, ...] = (512, 256, 128)
+    bottom_mlp: SomeSizes = (512, 256, 128)
     """Layer sizes of the MLP over the dense features; the last one equals embedding_dim."""
-    top_mlp: tuple[int, ...] = (1024, 1024, 512, 256, 1)
+    top_mlp: SomeSizes = (1024, 1024, 512, 256, 1)
     """Layer sizes of the MLP over the interaction; the last one is 1, the logit. A model of several labels has one logit each."""
     batch_norm: bool = False
     """Normalize the outputs of both MLPs' hidden layers over the global batch."""
-    bottom_dropout: float = 0.0
+    bottom_dropout: Share = 0.0
     """Share of the activations of the bottom MLP's hidden layers that a step leaves out."""
-    top_dropout: float = 0.0
+    top_dropout: Share = 0.0
     """Share of the activations of the top MLP's hidden layers that a step leaves out."""
-    cross_layers: int = 3
+    cross_layers: Count = 3
     """Number of cross layers (interaction "cross")."""
-    cross_low_rank: int = 512
+    cross_low_rank: Count = 512
     """Rank of each cross layer's weight (interaction "cross")."""
-    projection_first: tuple[int, ...] = (2048, 2048)
+    projection_first: SomeSizes = (2048, 2048)
     """Layer sizes of the first branch, the last a multiple of embedding_dim (interaction "projection")."""
-    projection_second: tuple[int, ...] = (2048, 2048)
+    projection_second: SomeSizes = (2048, 2048)
     """Layer sizes of the second branch, the last a multiple of embedding_dim (interaction "projection")."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "cross_layers", "cross_low_rank")
-        check_sizes(self, "bottom_mlp", "top_mlp", "projection_first", "projection_second", empty=False)
-        check_dropouts(self, "bottom_dropout", "top_dropout")
         if self.bottom_mlp[-1] != self.embedding_dim:
             raise InputError(
                 f"DLRMConfig.bottom_mlp: ends with {self.bottom_mlp[-1]}, but must end with embedding_dim "

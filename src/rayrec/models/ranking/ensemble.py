@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from annotated_types import MinLen
+
+from rayrec.bounds import Zero
 from rayrec.config import InputError
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -28,15 +31,13 @@ class EnsembleConfig(ClickModelConfig):
     """Models side by side, each with embeddings of its own: of a table's row, each has its own values. They learn together, each
     as if it were alone, or come from several checkpoints (`rayrec ensemble`)."""
 
-    models: tuple[ClickModelConfig, ...] = field(default_factory=_two_kinds)
+    models: Annotated[tuple[ClickModelConfig, ...], MinLen(2)] = field(default_factory=_two_kinds)
     """The models, two or more. In a file, each has its `class`, which names one of rayrec's models, and its settings."""
-    embedding_dim: int = 0
+    embedding_dim: Zero = 0
     """Must stay 0: each model has its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.models) < 2:
-            raise InputError(f"EnsembleConfig.models: {len(self.models)} given; an ensemble has two models or more")
         for number, model in enumerate(self.models):
             if not model.LABELLED:
                 raise InputError(
@@ -47,12 +48,6 @@ class EnsembleConfig(ClickModelConfig):
                     f"EnsembleConfig.models[{number}].embedding_penalty: {model.embedding_penalty} has no effect within an "
                     "ensemble; set embedding_penalty of the ensemble"
                 )
-
-    def _check_embedding_dim(self) -> None:
-        if self.embedding_dim:
-            raise InputError(
-                f"EnsembleConfig.embedding_dim: {self.embedding_dim} has no effect; set that of each model in models"
-            )
 
     @classmethod
     def in_place_of(cls, other: ClickModelConfig) -> Self:

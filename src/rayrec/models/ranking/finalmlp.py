@@ -8,12 +8,13 @@ from typing import Final
 import torch
 from torch import nn
 
+from rayrec.bounds import Share, Sizes, SomeSizes
 from rayrec.config import InputError
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, start_values
 from rayrec.layers.tower import Tower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 NUMBERS: Final = "numbers"
 """Stands for all dense features in a gate's context."""
@@ -23,13 +24,13 @@ NUMBERS: Final = "numbers"
 class FinalMLPConfig(ClickModelConfig):
     """Two MLPs over all features, whose outputs meet in a bilinear form; gates may give each MLP features of its own."""
 
-    first_mlp: tuple[int, ...] = (400, 400, 400)
+    first_mlp: SomeSizes = (400, 400, 400)
     """Widths of the first MLP's layers."""
-    second_mlp: tuple[int, ...] = (400,)
+    second_mlp: SomeSizes = (400,)
     """Widths of the second MLP's layers."""
-    first_dropout: float = 0.1
+    first_dropout: Share = 0.1
     """Share of the first MLP's activations that a step leaves out."""
-    second_dropout: float = 0.1
+    second_dropout: Share = 0.1
     """Share of the second MLP's activations that a step leaves out."""
     batch_norm: bool = False
     """Normalize each layer's outputs over the global batch."""
@@ -37,7 +38,7 @@ class FinalMLPConfig(ClickModelConfig):
     """Parts into which both MLPs' outputs are cut; only the same parts of both meet. Divides both last widths."""
     feature_gates: bool = False
     """Multiply the features of each MLP by a weight from 0 to 2, computed from its context."""
-    gate_mlp: tuple[int, ...] = (64,)
+    gate_mlp: Sizes = (64,)
     """Widths of the hidden layers of each gate."""
     first_context: tuple[str, ...] = ()
     """Categorical features that decide the first MLP's gates, and `numbers` for all dense ones; empty: the gates are learned
@@ -47,9 +48,6 @@ class FinalMLPConfig(ClickModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, "first_mlp", "second_mlp", empty=False)
-        check_sizes(self, "gate_mlp")
-        check_dropouts(self, "first_dropout", "second_dropout")
         last = (self.first_mlp[-1], self.second_mlp[-1])
         if self.heads < 1 or any(size % self.heads for size in last):
             raise InputError(f"FinalMLPConfig.heads: {self.heads} must divide the last widths of both MLPs, {last}")

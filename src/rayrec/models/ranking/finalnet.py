@@ -4,33 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import MinLen
 from torch import nn
 from torch.nn import functional
 
 from rayrec.batch import Batch
-from rayrec.config import InputError
+from rayrec.bounds import Even, Share
 from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
 from rayrec.layers.tower import xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_dropouts
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalNetConfig(ClickModelConfig):
     """Two towers of factorized interaction layers, whose logits are averaged and which also learn from their mean."""
 
-    first_tower: tuple[int, ...] = (400, 400)
+    first_tower: Annotated[tuple[Even, ...], MinLen(1)] = (400, 400)
     """Widths of its layers, each even."""
-    second_tower: tuple[int, ...] = (400, 400)
+    second_tower: tuple[Even, ...] = (400, 400)
     """Widths of its layers, each even; empty: there is one tower."""
-    first_dropout: float = 0.1
+    first_dropout: Share = 0.1
     """Share of the first tower's activations that a step leaves out."""
-    second_dropout: float = 0.0
+    second_dropout: Share = 0.0
     """Share of the second tower's activations that a step leaves out."""
     batch_norm: bool = True
     """Normalize each layer's outputs over the global batch."""
@@ -40,14 +41,6 @@ class FinalNetConfig(ClickModelConfig):
     """The first tower also gets its embeddings times a weight that is computed from all features."""
     tower_losses: bool = True
     """Add each tower's cross entropy with the probability of their mean to the loss."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("first_tower", "second_tower"):
-            sizes = getattr(self, name)
-            if any(size < 2 or size % 2 for size in sizes) or (name == "first_tower" and not sizes):
-                raise InputError(f"FinalNetConfig.{name}: {sizes} needs even sizes, each at least 2")
-        check_dropouts(self, "first_dropout", "second_dropout")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return FinalNet(self, inputs, precision=precision)

@@ -8,11 +8,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from rayrec.bounds import Count, Share, Sizes
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,20 +22,14 @@ class GDCNConfig(ClickModelConfig):
 
     structure: Literal["parallel", "stacked"] = "parallel"
     """The MLP takes the features next to the cross layers (parallel), or takes what the cross layers give (stacked)."""
-    cross_layers: int = 3
+    cross_layers: Count = 3
     """Number of gated cross layers."""
-    mlp: tuple[int, ...] = (400, 400, 400)
+    mlp: Sizes = (400, 400, 400)
     """Widths of the MLP's layers; empty: cross layers alone."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of each MLP layer's activations that a step leaves out."""
     batch_norm: bool = False
     """Normalize each MLP layer's outputs over the global batch."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_counts(self, "cross_layers")
-        check_sizes(self, "mlp")
-        check_dropouts(self, "dropout")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return GDCN(self, inputs, precision=precision)

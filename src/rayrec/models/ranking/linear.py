@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayrec.config import InputError
+from rayrec.bounds import Positive, Zero
 from rayrec.layers.field_embeddings import width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import EmptyLinear, Precision, start_values
@@ -20,25 +20,13 @@ class LinearConfig(ClickModelConfig):
     """A sum of weights: what it knows of a row it knows of each feature alone. A baseline, and a good part of an ensemble on logs
     of some thousand rows."""
 
-    embedding_dim: int = 0
+    embedding_dim: Zero = 0
     """Must stay 0: a category has one weight."""
-    number_scale: float = 10.0
+    number_scale: Positive = 10.0
     """What the weights of numbers are multiplied by. An optimizer such as Adam moves a weight by about its learning rate a step,
     whatever the gradient; where no network is behind a weight, a network's learning rate is too small for it."""
-    category_scale: float = 0.7
+    category_scale: Positive = 0.7
     """Likewise of categories; below 1, since a learning rate for embeddings is too large for them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("number_scale", "category_scale"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"LinearConfig.{name}: {getattr(self, name)} must be above 0")
-
-    def _check_embedding_dim(self) -> None:
-        if self.embedding_dim:
-            raise InputError(
-                f"LinearConfig.embedding_dim: {self.embedding_dim} has no effect; a category has one weight"
-            )
 
     def embedding_settings(self) -> dict[str, Any]:
         return super().embedding_settings() | {"embedding_dim": ClickModelConfig.embedding_dim}

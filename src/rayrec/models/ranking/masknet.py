@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, linear_stack
 from rayrec.layers.tower import LogitTower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +25,15 @@ class MaskNetConfig(ClickModelConfig):
     structure: Literal["parallel", "serial"] = "serial"
     """Whether all mask blocks take the features, with an MLP on top of them (parallel), or each takes the outputs of the one
     before (serial)."""
-    mlp: tuple[int, ...] = (400, 400, 400)
+    mlp: Sizes = (400, 400, 400)
     """Widths of the mask blocks (serial), or of the MLP on top of the blocks (parallel)."""
-    num_blocks: int = 3
+    num_blocks: Count = 3
     """Number of mask blocks, if they are parallel."""
-    block_dim: int = 64
+    block_dim: Count = 64
     """Width of each mask block, if they are parallel."""
     reduction_ratio: float = 1.0
     """Width of a mask's hidden layer, as a multiple of the mask's width."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of each layer's activations that a step leaves out."""
     embedding_layer_norm: bool = True
     """Normalize each feature's vector before it is multiplied by the mask."""
@@ -41,9 +42,8 @@ class MaskNetConfig(ClickModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, "mlp", empty=self.structure == "parallel")
-        check_counts(self, "num_blocks", "block_dim")
-        check_dropouts(self, "dropout")
+        if self.structure == "serial" and not self.mlp:
+            raise InputError("MaskNetConfig.mlp: () must not be empty for structure serial")
         if self.reduction_ratio <= 0:
             raise InputError(f"MaskNetConfig.reduction_ratio: {self.reduction_ratio} must be above 0")
 

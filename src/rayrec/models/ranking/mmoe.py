@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Experts, Gate, LogitTower
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,25 +22,18 @@ class MMoEConfig(ClickModelConfig):
 
     SEVERAL_LABELS: ClassVar[bool] = True
 
-    experts: int = 4
+    experts: Count = 4
     """Number of experts."""
-    expert: tuple[int, ...] = (512, 256, 128)
+    expert: SomeSizes = (512, 256, 128)
     """Widths of each expert's layers."""
-    gate: tuple[int, ...] = ()
+    gate: Sizes = ()
     """Widths of the layers of a gate before its softmax; empty, as in the paper: it is linear."""
-    tower: tuple[int, ...] = (128, 64)
+    tower: Sizes = (128, 64)
     """Widths of the layers of a label's tower."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of each layer's activations that a step leaves out."""
     batch_norm: bool = False
     """Normalize each layer's outputs in experts, gates and towers over the global batch."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_counts(self, "experts")
-        check_sizes(self, "expert", empty=False)
-        check_sizes(self, "gate", "tower")
-        check_dropouts(self, "dropout")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return MMoE(self, inputs, precision=precision)

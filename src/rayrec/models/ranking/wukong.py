@@ -7,39 +7,34 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rayrec.bounds import Count, Share, Sizes
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision, compute_dtype, linear_stack, start_values
 from rayrec.layers.tower import LogitTower, Tower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_counts, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class WukongConfig(ClickModelConfig):
     """Stacked factorization machines over vectors. Scale layers, vectors, rank and block_mlp together."""
 
-    num_layers: int = 3
+    num_layers: Count = 3
     """Number of layers."""
-    linear_vectors: int = 40
+    linear_vectors: Count = 40
     """Vectors of a layer's output that are linear in its input vectors."""
-    product_vectors: int = 40
+    product_vectors: Count = 40
     """Vectors of a layer's output that are computed from the products of its input vectors."""
-    rank: int = 8
+    rank: Count = 8
     """Number of vectors, weighted sums of all, with which each input vector is multiplied."""
-    block_mlp: tuple[int, ...] = (512, 256)
+    block_mlp: Sizes = (512, 256)
     """Widths of the hidden layers over the products, in each layer."""
-    mlp: tuple[int, ...] = (512, 256)
+    mlp: Sizes = (512, 256)
     """Widths of the MLP on top of the last layer."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of the activations in each block_mlp that a step leaves out."""
     mlp_batch_norm: bool = False
     """Normalize the outputs of the layers in `mlp` over the global batch, as FuxiCTR does by default."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(self, "block_mlp", "mlp")
-        check_counts(self, "num_layers", "linear_vectors", "product_vectors", "rank")
-        check_dropouts(self, "dropout")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return Wukong(self, inputs, precision=precision)

@@ -9,31 +9,26 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.bounds import Share, Sizes, SomeSizes
 from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype
 from rayrec.layers.tower import LogitTower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs, check_dropouts, check_sizes
+from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class XDeepFMConfig(ClickModelConfig):
     """Adds the logits of a linear model, a compressed interaction network and an MLP, which share the embeddings."""
 
-    interaction: tuple[int, ...] = (16, 16, 16)
+    interaction: SomeSizes = (16, 16, 16)
     """Vectors that each layer of the compressed interaction network gives; a layer adds one order of interactions."""
-    mlp: tuple[int, ...] = (400, 400, 400)
+    mlp: Sizes = (400, 400, 400)
     """Widths of the layers over all features; empty: there is no MLP."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """Share of the MLP's activations that a step leaves out."""
     batch_norm: bool = False
     """Normalize the outputs of the MLP's layers over the global batch."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(self, "interaction", empty=False)
-        check_sizes(self, "mlp")
-        check_dropouts(self, "dropout")
 
     @property
     def width(self) -> int:

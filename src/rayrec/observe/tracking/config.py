@@ -6,8 +6,10 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
+
+from annotated_types import MinLen
 
 from rayrec.config import Config, InputError
 from rayrec.imports import require
@@ -35,7 +37,7 @@ class TrackersConfig(Config):
     MLFLOW_TRACKING_PASSWORD."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Configuration and metrics to Weights & Biases; offline: kept in RUN/wandb, for `wandb sync`."""
-    project: str = "rayrec"
+    project: Annotated[str, MinLen(1)] = "rayrec"
     """Experiment of MLflow, project of Weights & Biases."""
     mllog: bool = False
     """Lines of MLPerf's log (:::MLLOG) in RUN/mllog.log."""
@@ -49,8 +51,6 @@ class TrackersConfig(Config):
                 "trackers.mlflow_uri: holds a user or a password, which would be written into config.yaml; give them as "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
-        if not self.project:
-            raise InputError("trackers.project: is empty; give a name")
 
     def check(self, environment: Mapping[str, str]) -> None:
         """Raises InputError where a package or an address is missing, before anything is started."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from rayrec.bounds import Count
 from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext, Workload
@@ -25,7 +26,7 @@ class DataParallelModel(Workload, abc.ABC):
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("parallel", "accumulate")
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: every worker holds the whole model; fsdp: weights, gradients and optimizer state are split over the workers."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Parts a worker's batch is computed in, one after the other, which takes less memory; the step stays one."""
     optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     """Update rule."""
@@ -34,8 +35,6 @@ class DataParallelModel(Workload, abc.ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.accumulate < 1:
-            raise InputError(f"workload.accumulate: {self.accumulate} must be at least 1")
         if self.parallel == "fsdp" and self.optimizer.needs_whole_parameters:
             raise InputError(
                 f"workload.optimizer.kind: {self.optimizer.kind} needs norms of whole parameters, which workload.parallel fsdp "

@@ -1,0 +1,21 @@
+"""Bounds of settings, as types of fields that `Config` checks; apart from `config`, which a broken installation can import."""
+
+import math
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen, MultipleOf
+
+Count = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+Limit = Annotated[int, Ge(-1)]
+"""-1: there is none."""
+Zero = Annotated[int, Ge(0), Le(0)]
+Even = Annotated[int, Ge(2), MultipleOf(2)]
+Amount = Annotated[float, Ge(0)]
+Finite = Annotated[float, Ge(0), Lt(math.inf)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+Part = Annotated[float, Gt(0), Lt(1)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Sizes = tuple[Count, ...]
+SomeSizes = Annotated[Sizes, MinLen(1)]
