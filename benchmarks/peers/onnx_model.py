@@ -20,7 +20,8 @@ def load(export: str, *, num_threads: int = 0) -> Callable[[np.ndarray, np.ndarr
     options.intra_op_num_threads = num_threads
     with tempfile.TemporaryDirectory() as folder:
         graph = os.path.join(folder, "model.onnx")
-        write_onnx(open_export(export), graph)
+        exported, scorer = open_export(export)
+        write_onnx(exported.preprocessor, scorer, graph)
         session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
     def score(dense: np.ndarray, ids: np.ndarray) -> np.ndarray:

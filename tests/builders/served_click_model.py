@@ -77,7 +77,6 @@ def make_model(
     scorer = make_scorer(model, tables, row_format=RowFormat("fp32", config.embedding_dim), device="cpu")
     return ServedModel(
         preprocessor=preprocessor,
-        preprocessor_hash=preprocessor.hash(),
         version=f"step_{seed:08d}-fp32",
         source=f"runs/run/checkpoints/step_{seed:08d}",
         kind="checkpoint",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, final
 
 import numpy as np
@@ -33,13 +34,16 @@ class ServedModel:
     """A trained click model with the very Preprocessor it was trained with; used by any number of threads at once."""
 
     preprocessor: Preprocessor
-    preprocessor_hash: str
     version: str
     """Changes with the weights and how they are stored, such as step_00001000-1a2b3c4d5e6f-int8."""
     source: str
     """Folder of the checkpoint or export."""
     kind: Literal["checkpoint", "export"]
     scorer: ClickScorer
+
+    @cached_property
+    def preprocessor_hash(self) -> str:
+        return self.preprocessor.hash()
 
     @property
     def quantization(self) -> Quantization:
@@ -67,15 +71,8 @@ def open_served(
     lies there too.
     """
     if is_export(path):
-        opened = open_export(path, device=device, own=own)
-        return ServedModel(
-            preprocessor=opened.preprocessor,
-            preprocessor_hash=opened.preprocessor.hash(),
-            version=opened.version,
-            source=storage.absolute(path),
-            kind="export",
-            scorer=opened.scorer,
-        )
+        exported, scorer = open_export(path, device=device, own=own)
+        return ServedModel(exported.preprocessor, exported.version, storage.absolute(path), "export", scorer)
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest()
     refuse_pickles(checkpoint.path, manifest["files"])
@@ -90,14 +87,8 @@ def open_served(
     scorer = load_scorer(
         model, precision=precision, checkpoint=checkpoint.path, preprocessor=preprocessor, device=device
     )
-    return ServedModel(
-        preprocessor=preprocessor,
-        preprocessor_hash=preprocessor.hash(),
-        version=f"{version_of(checkpoint)}-{scorer.quantization}",
-        source=checkpoint.path,
-        kind="checkpoint",
-        scorer=scorer,
-    )
+    version = f"{version_of(checkpoint)}-{scorer.quantization}"
+    return ServedModel(preprocessor, version, checkpoint.path, "checkpoint", scorer)
 
 
 def version_of(checkpoint: Checkpoint) -> str:

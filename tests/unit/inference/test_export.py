@@ -181,7 +181,7 @@ def test_the_report_says_what_it_is_worth(saved: Saved, exports: dict[str, Path]
 
 def test_the_manifest_names_every_file(exports: dict[str, Path]) -> None:
     folder = exports["int8"]
-    _, files = read_manifest(str(folder))
+    files = read_manifest(str(folder))["files"]
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert found == set(files) | {"manifest.json"}
     assert all((folder / name).stat().st_size == file["bytes"] for name, file in files.items())

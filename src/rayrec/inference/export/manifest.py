@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal, Required
 
+import numpy as np
+import torch
 from typing_extensions import TypedDict
 
 from rayrec import storage
 from rayrec.checkpoint.format import MANIFEST, DataFile, check_manifest, load_manifest, seal
 from rayrec.config import InputError
-from rayrec.models.base import ClickModelConfig, stored_model
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model
 from rayrec.models.scoring_tables import QUANTIZATIONS, Quantization, RowFormat
 
 FORMAT: Final = "rayrec-export"
@@ -45,22 +49,14 @@ class _Manifest(TypedDict):
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What the manifest says of the model."""
+    """What an export is of."""
 
     model: ClickModelConfig
     precision: Literal["fp32", "bf16"]
     quantization: Quantization
     checkpoint_version: str
     """`version_of` the checkpoint."""
-    preprocessor_hash: str
-    features: tuple[str, ...]
-    """Sparse columns, in the order of their tables."""
-    num_dense: int
-    num_embeddings: tuple[int, ...]
-    tables: tuple[str, ...] = ()
-    """The table of each feature, if features share one; empty: each has its own, of its name."""
-    sequences: tuple[str, ...] = ()
-    """Features whose embeddings the network takes one by one."""
+    preprocessor: Preprocessor
 
     @property
     def version(self) -> str:
@@ -70,42 +66,75 @@ class ExportedModel:
     def row_format(self) -> RowFormat:
         return RowFormat(self.quantization, self.model.table_width)
 
-    def to_dict(self) -> dict[str, Any]:
-        stored = {**vars(self), "model": self.model.to_dict()}
-        for name in ("tables", "sequences"):
-            if not stored[name]:  # was added later: manifests of other exports stay the same
-                del stored[name]
+    def tables(self) -> dict[str, tuple[torch.dtype, list[int]]]:
+        """Type and shape of each table as it is stored, by its vocabulary."""
+        row_format = self.row_format
+        dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
+        sizes = zip(self.preprocessor.inputs.vocabularies, self.preprocessor.num_embeddings, strict=True)
+        return {vocabulary: (dtype, [rows, row_format.width]) for vocabulary, rows in sizes}
+
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """What the manifest says of the model; other readers need no Preprocessor for it."""
+        inputs = self.preprocessor.inputs
+        stored: dict[str, Any] = {
+            "model": self.model.to_dict(),
+            "precision": self.precision,
+            "quantization": self.quantization,
+            "checkpoint_version": self.checkpoint_version,
+            "preprocessor_hash": self.preprocessor.hash(),
+            "features": list(inputs.sparse),
+            "num_dense": len(inputs.dense),
+            "num_embeddings": list(self.preprocessor.num_embeddings),
+        }
+        if inputs.vocabularies != inputs.sparse:  # the table of each feature, where features share one
+            stored["tables"] = list(inputs.vocabularies)
+        if sequences := self.model.sequences(ModelInputs.of(inputs)):  # whose embeddings the network takes one by one
+            stored["sequences"] = list(sequences)
         if self.model.table_width != self.model.embedding_dim:
             stored["width"] = self.model.table_width
         return stored
 
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        stored: Mapping[str, Any],
+        preprocessor: Preprocessor,
+        *,
+        own: type[ClickModelConfig] | None = None,
+    ) -> ExportedModel:
+        """The inverse of `described`, of the export in folder `path`. `own`: the class of a model that is not rayrec's. Raises
+        InputError for a model that is neither rayrec's nor `own`, and for another Preprocessor."""
+        place = storage.join(path, MANIFEST)
+        try:
+            exported = cls(
+                stored_model(stored["model"], where=place, own=own),
+                stored["precision"],
+                stored["quantization"],
+                stored["checkpoint_version"],
+                preprocessor,
+            )
+            if exported.quantization not in QUANTIZATIONS or exported.precision not in ("fp32", "bf16"):
+                raise ValueError("unknown quantization or precision")
+            exported.row_format.check()
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{place}: is not the manifest of an export ({error}); {REMEDY}") from None
+        if {**exported.described, "model": stored["model"]} != stored:  # settings may be fewer than there are today
+            raise InputError(f"{path}: its Preprocessor is not the one its manifest names; {REMEDY}")
+        return exported
+
 
 def manifest_of(exported: ExportedModel, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The manifest of an export; `files`: the `bytes` and `sha256` of every other file by its path in the folder."""
-    return seal({"format": FORMAT, "version": VERSION, "model": exported.to_dict(), "files": files})
+    return seal({"format": FORMAT, "version": VERSION, "model": exported.described, "files": files})
 
 
-def read_manifest(
-    path: str, *, own: type[ClickModelConfig] | None = None
-) -> tuple[ExportedModel, dict[str, dict[str, Any]]]:
-    """What the manifest of an export says: the model, the files. `own`: the class of a model that is not rayrec's. Raises
-    InputError where it is damaged, of another version, or of a model that is neither rayrec's nor `own`."""
-    place = storage.join(path, MANIFEST)
+def read_manifest(path: str) -> dict[str, Any]:
+    """The manifest of an export: `model` (`ExportedModel.described`) and `files`. Raises InputError where it is damaged or of
+    another version."""
     manifest = load_manifest(path, remedy=REMEDY)
     if manifest.get("version", VERSION) != VERSION:
         raise InputError(f"{path}: export version {manifest['version']}, this rayrec reads {VERSION}; {REMEDY}")
     check_manifest(path, manifest, _Manifest, remedy=REMEDY)
-    try:
-        told = dict(manifest["model"])
-        told.pop("width", None)  # for other readers; the model's settings say it
-        for name in ("features", "num_embeddings"):
-            told[name] = tuple(told[name])
-        for name in ("tables", "sequences"):
-            told[name] = tuple(told.get(name, ()))
-        exported = ExportedModel(**{**told, "model": stored_model(told["model"], where=place, own=own)})
-        if exported.quantization not in QUANTIZATIONS or exported.precision not in ("fp32", "bf16"):
-            raise ValueError("unknown quantization or precision")
-        exported.row_format.check()
-        return exported, manifest["files"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{place}: is not the manifest of an export ({error}); {REMEDY}") from None
+    return manifest

@@ -20,8 +20,8 @@ from rayrec.imports import require
 if TYPE_CHECKING:
     from rayrec.data.encoded import EncodedRows
     from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.inference.export.read import OpenedExport
     from rayrec.models.scoring_tables import RowFormat
+    from rayrec.workloads.recsys.scorer import ClickScorer
 
 
 DENSE: Final = "dense"
@@ -70,8 +70,8 @@ class _WholeModel(nn.Module):
         return values.float() * affine[..., :1] + affine[..., 1:]
 
 
-def write_onnx(opened: OpenedExport, path: str) -> None:
-    """Writes the model into local file `path`, its weights beside it in `path`.data (a graph alone ends at 2 GiB).
+def write_onnx(preprocessor: Preprocessor, scorer: ClickScorer, path: str) -> None:
+    """Writes an export's model into local file `path`, its weights beside it in `path`.data (a graph alone ends at 2 GiB).
 
     Memory: the weights twice more. Raises InputError where the extra `onnx` is not installed, and for models that inputs of a
     fixed width cannot feed: with columns of any number of ids a row.
@@ -79,10 +79,10 @@ def write_onnx(opened: OpenedExport, path: str) -> None:
     require(extra="onnx")
     import torch.onnx
 
-    hotness = id_widths(opened.preprocessor)
-    network, tables, row_format = opened.scorer.parts()
+    hotness = id_widths(preprocessor)
+    network, tables, row_format = scorer.parts()
     model = _WholeModel(network, tables, row_format=row_format, hotness=hotness).eval()
-    num_dense = len(opened.preprocessor.inputs.dense)
+    num_dense = len(preprocessor.inputs.dense)
     examples = {IDS: torch.zeros(_EXAMPLE_ROWS, sum(hotness), dtype=torch.int64)}
     if num_dense:
         examples[DENSE] = torch.zeros(_EXAMPLE_ROWS, num_dense)
@@ -130,8 +130,6 @@ def id_widths(preprocessor: Preprocessor) -> list[int]:
 
 def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
     """Encoded rows as the graph's inputs."""
-    import numpy as np
-
     columns = [np.asarray(column, np.int64).reshape(len(rows), -1) for column in rows.ids]
     dense = {DENSE: rows.dense} if rows.dense.shape[1] else {}
     return {IDS: np.concatenate(columns, axis=1), **dense}

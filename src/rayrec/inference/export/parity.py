@@ -24,6 +24,7 @@ from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.metrics.binary import auroc
+from rayrec.quantities import json_values
 from rayrec.schema import Schema
 from rayrec.workloads.recsys.run_rows import BATCH_ROWS, encoded_parts, open_run_log
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -310,11 +311,7 @@ class Comparison:
         return abs(self.auroc_checkpoint - self.auroc_export)
 
     def to_dict(self) -> dict[str, Any]:
-        values = {**vars(self), "auroc_difference": self.auroc_difference}
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }  # JSON knows no NaN
+        return json_values({**vars(self), "auroc_difference": self.auroc_difference})
 
     def failure(self, quantization: Quantization, *, auroc_limit: float, relative: bool = False) -> str | None:
         """What is beyond its limit, in words; None: nothing. `relative`: a large logit may differ by more, for who adds up

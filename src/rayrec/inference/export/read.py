@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,23 +17,13 @@ from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.manifest import DENSE, FORMAT, REMEDY, TABLES, ExportedModel, read_manifest
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ClickModelConfig
 from rayrec.workloads.recsys.scorer import ClickScorer, empty_model, make_scorer
 
 if TYPE_CHECKING:
     from rayrec.workloads.scoring import Device
 
 _PIECE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class OpenedExport:
-    """An export, loaded."""
-
-    preprocessor: Preprocessor
-    version: str
-    precision: Literal["fp32", "bf16"]
-    scorer: ClickScorer
 
 
 def is_export(path: str) -> bool:
@@ -49,19 +38,22 @@ def is_export(path: str) -> bool:
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
-def open_export(path: str, *, device: Device = "cpu", own: type[ClickModelConfig] | None = None) -> OpenedExport:
+def open_export(
+    path: str, *, device: Device = "cpu", own: type[ClickModelConfig] | None = None
+) -> tuple[ExportedModel, ClickScorer]:
     """Loads an export, local or a URL, of one of rayrec's models or of `own`. Every file is read once and its checksum verified;
     nothing in it is executed.
 
     Raises InputError for damage, missing files, weights that are not those of the manifest, and pickles that are not in it.
     """
-    exported, files = read_manifest(path, own=own)
+    manifest = read_manifest(path)
+    files = manifest["files"]
     refuse_pickles(path, files)
     for name in files:
         if name not in (TABLES, DENSE):  # these are verified as they are read
             verify_file(path, name, files)
     preprocessor = Preprocessor.load(storage.join(path, PREPROCESSOR_FOLDER))
-    _check_preprocessor(path, preprocessor, exported)
+    exported = ExportedModel.of(path, manifest["model"], preprocessor, own=own)
     stored_bytes = files[DENSE]["bytes"] if DENSE in files else 0
     model = empty_model(
         exported.model, preprocessor=preprocessor, precision=exported.precision, stored_bytes=stored_bytes, where=path
@@ -70,30 +62,9 @@ def open_export(path: str, *, device: Device = "cpu", own: type[ClickModelConfig
     weights = read_tensors(path, DENSE, files, dense_wanted)
     # Copies are aligned as torch's own: its matrix products round otherwise where they are not.
     model.network.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
-    row_format = exported.row_format
-    table_dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
-    vocabularies = exported.tables or exported.features
-    tables_wanted = {
-        vocabulary: (table_dtype, [rows, row_format.width])
-        for vocabulary, rows in zip(vocabularies, exported.num_embeddings, strict=True)
-    }
-    tables = read_tensors(path, TABLES, files, tables_wanted)
-    scorer = make_scorer(model, [tables[name] for name in vocabularies], row_format=row_format, device=device)
-    return OpenedExport(preprocessor, exported.version, exported.precision, scorer)
-
-
-def _check_preprocessor(path: str, preprocessor: Preprocessor, exported: ExportedModel) -> None:
-    inputs = preprocessor.inputs
-    fits = (
-        preprocessor.hash() == exported.preprocessor_hash
-        and inputs.sparse == exported.features
-        and inputs.vocabularies == (exported.tables or exported.features)
-        and exported.model.sequences(ModelInputs.of(inputs)) == exported.sequences
-        and len(inputs.dense) == exported.num_dense
-        and tuple(preprocessor.num_embeddings) == exported.num_embeddings
-    )
-    if not fits:
-        raise InputError(f"{path}: its Preprocessor is not the one its manifest names; {REMEDY}")
+    tables = read_tensors(path, TABLES, files, exported.tables())
+    of_features = [tables[vocabulary] for vocabulary in preprocessor.inputs.vocabularies]
+    return exported, make_scorer(model, of_features, row_format=exported.row_format, device=device)
 
 
 def verify_file(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:

@@ -68,10 +68,11 @@ print(score(*encoder.encode(rows)))
 
 def readme(exported: ExportedModel) -> str:
     """The text of an export's README.md."""
+    network, inputs = type(exported.model).__name__.removesuffix("Config"), exported.preprocessor.inputs
     return f"""# {exported.version}
 
-A click model trained with rayrec: network {_network_name(exported)}, {exported.num_dense} dense features,
-{len(exported.features)} embedding tables of {exported.model.table_width} values a row (stored as {exported.quantization}),
+A click model trained with rayrec: network {network}, {len(inputs.dense)} dense features,
+{len(inputs.sparse)} embedding tables of {exported.model.table_width} values a row (stored as {exported.quantization}),
 arithmetic in {exported.precision}. It gives a logit; the probability of a click is 1 / (1 + exp(-logit)).
 
 | file | holds |
@@ -110,7 +111,3 @@ and from raw rows:
 ```python
 {FROM_RAW}```
 """
-
-
-def _network_name(exported: ExportedModel) -> str:
-    return type(exported.model).__name__.removesuffix("Config")

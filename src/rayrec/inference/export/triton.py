@@ -17,8 +17,9 @@ from rayrec.config import InputError
 from rayrec.inference.export.onnx import DENSE, IDS, OUTPUT, id_widths, onnx_inputs, write_onnx
 
 if TYPE_CHECKING:
+    from rayrec.inference.export.manifest import ExportedModel
     from rayrec.inference.export.parity import ParityRows
-    from rayrec.inference.export.read import OpenedExport
+    from rayrec.workloads.recsys.scorer import ClickScorer
 
 MODEL_NAME: Final = "click_model"
 MAX_BATCH_ROWS: Final = 8192
@@ -27,16 +28,18 @@ _LARGEST_DIFFERENCE: Final = 1e-4
 as much."""
 
 
-def write_repository(opened: OpenedExport, folder: str, *, rows: ParityRows) -> dict[str, Any]:
+def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, *, rows: ParityRows) -> dict[str, Any]:
     """Writes click_model/config.pbtxt and click_model/1/model.onnx (with model.onnx.data) into `folder`, and scores `rows` with
     ONNX Runtime. Returns what there is to report. Raises InputError where an ONNX graph cannot be made or scores otherwise."""
-    widths = id_widths(opened.preprocessor)
+    preprocessor = exported.preprocessor
     graph = storage.join(folder, MODEL_NAME, "1", "model.onnx")
-    write_onnx(opened, graph)
-    config = config_pbtxt(opened.version, num_dense=len(opened.preprocessor.inputs.dense), num_ids=sum(widths))
+    write_onnx(preprocessor, scorer, graph)
+    config = config_pbtxt(
+        exported.version, num_dense=len(preprocessor.inputs.dense), num_ids=sum(id_widths(preprocessor))
+    )
     storage.write_bytes(storage.join(folder, MODEL_NAME, "config.pbtxt"), config.encode())
-    difference = _difference(graph, rows, rows.score(opened.scorer.score))
-    if not difference <= (_LARGEST_DIFFERENCE if opened.precision == "fp32" else 100 * _LARGEST_DIFFERENCE):
+    difference = _difference(graph, rows, rows.score(scorer.score))
+    if not difference <= (_LARGEST_DIFFERENCE if exported.precision == "fp32" else 100 * _LARGEST_DIFFERENCE):
         raise InputError(
             f"triton: the ONNX graph gives a logit that differs by {difference:.2g}; export without --triton"
         )

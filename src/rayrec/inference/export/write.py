@@ -38,14 +38,14 @@ from rayrec.inference.export.manifest import (
 )
 from rayrec.inference.export.onnx import id_widths
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
-from rayrec.inference.export.read import OpenedExport, open_export
+from rayrec.inference.export.read import open_export
 from rayrec.inference.export.readme import readme
 from rayrec.inference.export.triton import write_repository
 from rayrec.inference.model import open_served, version_of
-from rayrec.models.base import ModelInputs
-from rayrec.models.scoring_tables import Quantization, RowFormat
+from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.run_rows import BATCH_ROWS
-from rayrec.workloads.recsys.scorer import PlainModel, click_settings, empty_model, load_preprocessor
+from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, load_preprocessor
+from rayrec.workloads.recsys.scoring import cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import PREFIX
 
@@ -71,10 +71,7 @@ def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportCo
         )
     with storage.writing_folder(out) as folder:
         if is_click_model:
-            from rayrec.workloads.recsys.scoring import cache_folder
-
-            cache = cache_folder(opened.path)
-            told = export_clicks(opened, folder, config=config, settings=settings, cache=cache)
+            told = export_clicks(opened, folder, config=config, settings=settings)
         else:
             told = config.workload.export(config, checkpoint=opened.path, out=folder)
     return {**told, "out": storage.absolute(out), "checkpoint": opened.path}
@@ -93,50 +90,37 @@ class _Reference:
     weight_bytes: int
 
 
-def export_clicks(
-    checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig, cache: str
-) -> dict[str, Any]:
-    """Writes a checkpoint's model into the empty local folder `out`; returns what report.json says. Indices of logs are kept in
-    folder `cache`.
+def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig) -> dict[str, Any]:
+    """Writes a checkpoint's model into the empty local folder `out`; returns what report.json says.
 
     Memory: the checkpoint's weights once, then one table of them, then the export's. Raises InputError for damaged weights,
     values that the quantisation cannot hold, no rows to compare on, and an export that scores otherwise than its checkpoint.
     """
     model, precision = click_settings(checkpoint, config)
     preprocessor = load_preprocessor(checkpoint.path)
-    _check_exportable(preprocessor, checkpoint.path)
-    exported = ExportedModel(
-        model=model,
-        precision=precision,
-        quantization=settings.quantization,
-        checkpoint_version=version_of(checkpoint),
-        preprocessor_hash=preprocessor.hash(),
-        features=tuple(preprocessor.inputs.sparse),
-        num_dense=len(preprocessor.inputs.dense),
-        num_embeddings=tuple(preprocessor.num_embeddings),
-        tables=()
-        if preprocessor.inputs.vocabularies == preprocessor.inputs.sparse
-        else preprocessor.inputs.vocabularies,
-        sequences=model.sequences(ModelInputs.of(preprocessor.inputs)),
-    )
+    if weights := preprocessor.schema.list_weights:  # which the programs of an export cannot apply
+        raise InputError(
+            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), which exports do not apply; serve the "
+            "checkpoint itself"
+        )
+    exported = ExportedModel(model, precision, settings.quantization, version_of(checkpoint), preprocessor)
     exported.row_format.check()
     if settings.triton:  # refused before there is much done
         require(extra="onnx")
         id_widths(preprocessor)
     # The weights, which take long to read and verify, come behind the rows, which may not be there.
-    rows = parity_rows(config, preprocessor, settings=settings, cache=cache)
+    rows = parity_rows(config, preprocessor, settings=settings, cache=cache_folder(checkpoint.path))
     encoder_parity = _write_encoder(out, preprocessor, rows, settings)
     served = open_served(checkpoint.path, config=config)
     reference = _Reference(rows.score(served.score), rows.rows_per_s(served.score), served.weight_bytes)
     del served  # its weights; the export's are to take their place
-    plain = _write_weights(checkpoint, out, exported, preprocessor)
-    _write_program(plain, storage.join(out, PROGRAM), exported)
+    _write_program(_write_weights(checkpoint, out, exported), storage.join(out, PROGRAM))
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
     files = _seal(out, exported, {})
-    report = {**_compare(out, exported, rows, reference, settings), "encoder_parity": encoder_parity}
+    _, scorer = open_export(out, own=type(model))
+    report = {**_compare(out, exported, scorer, rows, reference, settings), "encoder_parity": encoder_parity}
     if settings.triton:
-        opened = open_export(out, own=type(model))
-        report["triton"] = write_repository(opened, storage.join(out, "triton"), rows=rows)
+        report["triton"] = write_repository(exported, scorer, storage.join(out, "triton"), rows=rows)
     storage.write_json(storage.join(out, REPORT), report)
     _seal(out, exported, files)
     return report
@@ -179,25 +163,13 @@ def _write_encoder(out: str, preprocessor: Preprocessor, rows: ParityRows, setti
     return compared
 
 
-def _check_exportable(preprocessor: Preprocessor, path: str) -> None:
-    """Raises InputError for what the programs of an export cannot score."""
-    weights = preprocessor.schema.list_weights
-    if weights:
-        raise InputError(
-            f"{path}: its lists have weights ({', '.join(weights)}), which exports do not apply; serve the checkpoint itself"
-        )
-
-
-def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, preprocessor: Preprocessor) -> PlainModel:
+def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) -> PlainModel:
     """Tables as they are read, one at a time, and the network's weights; returns the model that holds the latter."""
     row_format, dense = exported.row_format, {}
-    vocabularies = preprocessor.inputs.vocabularies
-    model = empty_model(exported.model, preprocessor=preprocessor, precision=exported.precision)
+    model = empty_model(exported.model, preprocessor=exported.preprocessor, precision=exported.precision)
     vocabulary_of = {
         PREFIX + weight: model.inputs.table_of[feature] for feature, weight in model.table_weights().items()
     }
-    order = [vocabulary_of[name] for name in sorted(vocabulary_of)]  # as full_tensors gives them
-    rows_of = dict(zip(vocabularies, exported.num_embeddings, strict=True))
 
     def pieces() -> Iterator[memoryview]:
         for name, tensor in full_tensors(checkpoint, PREFIX):
@@ -209,33 +181,26 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel, pr
                 packed = row_format.pack(values[start : start + _CHUNK_ROWS], table=vocabulary_of[name])
                 yield np.ascontiguousarray(packed).data
 
-    storage.write_stream(
-        storage.join(out, TABLES), itertools.chain([_tables_header(order, rows_of, row_format)], pieces())
-    )
+    tables, entries, begin = exported.tables(), [], 0
+    for vocabulary in (vocabulary_of[name] for name in sorted(vocabulary_of)):  # as full_tensors gives them
+        dtype, shape = tables[vocabulary]
+        size_bytes = shape[0] * shape[1] * dtype.itemsize
+        entries.append((vocabulary, dtype, shape, begin, size_bytes))
+        begin += size_bytes
+    storage.write_stream(storage.join(out, TABLES), itertools.chain([header(entries)], pieces()))
     write_weights(storage.join(out, DENSE), dense)
     model.network.load_state_dict(dense, assign=True)
     return model
 
 
-def _tables_header(order: list[str], rows_of: dict[str, int], row_format: RowFormat) -> bytes:
-    dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
-    entries, start = [], 0
-    for vocabulary in order:
-        shape = (rows_of[vocabulary], row_format.width)
-        size_bytes = shape[0] * shape[1] * row_format.dtype.itemsize
-        entries.append((vocabulary, dtype, shape, start, size_bytes))
-        start += size_bytes
-    return header(entries)
-
-
-def _write_program(model: PlainModel, path: str, exported: ExportedModel) -> None:
-    dim = exported.model.table_width
-    width = (len(exported.features) - len(exported.sequences)) * dim
+def _write_program(model: PlainModel, path: str) -> None:
+    inputs, dim = model.inputs, model.width
+    width = (len(inputs.features) - len(model.sequences)) * dim
     rows = torch.export.Dim("rows", min=1)
-    examples = [torch.zeros(BATCH_ROWS, exported.num_dense), torch.zeros(BATCH_ROWS, width)]
+    examples = [torch.zeros(BATCH_ROWS, inputs.num_dense), torch.zeros(BATCH_ROWS, width)]
     of_sequences: list[dict[int, Any]] = []
-    first = dict(model.inputs.aligned)
-    lists = [first.get(name, name) for name in exported.sequences]  # aligned ones have as many ids
+    first = dict(inputs.aligned)
+    lists = [first.get(name, name) for name in model.sequences]  # aligned ones have as many ids
     for name in lists:
         examples += [torch.zeros(2 * BATCH_ROWS, dim), torch.full((BATCH_ROWS,), 2, dtype=torch.int64)]
         of_sequences += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}, {0: rows}]
@@ -260,14 +225,24 @@ def _seal(out: str, exported: ExportedModel, known: dict[str, dict[str, Any]]) -
 
 
 def _compare(
-    out: str, exported: ExportedModel, rows: ParityRows, reference: _Reference, settings: ExportConfig
+    out: str,
+    exported: ExportedModel,
+    scorer: ClickScorer,
+    rows: ParityRows,
+    reference: _Reference,
+    settings: ExportConfig,
 ) -> dict[str, Any]:
     """What there is to report of an export. Raises InputError where it differs from its checkpoint by more than allowed."""
-    opened = open_export(out, own=type(exported.model))
-    labels, score = rows.labels(), opened.scorer.score
+    program = torch.export.load(storage.join(out, PROGRAM)).module()
+
+    def score_by_program(batch: EncodedRows) -> np.ndarray:
+        """The program's logits, on what the exported tables give."""
+        with torch.inference_mode():
+            return program(*scorer.inputs(batch)).numpy()
+
     comparisons = {
-        "export": compare(rows.origin, labels, reference.logits, rows.score(score)),
-        "program": compare(rows.origin, labels, reference.logits, _score_by_program(out, opened, rows)),
+        name: compare(rows.origin, rows.labels(), reference.logits, rows.score(score))
+        for name, score in (("export", scorer.score), ("program", score_by_program))
     }
     failure = _failure(comparisons, exported, settings) or rows.fault
     if failure and not settings.ignore_parity:
@@ -275,7 +250,7 @@ def _compare(
             f"export: gives {failure}, on {rows.rows} {rows.origin}; choose another --quantize or --parity-path, raise "
             "--max-auroc-loss, or pass --ignore-parity"
         )
-    rows_per_s = rows.rows_per_s(score)
+    rows_per_s = rows.rows_per_s(scorer.score)
     return {
         "version": exported.version,
         "quantization": exported.quantization,
@@ -284,9 +259,9 @@ def _compare(
         "size": {
             "table_bytes": os.path.getsize(storage.join(out, TABLES)),
             "dense_bytes": os.path.getsize(storage.join(out, DENSE)),
-            "weight_bytes": opened.scorer.weight_bytes,
+            "weight_bytes": scorer.weight_bytes,
             "checkpoint_weight_bytes": reference.weight_bytes,
-            "ratio": opened.scorer.weight_bytes / reference.weight_bytes,
+            "ratio": scorer.weight_bytes / reference.weight_bytes,
         },
         "speed": {
             "batch_rows": BATCH_ROWS,
@@ -307,14 +282,3 @@ def _failure(comparisons: dict[str, Comparison], exported: ExportedModel, settin
     told: Quantization = "fp32" if exact else "fp16"
     failure = comparisons["program"].failure(told, auroc_limit=settings.auroc_limit, relative=True)
     return failure and f"{failure} by {PROGRAM}"
-
-
-def _score_by_program(out: str, opened: OpenedExport, rows: ParityRows) -> np.ndarray:
-    """Logits of the exported program, on what the exported tables give."""
-    program = torch.export.load(storage.join(out, PROGRAM)).module()
-
-    def score(batch: EncodedRows) -> np.ndarray:
-        with torch.inference_mode():
-            return program(*opened.scorer.inputs(batch)).numpy()
-
-    return rows.score(score)
