@@ -20,7 +20,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.inference import predict as prediction
 from rayrec.inference import prediction_files
-from rayrec.inference.config import EvaluationConfig
+from rayrec.inference.config import EvaluationConfig, ScoringConfig
 from rayrec.inference.evaluate import evaluate
 from rayrec.inference.result_tables import evaluation_text
 from rayrec.inference.scoring import ScoringJob
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 QUIET = Console(quiet=True)
+THOUSAND = ScoringConfig(batch_rows=1000)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def _columns(checkpoint: str, path: Path, config: TrainConfig) -> dict[str, np.n
     """The predictions made in this process."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
-        prediction.predict_to(checkpoint, str(path), out, config=config, batch_rows=1000, console=QUIET)
+        prediction.predict_to(checkpoint, str(path), out, config=config, options=THOUSAND, console=QUIET)
         table = pq.read_table(out)
     return {name: table.column(name).to_numpy() for name in table.column_names}
 
@@ -82,7 +83,7 @@ def whole(local_ray: None, result: Result, click_log: Path, config: TrainConfig)
     """The predictions of the whole log, as a Dataset that Ray makes."""
     on_ray = config.replace(cluster={"address": "local"})
     log = str(click_log / "train.txt")
-    dataset = prediction.predict(result.checkpoint, log, config=on_ray, batch_rows=1000, console=QUIET)
+    dataset = prediction.predict(result.checkpoint, log, config=on_ray, options=THOUSAND, console=QUIET)
     batches = list(dataset.iter_batches(batch_size=None))
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
@@ -168,8 +169,9 @@ def _small_parts(patch: pytest.MonkeyPatch) -> None:
 
 def _predict_to(checkpoint: str, config: TrainConfig, out: Path, *, batch_rows: int = 1000) -> dict[str, Any]:
     assert config.train_data.path is not None
+    options = ScoringConfig(batch_rows=batch_rows)
     return prediction.predict_to(
-        checkpoint, config.train_data.path, str(out), config=config, batch_rows=batch_rows, console=QUIET
+        checkpoint, config.train_data.path, str(out), config=config, options=options, console=QUIET
     )
 
 

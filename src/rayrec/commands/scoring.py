@@ -148,8 +148,7 @@ def predict(
     asked = ScoringConfig().updated(options)
     given: dict[str, Any] = {
         "config": _scoring_config(checkpoint, recipe, cluster_address, asked),
-        "batch_rows": asked.batch_rows,
-        "device": asked.device,
+        "options": asked,
         "console": _console(console),
     }
     if out is None:

@@ -70,9 +70,7 @@ def compare(
     _check_schemas(checkpoints, configs)
     # All are opened before the first scores: what is wrong with the last one is known before hours of scoring.
     jobs = [
-        ScoringRequest(checkpoint, path, config, options.batch_rows, options.device, console).open(
-            evaluating=True, spare_cpus=0
-        )
+        ScoringRequest(checkpoint, path, config, options, console).open(evaluating=True, spare_cpus=0)
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
     baselines = (

@@ -27,12 +27,34 @@ class ScoringConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig(ScoringConfig):
-    """How rows are scored, and what is reported of a click model in addition to its metrics over all rows."""
+class _ResampledConfig(ScoringConfig):
+    """How rows are scored, and how sure metrics are."""
 
     group: str | None = None
     """Column such as the user: also report how well rows are ordered within its values (gauc, NDCG, recall); None: the schema's,
     if any."""
+    confidence: float | None = None
+    """Tell intervals that hold the true metric with this probability, such as 0.95; None: none."""
+    resamples: int = 1000
+    """Number of bootstrap resamples for intervals and comparisons."""
+    seed: int = 0
+    """Of these draws."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.resampling
+
+    @property
+    def resampling(self) -> Resampling:
+        """With the default confidence where two checkpoints are compared and none is given."""
+        confidence = Resampling.confidence if self.confidence is None else self.confidence
+        return Resampling(confidence=confidence, resamples=self.resamples, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(_ResampledConfig):
+    """How rows are scored, and what is reported of a click model in addition to its metrics over all rows."""
+
     ranking_k: tuple[int, ...] = ()
     """With a group: rank k of ndcg_at_K, recall_at_K and hit_rate_at_K, may be given several times; none: 10."""
     slice_by: tuple[str, ...] = ()
@@ -40,12 +62,6 @@ class EvaluationConfig(ScoringConfig):
     several times."""
     slice_top: int = 10
     """Of a column's values, those with the most rows that are told one by one; the others are told together."""
-    confidence: float | None = None
-    """Tell intervals that hold the true metric with this probability, such as 0.95; None: none."""
-    resamples: int = 1000
-    """Number of bootstrap resamples for intervals and comparisons."""
-    seed: int = 0
-    """Of these draws."""
     compare: str | None = None
     """Another checkpoint of a click model, scored on the same rows: whether the two differ."""
 
@@ -56,18 +72,11 @@ class EvaluationConfig(ScoringConfig):
         if len(set(self.slice_by)) < len(self.slice_by):
             raise InputError(f"slice_by: {', '.join(self.slice_by)} names one twice")
         check_ks(self.ranking_k)
-        _ = self.resampling
 
     @property
     def ks(self) -> tuple[int, ...]:
         """Ranks k of the metrics at k."""
         return self.ranking_k or DEFAULT_KS
-
-    @property
-    def resampling(self) -> Resampling:
-        """With the default confidence where two checkpoints are compared and none is given."""
-        confidence = Resampling.confidence if self.confidence is None else self.confidence
-        return Resampling(confidence=confidence, resamples=self.resamples, seed=self.seed)
 
     @property
     def asks_for_more(self) -> bool:
@@ -76,11 +85,11 @@ class EvaluationConfig(ScoringConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonConfig(ScoringConfig):
+class ComparisonConfig(_ResampledConfig):
     """How rows are scored with each of several click models, and how sure their differences are."""
 
-    group: str | None = None
-    """Column such as the user: also tell how well rows are ordered within its values (gauc); None: the schemas', if any."""
+    confidence: float = 0.95
+    """Probability with which intervals hold the true metric."""
     ensemble: bool = False
     """Compare the mean of the models' logits too, as one more model."""
     baselines: tuple[Literal["lightgbm", "logistic"], ...] = ()
@@ -88,12 +97,6 @@ class ComparisonConfig(ScoringConfig):
     numbers and smoothed rates of clicks) and logistic (regression on hashed categories)."""
     baseline_rows: int = 1_000_000
     """The last training rows that baselines are trained on; they are held in memory."""
-    confidence: float = 0.95
-    """Probability with which intervals hold the true metric."""
-    resamples: int = 1000
-    """Number of bootstrap resamples."""
-    seed: int = 0
-    """Of these draws."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,11 +104,6 @@ class ComparisonConfig(ScoringConfig):
             raise InputError(f"baselines: {', '.join(self.baselines)} names one twice")
         if self.baseline_rows < 1:
             raise InputError(f"baseline_rows: {self.baseline_rows} must be at least 1")
-        _ = self.resampling
-
-    @property
-    def resampling(self) -> Resampling:
-        return Resampling(confidence=self.confidence, resamples=self.resamples, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ def evaluate(
     input without labels, a slice that it does not have, and where more is asked for of another model than one of clicks.
     """
     options, console = options or EvaluationConfig(), console or Console()
-    request = ScoringRequest(checkpoint, path, config, options.batch_rows, options.device, console)
+    request = ScoringRequest(checkpoint, path, config, options, console)
     opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k)
     if options.ranking_k:
         _check_clicks(opened, config, options)
@@ -63,7 +63,7 @@ def evaluate(
     others: ScoredRows | None = None
     if options.compare is not None:  # what is wrong with it is told before all rows are scored
         assert other is not None
-        asked = ScoringRequest(options.compare, path, other, options.batch_rows, options.device, console)
+        asked = ScoringRequest(options.compare, path, other, options, console)
         compared = asked.open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
     kept = scored_rows(opened, console, keys=options.slice_by)

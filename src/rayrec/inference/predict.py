@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rayrec import storage
 from rayrec.data.job import resumable_job
 from rayrec.environment.installation import versions
+from rayrec.inference.config import ScoringConfig
 from rayrec.inference.prediction_files import GROUP_ROWS, PART_ROWS, Parts
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.observe.console import Console
-from rayrec.workloads.scoring import Device
 
 if TYPE_CHECKING:
     import ray.data
@@ -27,8 +27,7 @@ def predict(
     path: str,
     *,
     config: TrainConfig,
-    batch_rows: int | None = None,
-    device: Device = "cpu",
+    options: ScoringConfig | None = None,
     console: Console | None = None,
 ) -> ray.data.Dataset:
     """The predictions for an input, in its order: `row` int64 and the workload's own columns; a click model's are `score` and
@@ -36,10 +35,10 @@ def predict(
 
     `row` is the 0-based position in the input, its files one after the other; a faulty line has a position but no
     prediction. The input is opened now (a log is indexed); it is scored when the Dataset is read, each time again. `config` is
-    that of the checkpoint's config.yaml; `batch_rows` None leaves it to the workload. Raises InputError for an unusable
+    that of the checkpoint's config.yaml. Raises InputError for an unusable
     checkpoint or input; what is damaged later fails the read.
     """
-    request = ScoringRequest(checkpoint, path, config, batch_rows, device, console or Console())
+    request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
 
 
@@ -49,8 +48,7 @@ def predict_to(
     out: str,
     *,
     config: TrainConfig,
-    batch_rows: int | None = None,
-    device: Device = "cpu",
+    options: ScoringConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Writes what `predict` gives as part-00000.parquet, part-00001.parquet, ... into folder `out`, which appears
@@ -60,7 +58,7 @@ def predict_to(
     the last file. Raises InputError for an unusable checkpoint or input, damaged weights, where `out` exists, and where an
     unfinished call had other inputs.
     """
-    request = ScoringRequest(checkpoint, path, config, batch_rows, device, console or Console())
+    request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)
     start = time.monotonic()
     with resumable_job(out, _made_of(opened, request), last_file=None) as job, Parts(job.folder) as parts:
@@ -88,8 +86,8 @@ def _made_of(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
         "checkpoint": hashlib.sha256(weights.encode()).hexdigest()[:16],
         "input": [storage.absolute(request.path), *map(list, map(astuple, _files(request.path)))],
         "rows": {**opened.scoring.described, "blocks": list(opened.scoring.block_rows)},
-        "batch_rows": request.batch_rows,
-        "device": request.device,
+        "batch_rows": request.options.batch_rows,
+        "device": request.options.device,
         "files": [PART_ROWS, GROUP_ROWS],
         "versions": versions(),
     }

@@ -29,6 +29,7 @@ from rayrec.workloads.scoring import Device, Scoring
 if TYPE_CHECKING:
     import ray.data
 
+    from rayrec.inference.config import ScoringConfig
     from rayrec.workloads.base import TrainConfig
 
 _PROCESS_BYTES = 1 << 30
@@ -230,8 +231,7 @@ class ScoringRequest:
     checkpoint: str
     path: str
     config: TrainConfig
-    batch_rows: int | None
-    device: Device
+    options: ScoringConfig
     console: Console
 
     def open(
@@ -245,8 +245,9 @@ class ScoringRequest:
     ) -> ScoringJob:
         """`spare_cpus` stay free for whatever the caller does with the scores meanwhile; `as_dataset`: the caller wants a
         Dataset, which only Ray has. Raises InputError for an unusable checkpoint or input, and damaged weights."""
-        if self.batch_rows is not None and self.batch_rows < 1:
-            raise InputError(f"batch_rows: {self.batch_rows} must be at least 1")
+        batch_rows, device = self.options.batch_rows, self.options.device
+        if batch_rows is not None and batch_rows < 1:
+            raise InputError(f"batch_rows: {batch_rows} must be at least 1")
         checkpoint = open_checkpoint(self.checkpoint)
         refuse_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Here, not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaves its actors, and the CPUs
@@ -260,7 +261,7 @@ class ScoringRequest:
                 checkpoint=checkpoint.path,
                 path=self.path,
                 evaluating=evaluating,
-                batch_rows=self.batch_rows,
+                batch_rows=batch_rows,
                 engine=engine,
                 console=self.console,
                 slice_by=slice_by,
@@ -275,10 +276,10 @@ class ScoringRequest:
             weight_bytes=weight_bytes(checkpoint),
             blocks=scoring.num_blocks,
             spare_cpus=spare_cpus,
-            device=self.device,
+            device=device,
             shared_weights=not on_ray and scoring.thread_safe,
         )
-        return ScoringJob(scoring, checkpoint, pool, self.device, on_ray)
+        return ScoringJob(scoring, checkpoint, pool, device, on_ray)
 
     def _engine_here(self) -> StreamEngine:
         return ThreadEngine(self._cpus_here())
@@ -291,7 +292,7 @@ class ScoringRequest:
             "CPU": float(self._cpus_here()),
             "memory": float(machine.memory().available),
         }
-        if self.device == "cuda":
+        if self.options.device == "cuda":
             import torch
 
             resources["GPU"] = float(torch.cuda.is_available())

@@ -20,6 +20,7 @@ from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.data.materialized.formats import best_format
 from rayrec.data.materialized.writer import preprocess
+from rayrec.inference.config import ScoringConfig
 from rayrec.inference.evaluate import ScoredRows
 from rayrec.inference.scoring import ScoringRequest
 from rayrec.metrics.significance import METRICS, Resampling, compare_models
@@ -313,7 +314,7 @@ def _test_rows(config: TrainConfig, checkpoint: str, console: Console) -> Scored
     path = str(config.train_data.path)
     first, stop = open_preprocessed(path).sets["test"]
     count = stop - first
-    job = ScoringRequest(checkpoint, path, config, None, "cpu", console).open(evaluating=True, spare_cpus=0)
+    job = ScoringRequest(checkpoint, path, config, ScoringConfig(), console).open(evaluating=True, spare_cpus=0)
     kept = ScoredRows()
     for table in job.tables(console, what="score test rows", first_row=first):
         kept.update(table.slice(0, count - kept.rows))

@@ -22,6 +22,7 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import parse
+from rayrec.inference.config import ScoringConfig
 from rayrec.inference.model import open_served
 from rayrec.inference.scoring import ScoringRequest, weight_bytes
 from rayrec.ingest.batches import sparse_features
@@ -208,7 +209,7 @@ def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: py
         (copied / name).write_bytes(trap)
         for open_it in (
             lambda: open_served(str(copied), config=config),
-            lambda: ScoringRequest(str(copied), "x.tsv", config, None, "cpu", QUIET).open(
+            lambda: ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET).open(
                 evaluating=True, spare_cpus=0
             ),
         ):
