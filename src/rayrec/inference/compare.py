@@ -110,7 +110,7 @@ class _Model:
 def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -> None:
     schemas = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
-        if not isinstance(config.workload, ClickWorkload):
+        if not isinstance(config.workload, ClickWorkload) or not config.workload.predicts_clicks:
             raise InputError(
                 f"{checkpoint}: recipe {config.recipe} predicts no clicks, and only click models are compared"
             )

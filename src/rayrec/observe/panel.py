@@ -33,7 +33,10 @@ def metric_text(value: float | None) -> str:
 
 def metrics_text(evaluation: Event) -> str:
     """The metrics a person looks for first."""
-    return "  ".join(f"{name} {metric_text(evaluation[name])}" for name in _SHOWN_METRICS if name in evaluation)
+    shown = [name for name in _SHOWN_METRICS if name in evaluation]
+    if not shown:  # of a model of the user's own
+        shown = [name for name, value in evaluation.items() if isinstance(value, float) and name != "time"]
+    return "  ".join(f"{name} {metric_text(evaluation[name])}" for name in shown)
 
 
 def note_of(event: Event, *, verbose: bool = False) -> str | None:

@@ -125,10 +125,17 @@ function show_scores(found) {
   const result = find("result");
   result.replaceChildren();
   result.hidden = false;
-  add(result, "b", (100 * found.scores[0]).toPrecision(4) + " %");
-  add(result, "span", "probability of a click");
+  const values = {};
+  if (found.logits) {
+    add(result, "b", (100 * found.scores[0]).toPrecision(4) + " %");
+    add(result, "span", "probability of a click");
+    values["Logit"] = found.logits[0];
+  } else {
+    const others = ["unknown", "unknown_columns", "model", "preprocessor"];
+    for (const name of Object.keys(found)) if (!others.includes(name)) values[name] = found[name][0];
+  }
   const list = add(result, "dl");
-  const entries = {"Logit": found.logits[0], "Unknown categories": unknown.length ? unknown.join(", ") : "none",
+  const entries = {...values, "Unknown categories": unknown.length ? unknown.join(", ") : "none",
     "Model": found.model, "Preprocessor": found.preprocessor};
   for (const [name, value] of Object.entries(entries)) { add(list, "dt", name); add(list, "dd", String(value)); }
   for (const column of columns) if (unknown.includes(column.name)) mark(column, "unknown", "not in the vocabulary");

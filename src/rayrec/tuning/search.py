@@ -80,7 +80,7 @@ def tune(
     options, console = options or TuneConfig(), console or Console()
     config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     workload = config.workload
-    if not isinstance(workload, ClickWorkload):
+    if not isinstance(workload, ClickWorkload) or not workload.predicts_clicks:
         raise InputError(f"tune: recipe {config.recipe} trains no click model")
     if config.eval_data.path is not None or LogSource.at(config.train_data.path or "").is_preprocessed:
         raise InputError(

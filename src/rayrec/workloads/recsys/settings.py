@@ -14,6 +14,7 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, unpooled_features
+from rayrec.models.heads import BinaryHead
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.schema import Schema
@@ -111,9 +112,9 @@ class ClickSettings(Workload):
             )
         if self.schema.label is None and self.model.LABELLED:
             raise InputError(f"schema.label: must be a column, which {name} learns from, got None. Name it.")
-        if self.teacher.checkpoint and not self.model.LABELLED:
+        if self.teacher.checkpoint and not self.predicts_clicks:
             raise InputError(
-                f"teacher.checkpoint: must be None for {name}, which learns from no label, got {self.teacher.checkpoint}. "
+                f"teacher.checkpoint: must be None for {name}, which predicts no clicks, got {self.teacher.checkpoint}. "
                 "Leave it out."
             )
 
@@ -133,6 +134,11 @@ class ClickSettings(Workload):
             raise InputError(
                 "workload.max_gradient_norm and dense_optimizer.max_gradient_norm: the first clips the network too; give one"
             )
+
+    @property
+    def predicts_clicks(self) -> bool:
+        """Whether the main output is the logit of a label that is 1 or 0."""
+        return isinstance(self.model.output_heads(ModelInputs.of(self.schema))[0], BinaryHead)
 
     @property
     def table_schema(self) -> Schema:
