@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 import rayrec
 from rayrec import recipes
+from rayrec.batch import Batch
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.heads import Head, ItemsHead, VectorHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,45 @@ class Own(nn.Module):
         vectors = torch.cat([self.numbers(dense * self.scale).unsqueeze(1), embedded.stacked()], dim=1)
         pairs = vectors.sum(dim=1) ** 2 - (vectors**2).sum(dim=1)
         return {self.label: pairs.sum(dim=1) / 2 + self.bias}
+
+
+class WithoutLabel(nn.Module):
+    """Its loss is the number of a row, its measure that of the rows above 1, its items the ids 3 and 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        return {"numbers": dense[:, 0] * self.weight, "user": embedded["item"] * self.weight}
+
+    def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+        assert not batch.labels
+        return outputs["numbers"]
+
+    def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+        numbers = outputs["numbers"]
+        return {"large": numbers.where(numbers > 1, torch.nan)}
+
+    def predict(self, outputs: dict[str, torch.Tensor], embedded: Embedded) -> dict[str, torch.Tensor]:
+        items = torch.tensor([[3, 1]]).expand(len(outputs["numbers"]), 2)
+        return {"best": items, "scores": items.float(), "user": outputs["user"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutLabelConfig(ClickModelConfig):
+    """On a number and a feature `item`."""
+
+    LABELLED: ClassVar[bool] = False
+
+    def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
+        return ItemsHead("best", k=2, feature="item"), VectorHead("user", self.embedding_dim)
+
+    def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
+        return ("item",)
+
+    def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
+        return WithoutLabel()
 
 
 def own_model(path: str | None = None) -> rayrec.TrainConfig:

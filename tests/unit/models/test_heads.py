@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from builders.own_click_model import WithoutLabelConfig
 from builders.whole_click_model import whole_model
-from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.metrics.means import RowMetrics
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ModelInputs
 from rayrec.models.ensemble import build_network
-from rayrec.models.heads import Head, ItemsHead, NumberHead, VectorHead, label_heads
+from rayrec.models.heads import NumberHead, label_heads
 from rayrec.schema import Label
 from rayrec.workloads.recsys.scorer import PlainModel
 
 INPUTS = ModelInputs(1, ("item",), lists=(("item", None),))
-ITEMS = ItemsHead("best", k=2, feature="item")
-
-
-class WithoutLabel(nn.Module):
-    """Its loss is the number of a row, its measure that of the rows above 1, its items the ids 3 and 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        return {"numbers": dense[:, 0] * self.weight, "user": embedded["item"] * self.weight}
-
-    def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        assert not batch.labels
-        return outputs["numbers"]
-
-    def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        numbers = outputs["numbers"]
-        return {"large": numbers.where(numbers > 1, torch.nan)}
-
-    def predict(self, outputs: dict[str, torch.Tensor], embedded: Embedded) -> dict[str, torch.Tensor]:
-        items = torch.tensor([[3, 1]]).expand(len(outputs["numbers"]), 2)
-        return {"best": items, "scores": items.float(), "user": outputs["user"]}
-
-
-class WithoutLabelConfig(ClickModelConfig):
-    LABELLED: ClassVar[bool] = False
-
-    def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
-        return ITEMS, VectorHead("user", self.embedding_dim)
-
-    def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
-        return ("item",)
-
-    def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
-        return WithoutLabel()
-
-
 CONFIG = WithoutLabelConfig(embedding_dim=4)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders.saved_clicks import SMALL
+from builders.own_click_model import WithoutLabelConfig
+from builders.saved_clicks import SMALL, save_clicks
 from builders.served_click_model import make_preprocessor
 from builders.whole_click_model import whole_model
 from torch import nn
@@ -32,6 +33,7 @@ from rayrec.models.heads import label_heads
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
 from rayrec.observe.console import Console
+from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import PlainModel, empty_model, make_scorer
 
@@ -317,3 +319,37 @@ def test_a_network_of_ones_own_keeps_its_constants() -> None:
     model.network.load_state_dict({"weight": torch.tensor([2.0])}, assign=True)
     scorer = make_scorer(model, [], row_format=RowFormat("fp32", 16), device="cpu")
     assert scorer.parts()[0](torch.tensor([[5.0, 7.0]]), torch.zeros(1, 0)).tolist() == [14.0]
+
+
+def test_a_model_without_a_label_is_measured_and_predicted(tmp_path: Path) -> None:
+    """Its items are ids 3 and 1, the second token and none; measured are numbers above 1."""
+    schema = Schema(label=None, dense=("number",), sparse=("item",), tokens="any", delimiter=",")
+    tokens = np.array([70, 80, 90], np.uint64)
+    columns = (SparseColumn(num_embeddings=5, num_tokens=3),)
+    preprocessor = Preprocessor(
+        preset="rayrec",
+        schema=schema,
+        dense=(DenseColumn(mean=0.0, scale=1.0, kind="identity"),),
+        sparse=columns,
+        tokens=tokens,
+    )
+    model = WithoutLabelConfig(embedding_dim=2)
+    saved = save_clicks(tmp_path, model=model, preprocessor=preprocessor, cluster={"address": "none"})
+    log = tmp_path / "log.csv"
+    log.write_text("number,item\n0,70\n1,80\n2,70\n5,99\n")
+    tables = []
+    for evaluating in (True, False):
+        request = ScoringRequest(str(saved.checkpoint), str(log), saved.config, ScoringConfig(), QUIET)
+        job = request.open(evaluating=evaluating, spare_cpus=0)
+        tables.append(list(job.tables(QUIET)))
+        assert not job.scoring.is_clicks
+        if evaluating:
+            totals = job.scoring.make_totals()
+            totals.update(*tables[0])
+            assert (totals.compute(), totals.rows) == ({"loss": 2.0, "large": 3.5}, 4)
+    (predicted,) = tables[1]
+    assert predicted.column_names == ["row", "best", "scores", "user"]
+    assert predicted["best"].to_pylist() == [[80, -1]] * 4
+    assert open_served(str(saved.checkpoint), config=saved.config).scorer.heads == model.output_heads(
+        ModelInputs.of(preprocessor.inputs)
+    )
