@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import resource
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,10 +42,9 @@ from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import index_log
-from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, numbered, select
+from rayrec.data.logs.index import LogIndex, Part
+from rayrec.data.logs.splits import parts_of
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.data.logs.text_log import cut, index_chunk, read_segments
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.machine import Memory
@@ -85,13 +84,11 @@ def text_of(columns: list[list[int | None]]) -> bytes:
     return b"".join(b"\t" + b"\t".join(b"" if x is None else b"%08x" % x for x in row) + b"\n" for row in rows)
 
 
-def parts_of(folder: Path, schema: Schema, text: bytes, segment_bytes: int = 5000) -> list[Part]:
+def parts_in(folder: Path, schema: Schema, text: bytes, segment_bytes: int = 5000) -> list[Part]:
     path = folder / "log.txt"
     path.write_bytes(text)
-    entries = []
-    for chunk in cut([storage.File(str(path), len(text), 0)], 1 << 20):
-        entries += index_chunk(chunk, schema, segment_bytes)[0]
-    return [Part(segment, 0, segment.rows) for segment in numbered(entries)]
+    index = open_index(path, schema, segment_bytes=segment_bytes)
+    return list(parts_of(index.segments, 0, index.rows))
 
 
 def everything(counts: Counts, min_count: int = 1) -> dict[str, Any]:
@@ -143,76 +140,25 @@ def test_values_of_64_bits(values: list[int], first_rows: bool, at: int) -> None
     assert found(other.items(4)) == {token: (2 * count, row) for token, (count, row) in wanted.items() if count > 1}
 
 
-def test_a_table_grows() -> None:
-    rng = random.Random(0)
-    tokens: list[int | None] = [int(rng.paretovariate(0.3)) % 2**32 for _ in range(30_000)]
-    raw, _ = parse(SCHEMA, text_of([tokens, tokens]))
-    counter = TokenCounter(first_rows=True)
-    count_columns([TokenCounter(first_rows=True), counter], raw, 0, np.array([[0, NO_ROW]] * 2))
-    assert counted(counter) == Counter(tokens)
-    assert counter.used > 4 * 1024
-    other = TokenCounter(2)
-    other.merge(*counter.items())
-    assert counted(other) == Counter(tokens)
-
-
 def test_counts_beyond_32_bits() -> None:
-    counter = TokenCounter()
+    whole, counts = Counts.empty(0, 1), Counts.empty(0, 1)
     for _ in range(3):
-        counter.merge(np.array([7, 8], np.uint32), np.array([2**32 - 1, 1]))
-    whole = Counts.empty(0, 1)
-    counts = Counts.empty(0, 1)
-    counts.tokens[0] = counter
+        counts.tokens[0].merge(np.array([7, 8], np.uint32), np.array([2**32 - 1, 1]))
     whole.add(counts.to_table())
     assert counted(whole.tokens[0]) == {7: 3 * (2**32 - 1), 8: 3}
 
 
-@pytest.mark.parametrize("first_rows", [False, True])
-def test_tables_of_counts_add_up(first_rows: bool) -> None:
-    job = CountingJob(SCHEMA, first_rows=first_rows)
-    whole, row = job.empty(), 100
-    for part in ([1, 1, None], [2, 1, 7], [None, None, None], []):
-        raw, _ = parse(SCHEMA, text_of([part, part]))
-        counts = job.empty()
-        counts.add_rows(raw, 0)
-        whole.add(counts.to_table(), first_row=row)
-        row += raw.rows
-    assert whole.rows == 9
-    first = [100, 103, 105] if first_rows else [None] * 3
-    assert [found(whole.kept(column)) for column in range(2)] == [
-        {1: (3, first[0]), 2: (1, first[1]), 7: (1, first[2])}
-    ] * 2
-    assert whole.missing.tolist() == [[4, 102]] * 2
-
-
-@pytest.mark.parametrize("first_rows", [False, True])
-def test_columns_without_values(first_rows: bool, tmp_path: Path) -> None:
-    parts = parts_of(tmp_path, SCHEMA, b"\t\t00000001\n" * 1000, 300)
-    counts = count_log(CountingJob(SCHEMA, first_rows=first_rows), parts[5:], engine=HERE)
-    first = parts[5].segment.first_row
-    assert counts.rows == 1000 - first
-    assert counts.missing.tolist() == [[counts.rows, first], [0, NO_ROW]]
-    assert found(counts.kept(0)) == {}
-    assert found(counts.kept(1)) == {1: (counts.rows, first if first_rows else None)}
-    assert counts.dense_moments.tolist() == [[0, 0, 0, 0]]
-    assert counts.file_minimum == {"log.txt": 0}
-
-
-def test_no_rows_at_all() -> None:
-    counts = count_log(CountingJob(SCHEMA), [], engine=HERE)
-    assert everything(counts)["tokens"] == [{}, {}]
-    assert counts.file_minimum == {}
-
-
-def test_one_kind_of_column_only(tmp_path: Path) -> None:
+def test_one_kind_of_column_and_no_rows(tmp_path: Path) -> None:
     for schema, text in (
         (Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",)), b"00000001\n00000001\n"),
         (Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=()), b"1\n1\n"),
     ):
-        counts = count_log(CountingJob(schema), parts_of(tmp_path, schema, text), engine=HERE)
+        counts = count_log(CountingJob(schema), parts_in(tmp_path, schema, text), engine=HERE)
         assert [counted(counter) for counter in counts.tokens] == [{1: 2}] * len(schema.sparse)
         assert counts.dense_moments[:, 0].tolist() == [2] * len(schema.dense)
         assert counts.file_minimum == ({"log.txt": 1} if schema.dense else {})
+    counts = count_log(CountingJob(SCHEMA), [], engine=HERE)
+    assert (everything(counts)["tokens"], counts.file_minimum) == ([{}, {}], {})
 
 
 def moments(values: Sequence[int]) -> list[int]:
@@ -241,39 +187,28 @@ def test_moments_are_the_exact_integer_sums(values: list[int | None]) -> None:
 def test_labels_and_the_least_integer_of_each_file(tmp_path: Path) -> None:
     schema = Schema(tokens="hexadecimal", label="l", dense=("d", "e"), sparse=("s",))
     texts = {"b.txt": b"1\t5\t3\t\n0\t9\t4\t\n", "a.txt": b"1\t5\t\t\n", "c.txt": b"1\t7\t-2\t\n1\t\t8\t\n0\t7\t7\t\n"}
-    entries = []
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
-        for chunk in cut([storage.File(str(tmp_path / name), len(text), 0)], 1 << 20):
-            entries += index_chunk(chunk, schema, 1 << 20)[0]
-    parts = [Part(segment, 0, segment.rows) for segment in numbered(entries)]
-    counts = count_log(CountingJob(schema), parts, engine=HERE)
-    assert counts.file_minimum == {"a.txt": 0, "b.txt": 3, "c.txt": -2}
-    assert counts.labels.tolist() == [2, 4]
-    chosen = [Part(parts[2].segment, 1, 3)]
-    counts = count_log(CountingJob(schema), chosen, engine=HERE)
-    assert counts.file_minimum == {"c.txt": 0}
-    assert counts.labels.tolist() == [1, 1]
+    index = open_index(tmp_path, schema)
+    for start, least, labels in ((0, {"a.txt": 0, "b.txt": 3, "c.txt": -2}, [2, 4]), (4, {"c.txt": 0}, [1, 1])):
+        counts = count_log(CountingJob(schema), list(parts_of(index.segments, start, 6)), engine=HERE)
+        assert (counts.file_minimum, counts.labels.tolist()) == (least, labels)
 
 
 def test_only_the_chosen_rows_of_a_segment_count(tmp_path: Path) -> None:
     text = b"".join(b"%d\t%08x\t\n" % (i, i) for i in range(100))
-    parts = parts_of(tmp_path, SCHEMA, text, 200)
-    index = LogIndex(tuple(part.segment for part in parts), Faults())
-    chosen = [Part(*part) for part in select(index, 13, 77)]
-    counts = CountingJob(SCHEMA, first_rows=True).empty()
-    counts.add(count_parts(chosen, counting=CountingJob(SCHEMA, first_rows=True)))
-    assert counts.rows == 64
+    segments = [part.segment for part in parts_in(tmp_path, SCHEMA, text, 200)]
+    job = CountingJob(SCHEMA, first_rows=True)
+    counts = job.empty()
+    counts.add(count_parts(list(parts_of(segments, 13, 77)), counting=job))
+    assert (counts.rows, counts.dense_moments[0, 0], counts.missing.tolist()) == (64, 64, [[0, NO_ROW], [64, 13]])
     assert found(counts.kept(0)) == {i: (1, i) for i in range(13, 77)}
-    assert counts.dense_moments[0, 0] == 64
-    assert counts.missing.tolist() == [[0, NO_ROW], [64, 13]]
-    assert read_segments([p.segment for p in parts], SCHEMA).rows == 100
 
 
 def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
     text = b"".join(b"%d\t%08x\t\n" % (i % 3, i) if i % 4 else b"\t%08x\t\n" % i for i in range(100))
     counts = count_log(
-        CountingJob(SCHEMA, derivation=Derivation(buckets=True)), parts_of(tmp_path, SCHEMA, text, 200), engine=HERE
+        CountingJob(SCHEMA, derivation=Derivation(buckets=True)), parts_in(tmp_path, SCHEMA, text, 200), engine=HERE
     )
     numbers = [i % 3 if i % 4 else 0 for i in range(100)]  # 0 is no category
     assert counted(counts.tokens[0]) == Counter(number + 2**31 for number in numbers if number)
@@ -317,7 +252,7 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
     def count(parts: list[Part], **settings: Any) -> Counts:
         return count_log(CountingJob(CRITEO, first_rows=first_rows), parts, engine=HERE, **settings)
 
-    whole = everything(count(parts_of(tmp_path, CRITEO, text, 1 << 21)))
+    whole = everything(count(parts_in(tmp_path, CRITEO, text, 1 << 21)))
     rows = [line.split(b"\t") for line in text.splitlines()]
     for column in (0, 2, 25):
         values = [int(row[14 + column], 16) if row[14 + column] else None for row in rows]
@@ -325,14 +260,13 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
         absent = [i for i, value in enumerate(values) if value is None]
         assert whole["missing"][column] == [len(absent), absent[0] if absent else NO_ROW]
     for segment_bytes in (20_000, 77_777):
-        parts = parts_of(tmp_path, CRITEO, text, segment_bytes)
+        parts = parts_in(tmp_path, CRITEO, text, segment_bytes)
         assert len(parts) > 10
         for task_bytes in (1, 100_000, 1 << 30):
             for order in (parts, parts[::-1]):
                 assert everything(count(order, task_bytes=task_bytes)) == whole
         for memory_bytes in (1, 300_000, 1 << 30):
             with count(parts, memory_bytes=memory_bytes, spill_folder=str(tmp_path)) as counts:
-                assert counts.spill is not None
                 assert counts.spill.begun == (memory_bytes < 1 << 30)
                 assert everything(counts) == whole
 
@@ -347,11 +281,10 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
 def test_spilled_counts_are_those_of_memory(
     runs: list[list[int]], first_rows: bool, min_count: int, memory_bytes: int
 ) -> None:
-    both = [
-        Counts.empty(0, 2, dtype=np.uint64, first_rows=first_rows, spill=s) for s in (None, Spill(None, memory_bytes))
-    ]
+    kinds: dict[str, Any] = {"dtype": np.uint64, "first_rows": first_rows}
+    both = [Counts.empty(0, 2, **kinds, spill=spill) for spill in (None, Spill(None, memory_bytes))]
     for number, run in enumerate(runs):
-        part = Counts.empty(0, 2, dtype=np.uint64, first_rows=first_rows)
+        part = Counts.empty(0, 2, **kinds)
         part.tokens[number % 2].count_values(np.array(run, np.uint64), np.arange(len(run)))
         for counts in both:
             counts.add(part.to_table(), first_row=100 * number)
@@ -376,10 +309,6 @@ def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> No
             assert counts is whole or counts.table_bytes <= 1 << 17
     assert spilled.num_distinct(0) == whole.num_distinct(0)
     for min_count in (1, 3):
-        for got, want in zip(spilled.kept(0, min_count), whole.kept(0, min_count), strict=True):
-            assert got is not None
-            assert want is not None
-            assert (np.sort(got) == np.sort(want)).all()
         assert found(spilled.kept(0, min_count)) == found(whole.kept(0, min_count))
 
 
@@ -392,37 +321,38 @@ def open_spill_files(folder: Path) -> int:
     return found
 
 
-def test_spill_files_leave_nothing_behind(click_log: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def clicks(click_log: Path) -> list[Part]:
     index = open_index(click_log / "train.txt", segment_bytes=1 << 20)
-    parts = [Part(segment, 0, segment.rows) for segment in index.segments]
+    return list(parts_of(index.segments, 0, index.rows))
+
+
+def spilled(parts: Sequence[Part], folder: Path) -> Counts:
+    return count_log(CountingJob(CRITEO), parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(folder))
+
+
+def test_spill_files_leave_nothing_behind(clicks: list[Part], tmp_path: Path) -> None:
     folder = tmp_path / "spill"
-
-    def counted_log(parts: list[Part] = parts) -> Counts:
-        return count_log(CountingJob(CRITEO), parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(folder))
-
-    with counted_log() as counts:
-        assert counts.spill is not None
+    with spilled(clicks, folder) as counts:
         assert counts.spill.written_bytes > 100_000
         assert list(folder.iterdir()) == []  # it has no name, so even a killed process leaves nothing
         assert open_spill_files(folder) == 1
     assert open_spill_files(folder) == 0
-    counts = counted_log()
+    counts = spilled(clicks, folder)
     del counts
     assert open_spill_files(folder) == 0
-    broken = Part(parts[-1].segment.__class__(**{**vars(parts[-1].segment), "rows": 1}), 0, 1)
+    broken = Part(replace(clicks[-1].segment, rows=1), 0, 1)
     with pytest.raises(InputError, match="changed since the log was indexed"):
-        counted_log([*parts, broken])
+        spilled([*clicks, broken], folder)
     assert open_spill_files(folder) == 0
 
 
-def test_a_full_disk_is_told(click_log: Path, tmp_path: Path) -> None:
-    index = open_index(click_log / "train.txt", segment_bytes=1 << 20)
-    parts = [Part(segment, 0, segment.rows) for segment in index.segments]
+def test_a_full_disk_is_told(clicks: list[Part], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
         with pytest.raises(InputError, match=r"cannot be written there .*File too large.*spill_folder"):
-            count_log(CountingJob(CRITEO), parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(tmp_path))
+            spilled(clicks, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert open_spill_files(tmp_path) == 0
@@ -475,25 +405,23 @@ def test_the_chosen_rows_are_counted_while_the_log_is_indexed(
 
     monkeypatch.setattr(counting_module, "count_parts", noted)
     cache = str(tmp_path / "cache")
-    with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
-        index = indexer.index(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, cache))
-        with indexer.counts(index, engine=HERE) as counts:
-            made = everything(counts)
+
+    def counted() -> tuple[LogIndex, dict[str, Any], int]:
+        again.clear()
+        with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
+            index = indexer.index(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, cache))
+            with indexer.counts(index, engine=HERE) as counts:
+                return index, everything(counts), sum(part.stop - part.start for part in again)
+
+    index, made, rows_again = counted()
     assert (index.rows, index.faults.total) == (3000, 3)
-    assert index == index_log(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, None))
-    assert index == index_log(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, cache))
-    rows_again = sum(part.stop - part.start for part in again)
+    for place in (None, cache):
+        assert index == index_log(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, place))
     start, stop = chosen(index)
     assert rows_again < (stop - start) / 4 if read_again is None else rows_again == read_again
-    wanted = [Part(*part) for part in select(index, start, stop)]
+    wanted = list(parts_of(index.segments, start, stop))
     assert made == everything(count_log(job, wanted, engine=HERE))
-    # The index is in the cache now, so all rows are counted from it.
-    again.clear()
-    with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
-        assert indexer.index(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, cache)) == index
-        with indexer.counts(index, engine=HERE) as counts:
-            assert everything(counts) == made
-    assert sum(part.stop - part.start for part in again) == stop - start
+    assert counted() == (index, made, stop - start)  # the index is in the cache now, so all rows are counted from it
 
 
 def test_problems_of_counted_rows() -> None:
@@ -537,5 +465,4 @@ def test_memory_is_bounded_whatever_the_profile(changes: dict[str, Any], tmp_pat
 def test_the_default_limit_is_a_share_of_the_available_memory() -> None:
     with mock.patch("rayrec.machine.memory", return_value=Memory(total=64 << 30, available=8 << 30)):
         counts = CountingJob(SCHEMA).total(None, None)
-    assert counts.spill is not None
     assert counts.spill.memory_bytes == 2 << 30
