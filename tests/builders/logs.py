@@ -16,6 +16,7 @@ from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import parts_of
+from rayrec.data.raw_block import RawBlock
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 
@@ -40,3 +41,12 @@ def learn(index: LogIndex, schema: Schema = SCHEMA, preset: Preset = RAYREC) -> 
     parts = list(parts_of(index.segments, 0, index.rows))
     with count_log(preset.counting(schema), parts, engine=LoopEngine()) as counts:
         return make_preprocessor(preset, schema, counts)
+
+
+def made_from(raw: RawBlock, schema: Schema, preset: Preset, path: str = "day_0") -> Preprocessor:
+    """Build the Preprocessor of all rows of a block, which are those of a file."""
+    job = preset.counting(schema)
+    counts = job.empty()
+    counts.add_source(raw, path)
+    counts.add_rows(job.derivation.counted(raw), 0)
+    return make_preprocessor(preset, schema, counts)

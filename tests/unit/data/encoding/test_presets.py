@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from builders.logs import learn, open_index
+from builders.logs import learn, made_from, open_index
 from builders.raw_blocks import block_of
 from builders.torchrec_scripts import torchrec_criteo
 
@@ -30,12 +30,10 @@ from rayrec.data.encoding.presets import (
     TORCHREC_2024,
     Preset,
     by_name,
-    make_preprocessor,
 )
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA as CRITEO
-from rayrec.hashing import murmur3
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("A", "B"), sparse=("C", "D"))
@@ -63,14 +61,57 @@ def encoded(preset: Preset, folder: Path, *texts: bytes) -> tuple[Preprocessor, 
 
 LN3_A = [2.07944155, 1.09861231, 0.693147182, 1.09861231, 4.81218433, 1.79175949]
 LN3_B = [1.09861231, 2.30258512, 1.09861231, -math.inf, 1.60943794, 13.8155136]
+LN3 = [LN3_A, LN3_B]
+TORCHREC_DENSE = [
+    [2.30258512, 1.60943794, 1.38629436, 1.60943794, 4.82831383, 2.07944155],
+    [1.60943794, 2.48490667, 1.60943794, 0.693147182, 1.94591022, 13.8155155],
+]
+MLPERF_DENSE = [[1.79175949, 0, 0, 0, 4.79579067, 1.38629436], [0, 2.07944155, 0, 0, 1.09861231, 13.8155117]]
+INTEGERS = [[5, 0, -1, 0, 120, 3], [0, 7, 0, -3, 2, 1_000_000]]
+NO_NUMBERS = np.zeros((0, 6))
+ONCE = {"min_count": 1}
+IN_ORDER, FREQUENT = [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]], [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]
+EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] = [
+    # preset, changes, numbers, ids, tables
+    (MLPERF_V1, {"token_modulo": 40_000_000}, MLPERF_DENSE, [[0, 0, 1, 2, 3, 0], [0, 1, 0, 0, 0, 2]], [4 + 1, 3 + 1]),
+    (TORCHREC, ONCE, TORCHREC_DENSE, IN_ORDER, [6, 5]),
+    (TORCHREC, {"min_count": 2}, TORCHREC_DENSE, FREQUENT, [3, 3]),
+    (TORCHREC, {"min_count": 3}, TORCHREC_DENSE, FREQUENT, [3, 3]),
+    (TORCHREC, {**ONCE, "num_embeddings": (4, 3)}, TORCHREC_DENSE, [[2, 2, 3, 0, 1, 2], [2, 0, 2, 2, 2, 1]], [4, 3]),
+    (TORCHREC_2024, ONCE, LN3, IN_ORDER, [6, 5]),
+    (RAY_TEMPLATE, {}, LN3, FREQUENT, [3, 3]),
+    # The empty field is a category like others: among those seen once, it comes first.
+    (RAY_TEMPLATE, ONCE, LN3, [[2, 2, 5, 3, 4, 2], IN_ORDER[1]], [6, 5]),
+    (RAY_TEMPLATE, {**ONCE, "ids": "first_seen"}, LN3, IN_ORDER, [6, 5]),
+    (
+        NVT,
+        {"num_embeddings": (40_000_000, 10)},
+        LN3,
+        [[4054911, 4054911, 21882121, 8124823, 5436790, 4054911], [9, 3, 9, 9, 9, 3]],
+        [40_000_000, 10],
+    ),
+    (
+        FUXICTR_X4,
+        ONCE,
+        NO_NUMBERS,
+        [[3, 5, 1, 5, 4, 2], [5, 3, 5, 1, 2, 4], [1, 1, 3, 4, 2, 1], [1, 3, 1, 1, 1, 2]],
+        [6, 6, 5, 4],
+    ),
+    (FUXICTR_X4, {"min_count": 2}, NO_NUMBERS, [[1] * 6] * 2 + [[1, 1, 2, 2, 2, 1], [1, 2, 1, 1, 1, 2]], [2, 2, 3, 3]),
+    (FUXICTR_X4, {"min_count": 10}, NO_NUMBERS, [[1] * 6] * 4, [2] * 4),
+    (FUXICTR_X1, {}, INTEGERS, [[1, 1, 4, 2, 3, 1], [1, 2, 1, 1, 1, 3]], [6, 5]),
+]
 
 
-def test_mlperf_v1(tmp_path: Path) -> None:
-    preprocessor, dense, ids = encoded(MLPERF_V1.replace(token_modulo=40_000_000), tmp_path)
-    np.testing.assert_allclose(dense[0], [1.79175949, 0, 0, 0, 4.79579067, 1.38629436], rtol=2e-7)
-    np.testing.assert_allclose(dense[1], [0, 2.07944155, 0, 0, 1.09861231, 13.8155117], rtol=2e-7)
-    assert ids == [[0, 0, 1, 2, 3, 0], [0, 1, 0, 0, 0, 2]]
-    assert preprocessor.num_embeddings == [4 + 1, 3 + 1]  # one more than the original's, for categories never seen
+@pytest.mark.parametrize(("preset", "changes", "numbers", "ids", "tables"), EXPECTED)
+def test_rows_of_presets(
+    tmp_path: Path, preset: Preset, changes: dict[str, Any], numbers: Any, ids: list[list[int]], tables: list[int]
+) -> None:
+    preprocessor, dense, found = encoded(preset.replace(**changes), tmp_path)
+    np.testing.assert_allclose(dense, numbers, rtol=2e-7)
+    assert found == ids
+    assert preprocessor.num_embeddings == tables
+    assert preprocessor.inputs.sparse == (*(("A", "B") if preset is FUXICTR_X4 else ()), "C", "D")
 
 
 def test_mlperf_v1_tells_categories_apart_by_their_remainder(tmp_path: Path) -> None:
@@ -80,30 +121,6 @@ def test_mlperf_v1_tells_categories_apart_by_their_remainder(tmp_path: Path) -> 
     unseen = index_of(tmp_path, TOY.replace(b"ffffffff", b"0000000f").replace(b"68fd1e64", b"00000003"))
     ids = [column.tolist() for column in preprocessor.encode(read_segments(unseen.segments, SCHEMA)).ids]
     assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 3]]  # 15 mod 10 is known; 3 is not: the table's last row
-
-
-@pytest.mark.parametrize(
-    ("min_count", "sizes", "expected"),
-    [
-        (1, None, [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]]),
-        (2, None, [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]),
-        (3, None, [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]),
-        (1, (4, 3), [[2, 2, 3, 0, 1, 2], [2, 0, 2, 2, 2, 1]]),
-    ],
-)
-def test_torchrec(tmp_path: Path, min_count: int, sizes: tuple[int, int] | None, expected: list[list[int]]) -> None:
-    _, dense, ids = encoded(TORCHREC.replace(min_count=min_count, num_embeddings=sizes), tmp_path)
-    a = [2.30258512, 1.60943794, 1.38629436, 1.60943794, 4.82831383, 2.07944155]
-    np.testing.assert_allclose(dense[0], a, rtol=2e-7)
-    b = [1.60943794, 2.48490667, 1.60943794, 0.693147182, 1.94591022, 13.8155155]
-    np.testing.assert_allclose(dense[1], b, rtol=2e-7)
-    assert ids == expected
-
-
-def test_torchrec_2024(tmp_path: Path) -> None:
-    _, dense, ids = encoded(TORCHREC_2024.replace(min_count=1), tmp_path)
-    np.testing.assert_allclose(dense, [LN3_A, LN3_B], rtol=2e-7)
-    assert ids == [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]]
 
 
 def test_torchrec_counts_each_file_from_its_own_least_integer(tmp_path: Path) -> None:
@@ -116,46 +133,6 @@ def test_torchrec_counts_each_file_from_its_own_least_integer(tmp_path: Path) ->
     assert ids[0] == [2, 2, 3, 4, 5, 2, 6, 6, 3, 4, 5, 6]
 
 
-def test_ray_template(tmp_path: Path) -> None:
-    _, dense, ids = encoded(RAY_TEMPLATE, tmp_path)
-    np.testing.assert_allclose(dense, [LN3_A, LN3_B], rtol=2e-7)
-    assert ids == [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]
-    # The empty field is a category like others: among those seen once, it comes first.
-    preprocessor, _, ids = encoded(RAY_TEMPLATE.replace(min_count=1), tmp_path)
-    assert ids == [[2, 2, 5, 3, 4, 2], [2, 3, 2, 2, 2, 4]]
-    assert preprocessor.num_embeddings == [6, 5]
-    _, _, ids = encoded(RAY_TEMPLATE.replace(min_count=1, ids="first_seen"), tmp_path)
-    assert ids == [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]]
-
-
-def test_nvt(tmp_path: Path) -> None:
-    preprocessor, dense, ids = encoded(NVT.replace(num_embeddings=(40_000_000, 10)), tmp_path)
-    np.testing.assert_allclose(dense, [LN3_A, LN3_B], rtol=2e-7)
-    assert ids == [[4054911, 4054911, 21882121, 8124823, 5436790, 4054911], [9, 3, 9, 9, 9, 3]]
-    assert preprocessor.num_embeddings == [40_000_000, 10]
-    assert murmur3(np.array([0xA0000001], np.uint32)).tolist() == [3044054911]
-
-
-@pytest.mark.parametrize(
-    ("min_count", "expected", "rows"),
-    [
-        (
-            1,
-            [[3, 5, 1, 5, 4, 2], [5, 3, 5, 1, 2, 4], [1, 1, 3, 4, 2, 1], [1, 3, 1, 1, 1, 2]],
-            [6, 6, 5, 4],
-        ),
-        (2, [[1] * 6, [1] * 6, [1, 1, 2, 2, 2, 1], [1, 2, 1, 1, 1, 2]], [2, 2, 3, 3]),
-        (10, [[1] * 6] * 4, [2] * 4),
-    ],
-)
-def test_fuxictr_x4(tmp_path: Path, min_count: int, expected: list[list[int]], rows: list[int]) -> None:
-    preprocessor, dense, ids = encoded(FUXICTR_X4.replace(min_count=min_count), tmp_path)
-    assert dense.shape == (0, 6)
-    assert ids == expected
-    assert preprocessor.num_embeddings == rows
-    assert preprocessor.inputs.sparse == ("A", "B", "C", "D")
-
-
 @pytest.mark.parametrize("limit", [None, 7, 2**31 + 5])
 def test_fuxictr_x4_gives_a_row_the_same_ids_in_a_large_block_and_alone(limit: int | None) -> None:
     draw = np.random.default_rng(3)
@@ -163,10 +140,7 @@ def test_fuxictr_x4_gives_a_row_the_same_ids_in_a_large_block_and_alone(limit: i
     numbers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
     columns = [*numbers.T.tolist(), *draw.integers(0, 300, (2, 5000)).tolist()]
     raw = block_of(SCHEMA.unlabelled(), dict(zip((*SCHEMA.dense, *SCHEMA.sparse), columns, strict=True)))
-    counting = FUXICTR_X4.counting(SCHEMA)
-    counts = counting.empty()
-    counts.add_rows(counting.derivation.counted(raw), 0)
-    preprocessor = make_preprocessor(FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4), SCHEMA, counts)
+    preprocessor = made_from(raw, SCHEMA, FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4))
     chosen = draw.permutation(5000)
     together = np.array(preprocessor.encode(raw, chosen).ids)
     alone = np.concatenate([np.array(preprocessor.encode(raw, rows).ids) for rows in np.split(chosen, 10)], axis=1)
@@ -179,13 +153,6 @@ def test_fuxictr_x4_gives_a_row_the_same_ids_in_a_large_block_and_alone(limit: i
         unknown = preprocessor.sparse[column].unknown_id
         ids = [expected.get(token, unknown) % (limit or 2**40) for token in buckets.categories[chosen, column].tolist()]
         assert together[column].tolist() == ids
-
-
-def test_fuxictr_x1(tmp_path: Path) -> None:
-    preprocessor, dense, ids = encoded(FUXICTR_X1, tmp_path)
-    assert dense.tolist() == [[5, 0, -1, 0, 120, 3], [0, 7, 0, -3, 2, 1_000_000]]
-    assert ids == [[1, 1, 4, 2, 3, 1], [1, 2, 1, 1, 1, 3]]
-    assert preprocessor.num_embeddings == [6, 5]
 
 
 def test_rayrec(tmp_path: Path) -> None:
@@ -227,31 +194,26 @@ def test_every_profile_comes_back_from_its_files_and_says_what_it_did(tmp_path: 
     assert len(hashes) == len(ALL)
 
 
-def test_ids_do_not_depend_on_how_the_log_is_divided(click_log: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", [preset for preset in ALL.values() if preset.dense != "buckets"])
+def test_ids_do_not_depend_on_how_the_log_is_divided(click_log: Path, tmp_path: Path, preset: Preset) -> None:
     text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3000])
-    (tmp_path / "day_0").write_bytes(text)
-    for preset in ALL.values():
-        hashes = (
-            {
-                learn(index_of(tmp_path, text, schema=CRITEO, segment_bytes=size), CRITEO, preset).hash()
-                for size in (7_000, 100_000, 1 << 24)
-            }
-            if preset.dense != "buckets"
-            else {""}
-        )
-        assert len(hashes) == 1, preset.name
+    indices = (index_of(tmp_path, text, schema=CRITEO, segment_bytes=size) for size in (7_000, 100_000, 1 << 24))
+    assert len({learn(index, CRITEO, preset).hash() for index in indices}) == 1
 
 
-def test_names() -> None:
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: by_name("torchrec-2025"), "did you mean 'torchrec-2024'"),
+        (lambda: RAYREC.replace(min_count=0), "min_count"),
+        (lambda: Preset(ids="murmur3"), "num_embeddings"),
+        (lambda: RAYREC.replace(first_id=1), "first_id"),
+    ],
+)
+def test_presets_that_cannot_be_are_refused(make: Callable[[], Preset], why: str) -> None:
     assert by_name("torchrec") is TORCHREC
-    with pytest.raises(InputError, match="did you mean 'torchrec-2024'"):
-        by_name("torchrec-2025")
-    with pytest.raises(InputError, match="min_count"):
-        RAYREC.replace(min_count=0)
-    with pytest.raises(InputError, match="num_embeddings"):
-        Preset(ids="murmur3")
-    with pytest.raises(InputError, match="first_id"):
-        RAYREC.replace(first_id=1)
+    with pytest.raises(InputError, match=why):
+        make()
 
 
 # TorchRec's own code -------------------------------------------------------------------------------------------------
@@ -281,9 +243,10 @@ def test_against_torchrec_itself(
     torchrec_utils.sparse_to_contiguous(
         [str(npy / f"day_{day}_sparse.npy") for day in (0, 1)], str(npy), frequency_threshold=min_count
     )
-    ids = np.concatenate([np.load(npy / f"day_{day}_sparse_contig_freq.npy") for day in (0, 1)])
-    dense = np.concatenate([np.load(npy / f"day_{day}_dense.npy") for day in (0, 1)])
-    labels = np.concatenate([np.load(npy / f"day_{day}_labels.npy") for day in (0, 1)])
+    ids, dense, labels = (
+        np.concatenate([np.load(npy / f"day_{day}_{part}.npy") for day in (0, 1)])
+        for part in ("sparse_contig_freq", "dense", "labels")
+    )
     assert (ids == np.array(ours.ids).T).all()
     np.testing.assert_allclose(ours.dense, dense, rtol=3e-7)
     assert (ours.label == labels[:, 0]).all()
@@ -328,16 +291,13 @@ def test_bags_have_the_published_distributions() -> None:
 
 
 def test_a_multi_hot_profile(tmp_path: Path) -> None:
-    preset = TORCHREC_2024.replace(min_count=1, multi_hot=MultiHot(sizes=(2, 3)))
     index = index_of(tmp_path, TOY)
-    preprocessor = learn(index, SCHEMA, preset)
+    preprocessor = learn(index, SCHEMA, TORCHREC_2024.replace(min_count=1, multi_hot=MultiHot(sizes=(2, 3))))
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     assert [column.shape for column in rows.ids] == [(6, 2), (6, 3)]
     assert rows.ids[0][:, 0].tolist() == [2, 2, 3, 4, 5, 2]
     assert preprocessor.hotness == [2, 3]
-    buffer = io.BytesIO()
-    np.save(buffer, preprocessor.tokens, allow_pickle=False)
-    assert len(buffer.getvalue()) < 1000
+    assert preprocessor.tokens.nbytes < 1000
 
 
 @pytest.mark.parametrize("missing", [1, "token", "zero", "unknown"])
@@ -365,11 +325,11 @@ def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, miss
 
 def test_where_it_is_not_known_how_often(tmp_path: Path) -> None:
     index = index_of(tmp_path, TOY)
-    first_seen = learn(index, SCHEMA, MLPERF_V1)
-    with pytest.raises(InputError, match="does not know how often"):
-        bucket_names(first_seen, "D")
-    shared = learn(index, SCHEMA, RAYREC.replace(min_count=1, max_num_embeddings=4, beyond_limit="modulo"))
-    with pytest.raises(InputError, match="does not know how often"):
-        bucket_names(shared, "C")  # several tokens have one id
-    with pytest.raises(InputError, match="takes A as a number; choose a sparse column"):
-        bucket_names(shared, "A")
+    shared = RAYREC.replace(min_count=1, max_num_embeddings=4, beyond_limit="modulo")
+    for preset, column, why in (
+        (MLPERF_V1, "D", "does not know how often"),
+        (shared, "C", "does not know how often"),  # several tokens have one id
+        (shared, "A", "takes A as a number; choose a sparse column"),
+    ):
+        with pytest.raises(InputError, match=why):
+            bucket_names(learn(index, SCHEMA, preset), column)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.logs import made_from
 from builders.raw_blocks import block_of
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
@@ -22,16 +23,18 @@ from rayrec.data.encoding import presets
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import Preset, make_preprocessor
+from rayrec.data.encoding.presets import Preset
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
-from rayrec.data.raw_block import RawBlock
 from rayrec.inference.export.write import encoder_program
 from rayrec.schema import Feature, Schema
 
 CHECKED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 NUMBERS = st.integers(-(10**18) + 1, 10**18 - 1) | st.integers(-20, 3000)
+
+
+ONE_NUMBER = Schema(tokens="hexadecimal", label=None, dense=("d",))
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +44,6 @@ def encoder_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert "import rayrec" not in program.read_text()
     assert "from rayrec" not in program.read_text()
     return runpy.run_path(str(program))["Encoder"]
-
-
-def raw_tokens(tokens: np.ndarray, missing: np.ndarray) -> RawBlock:
-    wide = tokens.dtype == np.uint64
-    schema = Schema(label=None, sparse=("s",), tokens="any" if wide else "hexadecimal")
-    present = zip(tokens.tolist(), missing.tolist(), strict=True)
-    return block_of(schema, {"s": [None if absent else token for token, absent in present]})
 
 
 @st.composite
@@ -82,7 +78,8 @@ def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject)
     given_tokens = data.draw(st.lists(st.sampled_from(known) | any_token if known else any_token, max_size=12))
     tokens = np.array(given_tokens, dtype)
     missing = np.array(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))), bool)
-    raw = raw_tokens(tokens, missing)
+    schema = Schema(label=None, sparse=("s",), tokens="any" if wide else "hexadecimal")
+    raw = block_of(schema, {"s": [None if m else t for t, m in zip(tokens.tolist(), missing.tolist(), strict=True)]})
     preprocessor = Preprocessor("test", raw.schema, (), (column,), np.array(known, dtype))
     preprocessor.check()
     id_of = dict(zip(known, column.ids().tolist(), strict=True)) if known else {}
@@ -101,11 +98,8 @@ def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject)
 @example([int(np.exp(np.sqrt(k))) + step for k, step in itertools.product(range(1, 1700, 97), (-1, 0, 1))])
 @CHECKED
 def test_bucket_kernel_matches_the_rule(integers: list[int]) -> None:
-    raw = block_of(Schema(tokens="hexadecimal", label=None, dense=("d",)), {"d": integers})
-    assert (
-        Derivation(buckets=True).applied(raw).categories[:, 0].tolist()
-        == bucket_tokens(np.array(integers, np.int64)).tolist()
-    )
+    found = Derivation(buckets=True).applied(block_of(ONE_NUMBER, {"d": integers})).categories[:, 0]
+    assert found.tolist() == bucket_tokens(np.array(integers, np.int64)).tolist()
 
 
 @given(
@@ -141,10 +135,7 @@ def test_bag_kernel_matches_the_rule(
 )
 @CHECKED
 def test_dense_kernel_matches_the_rule(values: list[int], column: DenseColumn) -> None:
-    raw = block_of(
-        Schema(tokens="hexadecimal", label=None, dense=("d",)),
-        {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]},
-    )
+    raw = block_of(ONE_NUMBER, {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]})
     preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))
     preprocessor.check()
     wanted = column.encode(np.array(values), np.arange(len(values)) % 3 == 2)
@@ -156,45 +147,28 @@ def test_dense_kernel_matches_the_rule(values: list[int], column: DenseColumn) -
 )
 def test_check_rejects_rules_that_kernels_cannot_follow(change: dict[str, Any]) -> None:
     column = SparseColumn(**{**vars(SparseColumn(2**33, 5)), **change})
-    preprocessor = Preprocessor(
-        "test", Schema(tokens="hexadecimal", sparse=("s",)), (), (column,), np.arange(5, dtype=np.uint32)
-    )
+    schema = Schema(tokens="hexadecimal", sparse=("s",))
     with pytest.raises(InputError, match=r"^preprocessor: column s has [^\n]*$"):
-        preprocessor.check()
+        Preprocessor("test", schema, (), (column,), np.arange(5, dtype=np.uint32)).check()
 
 
 def test_murmur3_rejects_wide_categories() -> None:
+    column, schema = SparseColumn(9, None, murmur3=True), Schema(sparse=("s",), tokens="any")
     with pytest.raises(InputError, match="murmur3 needs categories of 8 hexadecimal digits"):
-        Preprocessor(
-            "test",
-            Schema(sparse=("s",), tokens="any"),
-            (),
-            (SparseColumn(9, None, murmur3=True),),
-            np.zeros(0, np.uint64),
-        )
+        Preprocessor("test", schema, (), (column,), np.zeros(0, np.uint64))
 
 
 # Preprocessors that are made from logs --------------------------------------------------------------------------------
-
-
-def make(schema: Schema, raw: RawBlock, preset: Preset) -> Preprocessor:
-    job = preset.counting(schema)
-    counts = job.empty()
-    counts.add_source(raw, "day_0")
-    counts.add_rows(job.derivation.counted(raw), 0)
-    return make_preprocessor(preset, schema, counts)
 
 
 def assert_same(found: tuple[np.ndarray, list[Any]], wanted: EncodedRows, names: tuple[str, ...]) -> None:
     dense, ids = found
     np.testing.assert_allclose(dense, wanted.dense, rtol=1e-6, atol=1e-6)
     for name, own, theirs in zip(names, ids, wanted.ids, strict=True):
-        pairs = (
-            [(own, theirs)]
-            if isinstance(theirs, np.ndarray)
-            else zip(own, (theirs.values, theirs.lengths), strict=True)
-        )
-        for one, other in pairs:
+        single = isinstance(theirs, np.ndarray)
+        for one, other in zip(
+            *(((own,), (theirs,)) if single else (own, (theirs.values, theirs.lengths))), strict=True
+        ):
             assert one.tolist() == other.tolist(), name
 
 
@@ -285,7 +259,7 @@ def test_encode_py_matches_preprocessors_of_own_logs(
     sizes = None if fixed is None else (fixed,) * len(schema.sparse)
     raw, faults = parse_table(counted, schema)
     assert not faults.total
-    preprocessor = make(schema, raw, Preset(**rules, num_embeddings=sizes))
+    preprocessor = made_from(raw, schema, Preset(**rules, num_embeddings=sizes))
     folder = str(tmp_path_factory.mktemp("made"))
     preprocessor.save(folder)
     assert Preprocessor.load(folder).hash() == preprocessor.hash()
@@ -298,7 +272,7 @@ def test_encode_py_matches_a_hashed_column_of_an_own_log(encoder_class: Any, tmp
     schema = Schema(label=None, sparse=("user",), tokens="any")
     table = pa.table({"user": [f"u{number % 150}" for number in range(300)]})
     raw, _ = parse_table(table, schema)
-    preprocessor = make(schema, raw, Preset(max_num_embeddings=100))
+    preprocessor = made_from(raw, schema, Preset(max_num_embeddings=100))
     assert preprocessor.sparse[0].mixed
     preprocessor.save(str(tmp_path))
     assert_same(encoder_class(str(tmp_path)).encode(table.to_pylist()), preprocessor.encode(raw), ("user",))
@@ -307,10 +281,7 @@ def test_encode_py_matches_a_hashed_column_of_an_own_log(encoder_class: Any, tmp
 @pytest.mark.parametrize("name", list(presets.ALL))
 @given(
     rows=st.lists(
-        st.tuples(
-            st.lists(st.none() | NUMBERS, min_size=2, max_size=2),
-            st.lists(st.none() | st.integers(0, 9), min_size=3, max_size=3),
-        ),
+        st.tuples(st.tuples(*[st.none() | NUMBERS] * 2), st.tuples(*[st.none() | st.integers(0, 9)] * 3)),
         min_size=2,
         max_size=30,
     ),
@@ -334,24 +305,18 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
     preset = presets.ALL[name].replace(token_modulo=modulo, dense_shift=10.0, **rules)
     num_sparse = len(preset.inputs(schema).sparse)
     preset = preset.replace(
-        num_embeddings=(7,) * num_sparse
-        if preset.ids == "murmur3" and sizes is None
-        else sizes and tuple(sizes[:num_sparse]),
+        num_embeddings=tuple(sizes[:num_sparse]) if sizes else (7,) * num_sparse if preset.ids == "murmur3" else None,
         multi_hot=bags and MultiHot(sizes=(2, 1, 3, 1, 4)[:num_sparse], distribution=bags, seed=7),
     )
-    lines = [
-        "\t".join(
-            ["" if number is None else str(number) for number in numbers]
-            + ["" if token is None else f"{token * 0x1234567 % 2**32:08x}" for token in tokens]
-        )
-        for numbers, tokens in rows
-    ]
+    lines = []
+    for numbers, tokens in rows:
+        fields = ["" if token is None else f"{token * 0x1234567 % 2**32:08x}" for token in tokens]
+        lines.append("\t".join(["" if number is None else str(number) for number in numbers] + fields))
     raw, faults = parse(schema, "".join(f"{line}\n" for line in lines).encode())
     assert not faults.total
-    half = len(lines) // 2
-    counted, _ = parse(schema, "".join(f"{line}\n" for line in lines[:half]).encode())
+    counted = raw.cut(0, len(lines) // 2)
     try:
-        preprocessor = make(schema, counted, preset)
+        preprocessor = made_from(counted, schema, preset)
     except InputError:  # a logarithm of a missing number
         assume(False)
         raise
@@ -365,37 +330,22 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
 
 def test_encode_py_reads_every_setting_of_a_preprocessor(encoder_class: Any, tmp_path: Path) -> None:
     """All that `describe` can store is known to `encode.py`, so that no new setting is left out in silence."""
-    schema = Schema(
-        label="y",
-        dense=("a",),
-        sparse=("s", "t"),
-        lists=("t",),
-        integers=("s",),
-        optional=("s",),
-        features=(Feature(name="t", max_length=3),),
-        labels=(),
-        timestamp="at",
-        nan="missing",
-        tokens="any",
-    )
+    columns: dict[str, Any] = {
+        "dense": ("a",),
+        "sparse": ("s", "t"),
+        "lists": ("t",),
+        "integers": ("s",),
+        "optional": ("s",),
+    }
+    features = (Feature(name="t", max_length=3),)
+    schema = Schema(label="y", features=features, labels=(), timestamp="at", nan="missing", tokens="any", **columns)
     columns = (SparseColumn(9, None, mixed=True), SparseColumn(9, 2, token_modulo=5, gap=3))
     Preprocessor("test", schema, (DenseColumn(),), columns, np.arange(2, dtype=np.uint64)).save(str(tmp_path))
     encoder_class(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("place", "key"),
-    [
-        ((), "rows"),
-        (("schema",), "separator"),
-        (("sparse", 0), "salt"),
-        (("dense", 0), "power"),
-        (("schema", "features", 0), "tf"),
-    ],
-)
-def test_encode_py_rejects_unknown_settings(
-    encoder_class: Any, tmp_path: Path, place: tuple[Any, ...], key: str
-) -> None:
+@pytest.mark.parametrize("place", [(), ("schema",), ("sparse", 0), ("dense", 0), ("schema", "features", 0)])
+def test_encode_py_rejects_unknown_settings(encoder_class: Any, tmp_path: Path, place: tuple[Any, ...]) -> None:
     schema = Schema(dense=("a",), sparse=("s",), features=(Feature(name="s"),), tokens="any")
     Preprocessor("test", schema, (DenseColumn(),), (SparseColumn(9, None),), np.zeros(0, np.uint64)).save(str(tmp_path))
     path = tmp_path / "preprocessor.json"
@@ -403,7 +353,7 @@ def test_encode_py_rejects_unknown_settings(
     target = stored
     for step in place:
         target = target[step]
-    target[key] = 1
+    target["power"] = 1
     path.write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=rf"^preprocessor\.json: unknown setting {key} in [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^preprocessor\.json: unknown setting power in [^\n]*$"):
         encoder_class(str(tmp_path))
