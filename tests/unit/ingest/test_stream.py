@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from builders.logs import made_from, open_index
 
-from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import RAYREC, make_preprocessor
+from rayrec.data.encoding.presets import RAYREC
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs.index import Block, Part, numbered
-from rayrec.data.logs.text_log import cut, index_chunk
+from rayrec.data.logs.index import Block
+from rayrec.data.logs.reading import read_raw
+from rayrec.data.logs.splits import parts_of
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece
@@ -30,23 +30,19 @@ from rayrec.training import stop_monitor
 BLOCKS = 4
 
 
+Pieces = list[tuple[Block, Piece]]
+
+
 @pytest.fixture
-def pieces(click_log: Path) -> list[tuple[Block, Piece]]:
-    (chunk,) = cut(storage.list_files(str(click_log / "train.txt")), 1 << 30)
-    entries, _ = index_chunk(chunk, SCHEMA, 20_000)
-    blocks = [
-        Block((Part(segment, 0, segment.rows),), (3, number))
-        for number, segment in enumerate(numbered(entries[:BLOCKS]))
-    ]
+def pieces(click_log: Path) -> Pieces:
+    parts = parts_of(open_index(click_log / "train.txt").segments[:BLOCKS], 0, 20_000)
+    blocks = [Block((part,), (3, number)) for number, part in enumerate(parts)]
     return [(block, Piece(number, 5, block.rows)) for number, block in enumerate(blocks)]
 
 
 @pytest.fixture
-def preprocessor(pieces: list[tuple[Block, Piece]]) -> Preprocessor:
-    counting = RAYREC.counting(SCHEMA)
-    counts = counting.empty()
-    counts.add(count_parts([part for block, _ in pieces for part in block.parts], counting=counting))
-    return make_preprocessor(RAYREC, SCHEMA, counts)
+def preprocessor(pieces: Pieces) -> Preprocessor:
+    return made_from(read_raw([block.parts[0].segment for block, _ in pieces], SCHEMA), SCHEMA, RAYREC)
 
 
 @pytest.fixture
@@ -71,11 +67,11 @@ class Given(ThreadEngine):
         return made
 
 
-def stream(pieces: list[tuple[Block, Piece]], preprocessor: Preprocessor, engine: Given) -> RowStream:
+def stream(pieces: Pieces, preprocessor: Preprocessor, engine: Given) -> RowStream:
     return RowStream(TaskSource(InProcess(preprocessor), engine, SCHEMA, 1000), pieces)
 
 
-def numbers(pieces: list[tuple[Block, Piece]], preprocessor: Preprocessor, engine: Given) -> list[int]:
+def numbers(pieces: Pieces, preprocessor: Preprocessor, engine: Given) -> list[int]:
     found = stream(pieces, preprocessor, engine)
     return [number for rows in found if rows.row_numbers is not None for number in rows.row_numbers.tolist()]
 
@@ -83,7 +79,7 @@ def numbers(pieces: list[tuple[Block, Piece]], preprocessor: Preprocessor, engin
 @pytest.mark.parametrize("made", [0, 1, 3, BLOCKS])
 def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
     monkeypatch: pytest.MonkeyPatch,
-    pieces: list[tuple[Block, Piece]],
+    pieces: Pieces,
     preprocessor: Preprocessor,
     never: threading.Event,
     made: int,
@@ -110,7 +106,7 @@ def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
 
 
 def test_errors_of_data_tasks_and_an_early_end_go_through(
-    pieces: list[tuple[Block, Piece]],
+    pieces: Pieces,
     preprocessor: Preprocessor,
     never: threading.Event,
 ) -> None:
