@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,12 +50,8 @@ ROWS = st.lists(
 
 def block_of_rows(rows: Sequence[Row]) -> RawBlock:
     labels, a, s, tags, weights = zip(*rows, strict=True)
-    return block_of(
-        LISTS,
-        {"a": a, "s": s, "tags": tags},
-        labels={"y": np.array(labels, np.float32)},
-        weights=np.array(weights, np.float32),
-    )
+    others = {"labels": {"y": np.array(labels, np.float32)}, "weights": np.array(weights, np.float32)}
+    return block_of(LISTS, {"a": a, "s": s, "tags": tags}, **others)
 
 
 def job_of(schema: Schema, num_slices: int = 1, *, top: Sequence[Sequence[int]], hash_shift: int = 0) -> TallyJob:
@@ -146,18 +143,12 @@ def test_rows_have_the_same_hash_where_they_are_the_same(rows: list[Row]) -> Non
 
 def test_a_value_is_not_hashed_like_the_same_one_elsewhere() -> None:
     rows: list[Row] = [
-        (0, None, None, [], 0.0),
-        (0, 0.0, None, [], 0.0),
-        (0, None, 0, [], 0.0),
-        (0, None, None, [0], 0.0),
-        (0, None, None, [0, 0], 0.0),
-        (0, None, None, [1, 2], 0.0),
-        (0, None, None, [2, 1], 0.0),
-        (1, None, None, [], 0.0),
+        (label, a, s, [], 0.0) for label, a, s in ((0, None, None), (0, 0.0, None), (0, None, 0), (1, None, None))
     ]
-    assert len(set(row_hashes(block_of_rows(rows)).tolist())) == len(rows)
-    negative_zero = block_of_rows([(0, -0.0, None, [], 0.0)])
-    assert row_hashes(negative_zero)[0] == row_hashes(block_of_rows(rows))[1]
+    rows += [(0, None, None, tags, 0.0) for tags in ([0], [0, 0], [1, 2], [2, 1])]
+    hashes = row_hashes(block_of_rows(rows)).tolist()
+    assert len(set(hashes)) == len(rows)
+    assert row_hashes(block_of_rows([(0, -0.0, None, [], 0.0)])) == hashes[1]
 
 
 def test_a_sample_of_hashes_keeps_all_copies_of_a_row() -> None:
@@ -171,22 +162,12 @@ def test_a_sample_of_hashes_keeps_all_copies_of_a_row() -> None:
 
 
 BAD_LINES = [
-    b"",
-    b"1",
-    b"1\t2\t3\t4\t5",
-    b"2\t1\t1\tdeadbeef",
-    b"1\tx\t1\tdeadbeef",
-    b"1\t1\t1.5\tdeadbeef",
-    b"1\t1\t1\tdead",
+    *(b"", b"1", b"1\t2\t3\t4\t5", b"2\t1\t1\tdeadbeef"),
+    *(b"1\tx\t1\tdeadbeef", b"1\t1\t1.5\tdeadbeef", b"1\t1\t1\tdead"),
 ]
 KIND_AND_COLUMN = [
-    ("empty line", ""),
-    ("too few columns", ""),
-    ("too many columns", ""),
-    ("label is not 0 or 1", "y"),
-    ("not an integer", "a"),
-    ("not an integer", "b"),
-    ("not 8 hexadecimal digits", "s"),
+    *(("empty line", ""), ("too few columns", ""), ("too many columns", ""), ("label is not 0 or 1", "y")),
+    *(("not an integer", "a"), ("not an integer", "b"), ("not 8 hexadecimal digits", "s")),
 ]
 
 
@@ -209,22 +190,21 @@ def test_quantiles_are_values_of_the_column() -> None:
     assert set(edges[2]) == {5.0}
 
 
-def test_wilson_interval() -> None:
-    assert report_figures.wilson_interval(10, 100) == pytest.approx((0.05523, 0.17437), abs=1e-5)
-    assert report_figures.wilson_interval(0, 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
-    assert report_figures.wilson_interval(10, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
-    assert report_figures.wilson_interval(0, 0) is None
+@pytest.mark.parametrize(
+    ("clicks", "rows", "expected"),
+    [(10, 100, (0.05523, 0.17437)), (0, 10, (0.0, 0.27753)), (10, 10, (0.72247, 1.0)), (0, 0, None)],
+)
+def test_wilson_interval(clicks: int, rows: int, expected: tuple[float, float] | None) -> None:
+    assert report_figures.wilson_interval(clicks, rows) == (expected and pytest.approx(expected, abs=1e-5))
 
 
-def test_total_variation() -> None:
-    def distance(first: list[int], second: list[int]) -> float | None:
-        found = report_figures.total_variation(np.array(first), np.array(second))
-        return found and found[0]
-
-    assert distance([1, 1, 0], [2, 2, 0]) == 0
-    assert distance([4, 0], [0, 9]) == 1
-    assert distance([3, 1], [1, 3]) == 0.5
-    assert distance([0, 0], [1, 3]) is None
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [([1, 1, 0], [2, 2, 0], 0), ([4, 0], [0, 9], 1), ([3, 1], [1, 3], 0.5), ([0, 0], [1, 3], None)],
+)
+def test_total_variation(first: list[int], second: list[int], expected: float | None) -> None:
+    found = report_figures.total_variation(np.array(first), np.array(second))
+    assert (found and found[0]) == expected
 
 
 def test_what_chance_makes_of_total_variation() -> None:
@@ -290,12 +270,27 @@ def test_merged_and_unknown() -> None:
     assert report_figures.unknown_rate(tokens[:0], counts[:0], tokens) is None
 
 
+FOUR = SparseColumn(num_embeddings=4, num_tokens=4)  # ids 2, 3, 4 % 4 = 0, 5 % 4 = 1
+THREE = SparseColumn(num_embeddings=3, num_tokens=4)  # 2, 0, 1, 2
+HASHED = SparseColumn(num_embeddings=12, num_tokens=None)  # 2 + token mod 10
+KNOWN, SOME = [70, 50, 60, 90], {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
+
+
+@pytest.mark.parametrize(
+    ("column", "vocabulary", "counts", "expected"),
+    [
+        (FOUR, KNOWN, SOME, 0),
+        (THREE, KNOWN, SOME, 0.7),
+        (HASHED, [], {1: 3, 11: 2, 5: 4, 7: 1}, 0.5),
+        (HASHED, [], {}, None),
+    ],
+)
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
-def test_collisions_of_a_hashed_column(dtype: type) -> None:
-    column = SparseColumn(num_embeddings=12, num_tokens=None)  # 2 + token mod 10
-    tokens, counts = np.array([1, 11, 5, 7], dtype), np.array([3, 2, 4, 1])
-    assert report_figures.collision_rate(column, np.zeros(0, dtype), tokens, counts) == 0.5
-    assert report_figures.collision_rate(column, np.zeros(0, dtype), tokens[:0], counts[:0]) is None
+def test_collisions(
+    column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type
+) -> None:
+    known, tokens = np.array(vocabulary, dtype), np.array(list(counts), dtype)
+    assert report_figures.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64)) == expected
 
 
 def test_collisions_by_murmur3() -> None:
@@ -305,15 +300,6 @@ def test_collisions_by_murmur3() -> None:
     ids = Counter(places[1:])
     expected = sum(token for token in range(1, 16) if ids[places[token]] > 1) / sum(range(1, 16))
     assert report_figures.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected
-
-
-def test_collisions_in_a_table_smaller_than_the_vocabulary() -> None:
-    column = SparseColumn(num_embeddings=4, num_tokens=4)  # ids 2, 3, 4 % 4 = 0, 5 % 4 = 1
-    vocabulary = np.array([70, 50, 60, 90], np.uint32)
-    tokens, counts = np.array([50, 60, 70, 90, 13, 14], np.uint32), np.array([1, 2, 3, 4, 50, 50])
-    assert report_figures.collision_rate(column, vocabulary, tokens, counts) == 0
-    smaller = SparseColumn(num_embeddings=3, num_tokens=4)  # 2, 0, 1, 2
-    assert report_figures.collision_rate(smaller, vocabulary, tokens, counts) == 0.7
 
 
 def test_duplicates() -> None:

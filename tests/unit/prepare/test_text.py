@@ -91,16 +91,14 @@ def test_a_folder_says_what_it_holds(here: LoopEngine, beer: Path, tmp_path: Pat
     assert (found.hash, found.tokenizer_hash) == (made["hash"], made["tokenizer"])
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["source"] == [{"path": str(beer), "bytes": len(TEXT.encode())}]
-    index = json.loads((tmp_path / "out" / "train" / "index.json").read_text())
-    assert [shard["raw_data"]["basename"] for shard in index["shards"]] == [
-        f"shard.{number:05d}.mds" for number in range(len(index["shards"]))
-    ]
-    sizes = [shard["samples"] for shard in index["shards"]]
+    shards = json.loads((tmp_path / "out" / "train" / "index.json").read_text())["shards"]
+    names, sizes = (
+        [value(shard) for shard in shards] for value in (lambda s: s["raw_data"]["basename"], lambda s: s["samples"])
+    )
+    assert names == [f"shard.{number:05d}.mds" for number in range(len(shards))]
     assert len(set(sizes[:-1])) == 1
     assert sizes[-1] <= sizes[0]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "manifest.json", "tokenizer", "train", "validation",
-    ]  # fmt: skip
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"manifest.json", "tokenizer", "train", "validation"}
 
 
 def test_transformers_loads_the_tokenizer(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
@@ -133,9 +131,10 @@ def test_a_tokenizer_of_ones_own(here: LoopEngine, beer: Path, tmp_path: Path) -
     (own / "model.safetensors").write_bytes(b"weights")
     again = prepared(beer, tmp_path / "again", tokenizer=str(own), vocabulary_size=None)
     assert (again["hash"], again["tokenizer"]) == (first["hash"], first["tokenizer"])
-    assert sorted(file.name for file in (tmp_path / "again" / "tokenizer").iterdir()) == [
-        "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
+    assert {file.name for file in (tmp_path / "again" / "tokenizer").iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     old = tmp_path / "old"
     old.mkdir()
     model = json.loads((own / "tokenizer.json").read_text())["model"]
@@ -228,10 +227,9 @@ def test_whatever_interrupts_the_bytes_are_the_same(
             prepared(beer, tmp_path / "parts", **options)
         except Died:
             assert not (tmp_path / "parts").exists()
-            (tmp_path / "parts.partial" / "train").mkdir(parents=True, exist_ok=True)
-            (tmp_path / "parts.partial" / "train" / f"shard.00000.mds.{'0f' * 16}.partial").write_text(
-                "of a killed task"
-            )
+            train = tmp_path / "parts.partial" / "train"
+            train.mkdir(parents=True, exist_ok=True)
+            (train / f"shard.00000.mds.{'0f' * 16}.partial").write_text("of a killed task")
     assert calls > 1
     assert here.tasks == tasks
     assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
@@ -259,12 +257,8 @@ def test_shards_hold_every_token_once_and_in_order(counts: list[int], block_size
     parts = list(enumerate(counts, start=3))
     planned = plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
     everything = [(part, token) for part, count in parts for token in range(count)]
-    placed = [
-        (part, token)
-        for shard in planned
-        for part, start, count in shard.pieces
-        for token in range(start, start + count)
-    ]
+    pieces = [piece for shard in planned for piece in shard.pieces]
+    placed = [(part, token) for part, start, count in pieces for token in range(start, start + count)]
     assert placed == everything[: sum(counts) // block_size * block_size]
     assert all(shard.tokens == rows_per_shard * block_size for shard in planned[:-1])
     assert [shard.number for shard in planned] == list(range(len(planned)))
@@ -301,18 +295,23 @@ def test_what_makes_no_sense_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_text_that_is_none_is_one_line(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^[^\n]*nothing\.txt: no such file or folder$"):
-        prepared(tmp_path / "nothing.txt", tmp_path / "out")
-    beer.write_bytes(TEXT.encode()[:9_001] + b"\xff" + TEXT.encode())
-    with pytest.raises(InputError, match=r"^[^\n]*beer\.txt: byte 9,001 is not UTF-8[^\n]*$"):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, r"beer\.txt: no such file or folder"),
+        (TEXT.encode()[:9_001] + b"\xff" + TEXT.encode(), r"beer\.txt: byte 9,001 is not UTF-8[^\n]*"),
+        (b"", r"beer\.txt: holds no text"),
+        (b"text", r"out: exists already; [^\n]*"),
+    ],
+)
+def test_text_that_is_none_is_one_line(
+    here: LoopEngine, beer: Path, tmp_path: Path, content: bytes | None, why: str
+) -> None:
+    beer.unlink() if content is None else beer.write_bytes(content)
+    if content == b"text":
+        (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match=rf"^[^\n]*{why}$"):
         prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
-    beer.write_bytes(b"")
-    with pytest.raises(InputError, match=r"^[^\n]*beer\.txt: holds no text$"):
-        prepared(beer, tmp_path / "empty")
-    (tmp_path / "there").mkdir()
-    with pytest.raises(InputError, match=r"^[^\n]*there: exists already; [^\n]*$"):
-        prepared(beer, tmp_path / "there")
 
 
 def test_a_folder_that_is_not_of_tokens_is_one_line(tmp_path: Path) -> None:

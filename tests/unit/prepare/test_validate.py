@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
@@ -47,25 +48,22 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def text_of(lines: Sequence[Line]) -> bytes:
-    def number(x: int | None) -> str:
-        return "" if x is None else str(x)
+    def cells(*row: int | None) -> Iterator[str]:
+        return ("" if x is None else f"{x:08x}" if place > 2 else f"{x}" for place, x in enumerate(row))
 
-    def category(x: int | None) -> str:
-        return "" if x is None else f"{x:08x}"
-
-    return "".join(f"{y}\t{number(a)}\t{number(b)}\t{category(s)}\t{category(t)}\n" for y, a, b, s, t in lines).encode()
+    return "".join("\t".join(cells(*line)) + "\n" for line in lines).encode()
 
 
 def validate(
-    path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, preprocessor: Path | None = None
+    path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, preprocessor: Any = None
 ) -> Report:
-    return module.validate(
-        str(path),
-        config=config,
-        gates=gates,
-        preprocessor=None if preprocessor is None else str(preprocessor),
-        console=Console(quiet=True),
-    )
+    given = None if preprocessor is None else str(preprocessor)
+    return module.validate(str(path), config=config, gates=gates, preprocessor=given, console=Console(quiet=True))
+
+
+def found_in(path: Path, **options: Any) -> dict[str, Any]:
+    report: dict[str, Any] = validate(path, **options).to_dict()
+    return report
 
 
 def log_of(folder: Path, **files: Sequence[Line] | bytes) -> Path:
@@ -90,26 +88,17 @@ def varied(rows: int, seed: int = 0) -> list[Line]:
 # -- what a report says
 
 SMALL: dict[str, list[Line]] = {
-    "day_0": [
-        (1, 0, 1, 7, 1),
-        (0, -2, 1, 7, 1),
-        (0, 5, 1, 8, None),
-        (0, 5, 1, 7, 2),
-    ],
+    "day_0": [(1, 0, 1, 7, 1), (0, -2, 1, 7, 1), (0, 5, 1, 8, None), (0, 5, 1, 7, 2)],
     "day_1": [
-        (1, None, 1, 7, 3),
-        (0, 5, 1, 9, None),
-        (0, 5, 1, 8, 1),
-        (1, None, 1, 7, 1),
-        (0, 5, 1, 8, 1),
-        (1, 0, 1, 7, 1),
+        *((1, None, 1, 7, 3), (0, 5, 1, 9, None), (0, 5, 1, 8, 1)),
+        *((1, None, 1, 7, 1), (0, 5, 1, 8, 1), (1, 0, 1, 7, 1)),
     ],
 }
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> dict[str, Any]:
-    return validate(log_of(tmp_path, **SMALL)).to_dict()
+    return found_in(log_of(tmp_path, **SMALL))
 
 
 def test_rows_and_labels(small: dict[str, Any]) -> None:
@@ -172,33 +161,26 @@ def test_duplicates_and_constants(small: dict[str, Any]) -> None:
 
 
 def test_a_single_file_is_compared_by_sevenths(tmp_path: Path) -> None:
-    report = validate(log_of(tmp_path, only=varied(25))).to_dict()
+    (tmp_path / "a").mkdir()
+    report = found_in(log_of(tmp_path / "a", only=varied(25)))
     assert report["slices_by"] == "seventh"
     assert [piece["rows"] for piece in report["slices"]] == [4, 4, 4, 4, 3, 3, 3]
     assert "seventh 7" in report["unknown_to"]
-
-
-def test_fewer_rows_than_sevenths(tmp_path: Path) -> None:
-    report = validate(log_of(tmp_path, only=varied(1))).to_dict()
+    report = found_in(log_of(tmp_path, only=varied(1)))
     assert [piece["rows"] for piece in report["slices"]] == [1]
-    assert report["unknown_to"] is None
-    assert report["sparse"]["s"]["unknown_rate"] is None
+    assert (report["unknown_to"], report["sparse"]["s"]["unknown_rate"]) == (None, None)
 
 
 def test_many_files_are_put_together(tmp_path: Path) -> None:
-    report = validate(log_of(tmp_path, **{f"f{i}": varied(2, i) for i in range(MAX_SLICES + 6)})).to_dict()
-    assert report["slices_by"] == "files"
-    assert len(report["slices"]) == MAX_SLICES
+    report = found_in(log_of(tmp_path, **{f"f{i}": varied(2, i) for i in range(MAX_SLICES + 6)}))
+    assert (report["slices_by"], len(report["slices"])) == ("files", MAX_SLICES)
     assert sum(piece["rows"] for piece in report["slices"]) == report["rows"] == 2 * (MAX_SLICES + 6)
     assert report["slices"][-1]["name"].endswith(f"f{MAX_SLICES + 5}")
 
 
 def test_files_keep_their_names_when_unpacked(tmp_path: Path) -> None:
-    folder = tmp_path / "log"
-    folder.mkdir()
-    for day in range(2):
-        (folder / f"day_{day}.gz").write_bytes(gzip.compress(text_of(varied(5, day))))
-    assert [piece["name"] for piece in validate(folder).to_dict()["slices"]] == ["day_0", "day_1"]
+    packed = {f"day_{day}.gz": gzip.compress(text_of(varied(5, day))) for day in range(2)}
+    assert [piece["name"] for piece in found_in(log_of(tmp_path, **packed))["slices"]] == ["day_0", "day_1"]
 
 
 def test_a_file_written_anew_in_parts_is_one_slice() -> None:
@@ -214,7 +196,7 @@ def test_a_file_written_anew_in_parts_is_one_slice() -> None:
 def test_an_unlabelled_log(tmp_path: Path) -> None:
     text = text_of(varied(30)).replace(b"\n1\t", b"\n").replace(b"\n0\t", b"\n")[2:]
     config = CONFIG.replace(schema=SCHEMA.replace(label=None))
-    report = validate(log_of(tmp_path, only=text), config=config).to_dict()
+    report = found_in(log_of(tmp_path, only=text), config=config)
     assert (report["rows"], report["label"], report["slices"][0]["label_rate"]) == (30, None, None)
     assert report["dense"]["a"]["auroc"] is None
     assert "click" not in report["slices"][6]["drift"]
@@ -223,9 +205,8 @@ def test_an_unlabelled_log(tmp_path: Path) -> None:
 def test_an_empty_log(tmp_path: Path) -> None:
     report = validate(log_of(tmp_path, only=b""), Gates())
     assert failed(report) == ["min_rows"]
-    assert report.content["rows"] == 0
-    assert report.content["dense"]["a"]["min"] is None
-    assert report.content["sparse"]["s"]["distinct"] == 0
+    content = report.content
+    assert (content["rows"], content["dense"]["a"]["min"], content["sparse"]["s"]["distinct"]) == (0, None, 0)
     json.dumps(report.to_dict(), allow_nan=False)
     assert report.lines()[-1].startswith("failed: ")
 
@@ -260,12 +241,10 @@ def preprocessor_of(path: Path, folder: Path, config: PreparationConfig = CONFIG
 
 def test_unknown_to_a_preprocessor(tmp_path: Path) -> None:
     path = log_of(tmp_path, **SMALL)
-    config = CONFIG.replace(min_count=2)
-    made = preprocessor_of(path / "day_0", tmp_path / "prepared", config)
-    report = validate(path, preprocessor=tmp_path / "prepared").to_dict()
+    made = preprocessor_of(path / "day_0", tmp_path / "prepared", CONFIG.replace(min_count=2))
+    report = found_in(path, preprocessor=tmp_path / "prepared")
     assert report["unknown_to"] == f"Preprocessor {made.hash()}"
-    assert report["sparse"]["s"]["unknown_rate"] == 4 / 10  # all but 7
-    assert report["sparse"]["t"]["unknown_rate"] == 2 / 8
+    assert [report["sparse"][name]["unknown_rate"] for name in "st"] == [4 / 10, 2 / 8]  # of s all but 7
     assert "collision_rate" not in report["sparse"]["s"]
 
 
@@ -274,7 +253,7 @@ def test_unknown_and_collisions_are_what_encoding_makes(tmp_path: Path) -> None:
     config = CONFIG.replace(min_count=10, max_num_embeddings=20, token_modulo=25)
     made = preprocessor_of(path / "day_0", tmp_path / "prepared", config)
     assert made.sparse[0].num_tokens is None or made.sparse[0].token_modulo
-    report = validate(path, preprocessor=tmp_path / "prepared").to_dict()
+    report = found_in(path, preprocessor=tmp_path / "prepared")
     tokens = [[row[3 + s] for row in varied(300) + varied(300, 1)] for s in range(2)]
     for s, name in enumerate(("s", "t")):
         column, found = made.sparse[s], report["sparse"][name]
@@ -294,7 +273,7 @@ def test_unknown_and_collisions_are_what_encoding_makes(tmp_path: Path) -> None:
 def test_integers_that_a_preprocessor_makes_categories_of(tmp_path: Path) -> None:
     path = log_of(tmp_path, day_0=[(0, 1, 1, 1, 1)] * 10, day_1=[(1, 2, 1, 1, 1)] * 30)
     preprocessor_of(path / "day_0", tmp_path / "prepared", CONFIG.replace(preset="fuxictr-x4"))
-    report = validate(path, preprocessor=tmp_path / "prepared").to_dict()
+    report = found_in(path, preprocessor=tmp_path / "prepared")
     assert [report["dense"][name]["unknown_rate"] for name in "ab"] == [0.75, 0]
     assert report["sparse"]["s"]["unknown_rate"] == 0
     assert report["dense"]["a"]["log_mean"] == pytest.approx((np.log(2) + 3 * np.log(3)) / 4, abs=1e-6)
@@ -304,7 +283,7 @@ def test_integers_that_a_preprocessor_makes_categories_of(tmp_path: Path) -> Non
 def test_unknown_to_the_past(tmp_path: Path, modulo: int | None) -> None:
     days = [varied(60, seed) for seed in range(3)]
     path = log_of(tmp_path, **{f"day_{i}": day for i, day in enumerate(days)})
-    report = validate(path, config=CONFIG.replace(min_count=5, token_modulo=modulo)).to_dict()
+    report = found_in(path, config=CONFIG.replace(min_count=5, token_modulo=modulo))
     past = [row[3] % (modulo or 1000) for day in days[:2] for row in day]
     latest = [row[3] % (modulo or 1000) for row in days[2]]
     assert report["sparse"]["s"]["unknown_rate"] == np.mean([past.count(token) < 5 for token in latest])
@@ -325,8 +304,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_planted_fault_is_found(tmp_path: Path, kind: str) -> None:
-    line, column = FAULTS[kind]
-    good = text_of(varied(50))
+    (line, column), good = FAULTS[kind], text_of(varied(50))
     report = validate(log_of(tmp_path, day_0=good, day_1=good + line * 12 + good), Gates())
     assert report.content["bad_rows"] == 12
     assert report.content["faults"]["by_kind"] == {kind: 12}
@@ -404,7 +382,7 @@ def test_planted_drift_is_found(tmp_path: Path) -> None:
     days = [varied(4000, seed) for seed in range(3)]
     days[1] = [(y, a + 30, b, s, t) for y, a, b, s, t in days[1] if a is not None]
     days[2] = [(y, a, b, s, t if i % 5 else 77) for i, (y, a, b, s, t) in enumerate(days[2])]
-    report = validate(log_of(tmp_path, **{f"day_{i}": day for i, day in enumerate(days)})).to_dict()
+    report = found_in(log_of(tmp_path, **{f"day_{i}": day for i, day in enumerate(days)}))
     shifted, replaced = report["slices"][1]["drift"], report["slices"][2]["drift"]
     assert shifted["a"] == pytest.approx(30 / 55, abs=0.05)
     assert replaced["t"] == pytest.approx(0.2, abs=0.02)
@@ -453,16 +431,15 @@ def test_the_division_does_not_matter(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "_TASK_ROWS", task_rows)
         monkeypatch.setattr(module, "_READ_ROWS", read_rows)
         config = CONFIG.replace(block_bytes=block_bytes, segments_per_block=16, memory_bytes=memory)
-        found = validate(path, config=config).to_dict()
+        found = found_in(path, config=config)
         expected = expected or found
         assert found == expected
-    assert expected is not None
     assert expected["faults"]["by_kind"] == {"too few columns": 30}
 
 
 def test_parts_of_a_log() -> None:
     segments = numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)])
-    assert [(part.segment.first_row, part.start, part.stop) for part in parts_of(segments, 0, 9)] == [
+    assert [(p.segment.first_row, p.start, p.stop) for p in parts_of(segments, 0, 9)] == [
         (0, 0, 3),
         (3, 0, 4),
         (7, 0, 2),
@@ -501,21 +478,13 @@ eve,blue,7,1,1,x
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_any_click_log(tmp_path: Path, form: str) -> None:
-    path = tmp_path / f"log.{form}"
-    if form == "csv":
-        path.write_text(CSV)
-    else:
-        table = pa.table(
-            {
-                "user": ["ann", "bob", "ann", None, "eve"],
-                "tags": [["red", "blue"], ["red"], [], ["red", "red", "green"], ["blue"]],
-                "y": [1, 0, 0, 1, 7],
-                "price": [0.5, None, -1.5, 1e3, 1.0],
-                "w": [1.0, 2.0, 0.0, 1.0, 1.0],
-            }
-        )
-        pq.write_table(table, path)
-    report = validate(path, config=PreparationConfig(schema=ANY)).to_dict()
+    path = tmp_path / "log.csv"
+    path.write_text(CSV)
+    if form == "parquet":
+        table = arrow_csv.read_csv(path)
+        path = tmp_path / "log.parquet"
+        pq.write_table(table.set_column(1, "tags", pc.split_pattern(table["tags"], "|")), path)
+    report = found_in(path, config=PreparationConfig(schema=ANY))
     assert (report["rows"], report["bad_rows"], report["label"]["rate"]) == (4, 1, 0.5)
     assert report["faults"]["by_column"] == {"label is not 0 or 1": {"y": 1}}
     assert report["faults"]["first"][0]["row"] == 4
@@ -532,7 +501,7 @@ def test_a_preprocessor_of_any_click_log(tmp_path: Path) -> None:
     path.write_text(CSV)
     config = PreparationConfig(schema=ANY, min_count=2)
     preprocessor_of(path, tmp_path / "prepared", config)
-    sparse = validate(path, config=config, preprocessor=tmp_path / "prepared").to_dict()["sparse"]
+    sparse = found_in(path, config=config, preprocessor=tmp_path / "prepared")["sparse"]
     assert [sparse[name]["unknown_rate"] for name in ("user", "tags")] == [1 / 3, 2 / 6]
 
 
