@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -55,7 +56,9 @@ class GoogleStore:
 class S3Store:
     """moto's S3 in a process of its own: `kill` breaks its connections off and lets none begin; it keeps what it stored."""
 
-    def __init__(self) -> None:
+    bucket = "s3://logs"
+
+    def __init__(self, folder: Path | None = None) -> None:
         self.port = free_ports(1)
         self.environment = {
             "AWS_ACCESS_KEY_ID": "tester",
@@ -151,6 +154,6 @@ def _connection(account: str, key: str, port: int) -> str:
     return f"AccountName={account};AccountKey={key};BlobEndpoint=http://127.0.0.1:{port}/{account}"
 
 
-KINDS: dict[str, type[GoogleStore] | type[AzureStore] | type[Azurite]] = {"gs": GoogleStore, "az": AzureStore}
+KINDS: dict[str, Callable[[Path], CloudStore]] = {"gs": GoogleStore, "az": AzureStore, "s3": S3Store}
 if os.environ.get("RAYREC_TEST_AZURITE"):
     KINDS["azurite"] = Azurite
