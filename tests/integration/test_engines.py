@@ -24,7 +24,6 @@ from rayrec.prepare.config import PreparationConfig, SparkConfig, engine
 
 pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
 
-ENGINES = ("ray", "spark", "spark-on-ray")
 SPARK = {"master": "local[2]", "executor_memory": "1g", "timeout_s": 240.0}
 
 
@@ -43,61 +42,26 @@ def files_in(folder: Path) -> dict[str, bytes]:
     }
 
 
+COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "vocabulary": (rayrec.vocabulary, {"split": "sevenths"}),
+    "vocabulary of mlperf-v1": (rayrec.vocabulary, {"split": "sevenths", "preset": "mlperf-v1"}),
+    "split": (rayrec.split, {"by": "rows"}),
+    "preprocess": (rayrec.preprocess, {"format": "binary", "shuffle": "full", "seed": 5, "split": "sevenths"}),
+}
+
+
+@pytest.mark.parametrize("name", ["spark-on-ray", pytest.param("spark", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("spark-on-ray", "rayrec"),  # the one of this file that CI runs
-        *(pytest.param("spark", preset, marks=pytest.mark.exhaustive) for preset in ("rayrec", "mlperf-v1")),
-        pytest.param("spark-on-ray", "mlperf-v1", marks=pytest.mark.exhaustive),
-    ],
+    "command",
+    ["vocabulary", *(pytest.param(command, marks=pytest.mark.exhaustive) for command in list(COMMANDS)[1:])],
 )
-def test_spark_makes_the_vocabulary_that_ray_makes(click_log: Path, tmp_path: Path, name: str, preset: str) -> None:
-    made = []
+def test_spark_makes_the_files_that_ray_makes(click_log: Path, tmp_path: Path, name: str, command: str) -> None:
+    (call, options), made = COMMANDS[command], []
     for engine_name in ("ray", name):
-        result = rayrec.vocabulary(
-            str(click_log / "train.txt"),
-            out=str(tmp_path / engine_name),
-            preset=preset,
-            split="sevenths",
-            engine=engine_name,
-            spark=SPARK,
-            block_bytes=1 << 20,
-            console=Console(quiet=True),
-        )
-        made.append((files_in(tmp_path / engine_name), result["hash"]))
+        engines = {"engine": engine_name, "spark": SPARK, "block_bytes": 1 << 20, "console": Console(quiet=True)}
+        call(str(click_log / "train.txt"), out=str(tmp_path / engine_name), **options, **engines)
+        made.append(files_in(tmp_path / engine_name))
     assert made[0] == made[1]
-
-
-@pytest.mark.exhaustive
-def test_all_engines_split_a_log_into_the_same_files(click_log: Path, tmp_path: Path) -> None:
-    made = {}
-    for name in ENGINES:
-        options = {"engine": name, "spark": SPARK, "block_bytes": 1 << 20, "console": Console(quiet=True)}
-        rayrec.split(str(click_log / "train.txt"), out=str(tmp_path / name), by="rows", **options)
-        made[name] = files_in(tmp_path / name)
-    assert made["spark"] == made["ray"]
-    assert made["spark-on-ray"] == made["ray"]
-
-
-@pytest.mark.exhaustive
-def test_all_engines_make_the_same_ready_made_files(click_log: Path, tmp_path: Path) -> None:
-    made = {}
-    for name in ENGINES:
-        rayrec.preprocess(
-            str(click_log / "train.txt"),
-            out=str(tmp_path / name),
-            format="binary",
-            shuffle="full",
-            seed=5,
-            split="sevenths",
-            engine=name,
-            spark=SPARK,
-            block_bytes=1 << 20,
-            console=Console(quiet=True),
-        )
-        made[name] = files_in(tmp_path / name)
-    assert made["spark"] == made["ray"]
-    assert made["spark-on-ray"] == made["ray"]
 
 
 # What goes wrong -----------------------------------------------------------------------------------------------------

@@ -72,23 +72,12 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_ray_makes_the_bytes_of_one_process(text: Path, alone: Path, tmp_path: Path) -> None:
-    rayrec.preprocess(str(text), out=str(tmp_path / "out"), format="mds", console=QUIET, **OPTIONS)
-    assert files_of(tmp_path / "out") == files_of(alone)
-
-
-@pytest.mark.usefixtures("local_ray")
 def test_an_error_of_a_task_is_one_line(text: Path, tmp_path: Path) -> None:
     content = text.read_bytes()
     (tmp_path / "bad.txt").write_bytes(content[:100_000] + b"\xfe" + content[100_000:])
+    options = {"tokenizer": str(tokenizer_of(text, tmp_path)), "console": QUIET}
     with pytest.raises(InputError, match=r"^[^\n]*bad\.txt: byte 100,000 is not UTF-8[^\n]*$"):
-        rayrec.preprocess(
-            str(tmp_path / "bad.txt"),
-            out=str(tmp_path / "out"),
-            format="mds",
-            tokenizer=str(tokenizer_of(text, tmp_path)),
-            console=QUIET,
-        )
+        rayrec.preprocess(str(tmp_path / "bad.txt"), out=str(tmp_path / "out"), format="mds", **options)
     assert not (tmp_path / "out").exists()
 
 
