@@ -76,8 +76,8 @@ def check(rows: list[Row], order: list[int] | None, num_embeddings: int = LARGE)
     encoded = preprocessor.encode(raw, None if order is None else np.array(order, np.int64))
     rows = rows if order is None else [rows[i] for i in order]
     assert len(encoded) == len(rows)
-    assert encoded.labels.dtype == np.float32
-    assert encoded.labels.tolist() == [row[0] for row in rows]
+    assert encoded.label.dtype == np.float32
+    assert encoded.label.tolist() == [row[0] for row in rows]
     assert encoded.weights.tolist() == [np.float32(row[1]) for row in rows]
     for d, column in enumerate(preprocessor.dense):
         for row, value in zip(rows, encoded.dense[:, d], strict=True):
@@ -119,7 +119,7 @@ def test_encode(rows: list[Row], rng: random.Random) -> None:
 
 def test_unlabelled_rows_have_neither_labels_nor_weights() -> None:
     encoded = make().encode(raw_of([(0, 1.0, [1.0, None], [5, [], None, [3, 4]])], SCHEMA.unlabelled()))
-    assert (encoded.labels, encoded.weights) == (None, None)
+    assert (encoded.labels, encoded.weights) == ({}, None)
 
 
 @settings(max_examples=100, deadline=None)
