@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import IO, Any, cast, final
 
 from rich.console import Console as RichConsole
@@ -98,11 +98,6 @@ class Console:
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """While `progress` is called."""
-        with self._live():
-            yield
-
-    @contextmanager
-    def _live(self) -> Iterator[None]:
         if not self._out.is_terminal:
             yield
             return
@@ -152,7 +147,8 @@ class Console:
             except (InputError, OSError) as error:  # a damaged line: the run itself does without it
                 self.note(f"nothing more can be shown of this run ({error})")
 
-        with self._panel(run):
+        shown = Live(get_renderable=lambda: panel(run), console=self._out, refresh_per_second=4)
+        with shown if self._out.is_terminal and not self._out.quiet else nullcontext():
             thread = threading.Thread(target=show, daemon=True)
             thread.start()
             try:
@@ -160,14 +156,6 @@ class Console:
             finally:
                 stop.set()
                 thread.join(timeout=5)
-
-    @contextmanager
-    def _panel(self, run: RunSummary) -> Iterator[None]:
-        if not self._out.is_terminal or self._out.quiet:
-            yield
-            return
-        with Live(get_renderable=lambda: panel(run), console=self._out, refresh_per_second=4):
-            yield
 
     def _show(self, event: dict[str, Any], run: RunSummary) -> None:
         if event["kind"] == "step" and not self._out.is_terminal:

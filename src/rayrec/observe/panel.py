@@ -133,12 +133,21 @@ _STALE_S: Final = 60.0
 def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) -> RenderableType:
     """What is known of a run, in a few lines; `full`: where the time goes, what the data side does and the verdict as well.
     `now_s`: unix time."""
-    parts: list[RenderableType] = [_progress(run), _figures(run)]
-    shares = _last_shares(run)
-    if shares:
-        parts.append(_split(shares))
-    if full:
-        parts += _details(run)
+    grid = Table.grid(padding=(0, 1))
+    told = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
+    grid.add_row(ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(told))
+    named = Text()
+    for name, value in figures(run):
+        named.append(f"{name} ", style="dim").append(f"{value}   ")
+    parts: list[RenderableType] = [grid, named]
+    times_s = run.latest.get("step", {}).get("times_s") or {}
+    if any(times_s.values()):
+        parts.append(_split(times_s))
+    if full and run.latest.get("data", {}).get("stages"):
+        parts.append(_data(run.latest["data"]))
+    found = verdict(run) if full else None
+    if found is not None:
+        parts.append(Text(found.text, style="bold"))
     age_s = (time.time() if now_s is None else now_s) - (run.last_time_s or 0.0)
     status = run.status
     if full and run.last_time_s is not None and age_s > _STALE_S and not run.ended:
@@ -148,47 +157,16 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left")
 
 
-def _progress(run: RunSummary) -> RenderableType:
-    grid = Table.grid(padding=(0, 1))
-    told = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
-    grid.add_row(ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(told))
-    return grid
-
-
-def _figures(run: RunSummary) -> RenderableType:
-    text = Text()
-    for name, value in figures(run):
-        text.append(f"{name} ", style="dim").append(f"{value}   ")
-    return text
-
-
-def _last_shares(run: RunSummary) -> dict[str, float]:
-    """Of the last logged interval, by phase; empty where that was not measured."""
-    times_s = run.latest.get("step", {}).get("times_s") or {}
-    total_s = sum(value or 0.0 for value in times_s.values())
-    return {name: (times_s.get(name) or 0.0) / total_s for name in PHASES} if total_s else {}
-
-
-def _split(shares: Mapping[str, float]) -> RenderableType:
+def _split(times_s: Mapping[str, float | None]) -> RenderableType:
     """A bar of the last interval's phases, and their shares in words."""
     bar, words = Text(), Text()
+    total_s = sum(value or 0.0 for value in times_s.values())
     for name in PHASES:
-        cells = round(shares[name] * _BAR_CELLS)
-        bar.append("█" * cells, style=_STYLES[name])
-        if shares[name] >= 0.005:
-            words.append(" ■ ", style=_STYLES[name]).append(f"{WORDS[name]} {shares[name]:.0%}")
+        share = (times_s.get(name) or 0.0) / total_s
+        bar.append("█" * round(share * _BAR_CELLS), style=_STYLES[name])
+        if share >= 0.005:
+            words.append(" ■ ", style=_STYLES[name]).append(f"{WORDS[name]} {share:.0%}")
     return Group(bar, words)
-
-
-def _details(run: RunSummary) -> list[RenderableType]:
-    parts: list[RenderableType] = []
-    data = run.latest.get("data", {})
-    if data.get("stages"):
-        parts.append(_data(data))
-    found = verdict(run)
-    if found is not None:
-        parts.append(Text(found.text, style="bold"))
-    return parts
 
 
 def _data(event: Mapping[str, Any]) -> RenderableType:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
@@ -69,19 +69,28 @@ class TrackersConfig(Config):
         """What makes each tracker of the run in `folder` (its whole configuration is `config`), by its name; that for
         Prometheus, which needs Ray, is in `rayrec.training.launchers.ray_metrics`. Nothing is imported or reached before they
         are called."""
-        values = config.to_dict()
-        makers: Makers = {}
+        values, makers = config.to_dict(), Makers()
         if self.tensorboard:
-            makers["TensorBoard"] = partial(_tensorboard, folder, config.to_yaml())
+            makers["TensorBoard"] = _maker("tensorboard", "TensorBoardTracker", folder, config=config.to_yaml())
         if self.mlflow:
-            makers["MLflow"] = partial(_mlflow, self, values)
+            makers["MLflow"] = _maker(
+                "mlflow", "MlflowTracker", self.mlflow_uri, experiment=self.project, config=values
+            )
         if self.wandb != "off":
-            makers["Weights & Biases"] = partial(_wandb, self, folder, values)
+            offline = self.wandb == "offline"
+            makers["Weights & Biases"] = _maker(
+                "wandb", "WandbTracker", folder, project=self.project, offline=offline, config=values
+            )
         if self.mllog:
-            makers["MLLOG"] = partial(_mllog, folder, values)
+            makers["MLLOG"] = _maker("log_files", "MlLogTracker", folder, config=values)
         if self.iteration_lines:
-            makers["iteration lines"] = partial(_iteration_lines, folder)
+            makers["iteration lines"] = _maker("log_files", "IterationTracker", folder)
         return makers
+
+
+def _maker(module: str, cls: str, *arguments: Any, **named: Any) -> Callable[[], Tracker]:
+    """What imports a module of this room, and makes its tracker."""
+    return lambda: getattr(importlib.import_module(f"rayrec.observe.tracking.{module}"), cls)(*arguments, **named)
 
 
 def _check_mlflow_uri(uri: str) -> None:
@@ -99,33 +108,3 @@ def _check_mlflow_uri(uri: str) -> None:
             f"trackers.mlflow_uri: {without_users(uri)}: MLflow does not know {scheme}:; give a server (http://host:port), a "
             "folder (file:/path) or a database (sqlite:///file.db)"
         )
-
-
-def _tensorboard(folder: str, config: str) -> Tracker:
-    from rayrec.observe.tracking.tensorboard import TensorBoardTracker
-
-    return TensorBoardTracker(folder, config=config)
-
-
-def _mlflow(trackers: TrackersConfig, config: dict[str, Any]) -> Tracker:
-    from rayrec.observe.tracking.mlflow import MlflowTracker
-
-    return MlflowTracker(trackers.mlflow_uri, experiment=trackers.project, config=config)
-
-
-def _wandb(trackers: TrackersConfig, folder: str, config: dict[str, Any]) -> Tracker:
-    from rayrec.observe.tracking.wandb import WandbTracker
-
-    return WandbTracker(folder, project=trackers.project, offline=trackers.wandb == "offline", config=config)
-
-
-def _mllog(folder: str, config: dict[str, Any]) -> Tracker:
-    from rayrec.observe.tracking.log_files import MlLogTracker
-
-    return MlLogTracker(folder, config=config)
-
-
-def _iteration_lines(folder: str) -> Tracker:
-    from rayrec.observe.tracking.log_files import IterationTracker
-
-    return IterationTracker(folder)
