@@ -163,7 +163,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     from rayrec.training.progress import Training
     from rayrec.training.step_log import Account
     from rayrec.workloads.recsys.worker import TimedBase
-    from rayrec.workloads.step_timer import HostClock, NoClock
+    from rayrec.workloads.step_timer import HostClock, StepClock
 
     class Entered(torch.nn.Module):
         """The model, with hooks of its own."""
@@ -183,7 +183,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     interruption = SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False)
     lanes = []
     for observed in (True, False, False):
-        clock = HostClock() if observed else NoClock()
+        clock = HostClock() if observed else StepClock()
         pipeline = TimedBase(Entered(setup.model), setup.optimizer, torch.device("cpu"), clock)
         peak = 1e12 if observed else None  # the worker measures it once, before it trains
         own = dataclasses.replace(setup, clock=clock, pipeline=pipeline, peak_multiply_adds_per_s=peak)

@@ -16,7 +16,7 @@ from rayrec.collectives import over_workers
 from rayrec.training.progress import Cut, Interruption, Progress, Training, judge, lower_on_plateau
 from rayrec.training.step_log import Account, Batches
 from rayrec.workloads.base import TrainConfig, WorkerSetup
-from rayrec.workloads.step_timer import NoClock
+from rayrec.workloads.step_timer import StepClock
 
 _EVALUATION_POLL_S = 2.0
 """Seconds between two polls for a stop during an evaluation, as far as whole batches allow."""
@@ -215,7 +215,7 @@ def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None
     """Scores every row of an evaluation set once -> its metrics; collective. None if `watch` ended it before its last batch."""
     setup.model.eval()
     metrics, source = setup.make_metrics(), setup.eval_batches[name]()
-    batches, stopped = Batches(source, NoClock()), False
+    batches, stopped = Batches(source, StepClock()), False
     try:
         while True:
             try:

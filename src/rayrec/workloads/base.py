@@ -253,12 +253,6 @@ class Metrics(Protocol):
     def compute(self) -> dict[str, float]: ...
 
 
-def _no_clock() -> StepClock:
-    from rayrec.workloads.step_timer import NoClock  # which needs torch, and a configuration does not
-
-    return NoClock()
-
-
 @dataclass
 class WorkerSetup:
     """All the loop needs of a workload on one worker."""
@@ -277,8 +271,8 @@ class WorkerSetup:
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
     """What a reader of the run may want to know: tables, sharding, sizes."""
-    clock: StepClock = field(default_factory=_no_clock)
-    """Told by pipeline, model and optimizer which phase a step is in; by default nobody tells it, and it measures nothing."""
+    clock: StepClock
+    """Told by pipeline, model and optimizer which phase a step is in."""
     multiply_adds_per_row: float | None = None
     """Of one row's forward pass, in matrix products and convolutions; None: not known. Training costs three times as many."""
     peak_multiply_adds_per_s: float | None = None

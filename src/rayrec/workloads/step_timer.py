@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import threading
 import time
@@ -19,9 +18,11 @@ from rayrec.observe.timing import PHASES
 OTHER = "other"
 
 
-class StepClock(abc.ABC):
+class StepClock:
     """Attributes the time between `start` and `stop` to phases (`rayrec.observe.timing.PHASES`). For one thread, and those
-    that work for it while it waits."""
+    that work for it while it waits. This one measures nothing."""
+
+    measures = False
 
     def __init__(self) -> None:
         self.owner = threading.get_ident()
@@ -32,26 +33,23 @@ class StepClock(abc.ABC):
         """A context within which time belongs to `name`, save what belongs to contexts inside it."""
         return _Phase(self, name)
 
-    @abc.abstractmethod
     def enter(self, name: str) -> str:
         """From now on time belongs to this phase; returns the one before. Costs about a microsecond and waits for nothing."""
+        return name
 
-    @abc.abstractmethod
     def start(self) -> None:
         """A stretch of training begins."""
 
-    @abc.abstractmethod
     def stop(self) -> None:
         """It ends: until the next start no time is counted."""
 
-    @abc.abstractmethod
     def cut(self) -> None:
         """An interval ends here and the next begins."""
 
-    @abc.abstractmethod
     def read(self) -> dict[str, float]:
         """Seconds by phase of the interval that was cut last, all phases; empty where none are measured. The device must
         have come to the cut already: call it behind something that waited for that anyhow."""
+        return {}
 
 
 @final
@@ -71,28 +69,10 @@ class _Phase:
 
 
 @final
-class NoClock(StepClock):
-    """Measures nothing."""
-
-    def enter(self, name: str) -> str:
-        return name
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def cut(self) -> None:
-        pass
-
-    def read(self) -> dict[str, float]:
-        return {}
-
-
-@final
 class HostClock(StepClock):
     """The time of a process whose operators run in it."""
+
+    measures = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +113,8 @@ class DeviceClock(StepClock):
     Data, copies and collectives that other streams do meanwhile cost nothing here; where the computing stream has to wait
     for them, or for this process, the time is theirs.
     """
+
+    measures = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -180,7 +162,7 @@ class DeviceClock(StepClock):
 def step_clock(device: torch.device, *, measure: bool) -> StepClock:
     """The clock for a device; `measure` False: one that costs nothing."""
     if not measure:
-        return NoClock()
+        return StepClock()
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
@@ -191,7 +173,7 @@ def waits_noticed(clock: StepClock) -> Iterator[None]:
     torch has no hook there, so the one method through which Python code waits (torch.distributed's own, TorchRec's, ours) is
     replaced meanwhile. Threads that save are not concerned.
     """
-    if isinstance(clock, NoClock):
+    if not clock.measures:
         yield
         return
     work: Any = distributed.Work
@@ -213,7 +195,7 @@ def waits_noticed(clock: StepClock) -> Iterator[None]:
 def notice_exchange(clock: StepClock, loss: torch.Tensor) -> None:
     """What the backward pass of `loss` still waits for, once it has computed, belongs to collectives: DDP and FSDP exchange
     gradients while it computes, and wait for the rest at its end, in C++."""
-    if not isinstance(clock, NoClock) and loss.requires_grad:
+    if clock.measures and loss.requires_grad:
         loss.register_hook(partial(_at_the_end, clock))
 
 
@@ -245,7 +227,7 @@ class TimedOptimizer:
 
 def time_forward(model: torch.nn.Module, clock: StepClock) -> None:
     """Forward passes of the model belong to their phase."""
-    if not isinstance(clock, NoClock):
+    if clock.measures:
         model.register_forward_pre_hook(lambda module, inputs: _entered(clock, "forward"))
         model.register_forward_hook(lambda module, inputs, output: _entered(clock, OTHER))
 

@@ -21,7 +21,7 @@ from rayrec.training import loop, step_log
 from rayrec.training.loop import Boundary, next_boundary
 from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, with_lowered_rates
 from rayrec.training.step_log import Account
-from rayrec.workloads.step_timer import HostClock, NoClock, StepClock
+from rayrec.workloads.step_timer import HostClock, StepClock
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ class Run:
         self.loader = Loader(start, stop)
         names = {field.name for field in dataclasses.fields(Interruption)} & changes.keys()
         self.interruption = Interruption(self.pipeline, **{name: changes.pop(name) for name in names})
-        self.clock: StepClock = NoClock()
+        self.clock: StepClock = StepClock()
         self.first_steps: list[tuple[float, float]] = []
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **changes}
         self.config = recipes.ALL[recipe]("none").replace(**fields)

@@ -25,7 +25,7 @@ from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
 from rayrec.workloads.data_parallel.model import DataParallelModel
-from rayrec.workloads.step_timer import NoClock, StepClock, notice_exchange, step_clock
+from rayrec.workloads.step_timer import StepClock, notice_exchange, step_clock
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
 
@@ -139,7 +139,7 @@ class RowPipeline:
         clock: StepClock | None = None,
     ) -> None:
         self.wrapped, self.device = wrapped, context.device
-        self.clock = clock or NoClock()
+        self.clock = clock or StepClock()
         self._workload, self._model, self._optimizer = workload, model, optimizer
         self._world_size = context.world_size
         self._bf16 = context.config.precision == "bf16"

@@ -45,7 +45,7 @@ from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.settings import ClickSettings
-from rayrec.workloads.step_timer import NoClock, StepClock, TimedOptimizer, notice_exchange, step_clock, time_forward
+from rayrec.workloads.step_timer import StepClock, TimedOptimizer, notice_exchange, step_clock, time_forward
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
 if TYPE_CHECKING:
@@ -311,8 +311,8 @@ def make_pipeline(
     One worker exchanges nothing. TorchRec's exchange would only cost it time, on a GPU by making the host wait for the device
     several times a step; the base pipeline copies the next batch to a GPU ahead as well."""
     if context.world_size == 1:
-        return TimedBase(model, optimizer, context.device, clock or NoClock())
-    return TimedSparseDist(model, optimizer, context.device, clock or NoClock())
+        return TimedBase(model, optimizer, context.device, clock or StepClock())
+    return TimedSparseDist(model, optimizer, context.device, clock or StepClock())
 
 
 Pipelineable.register(Batch)  # has its methods; TorchRec asks for the class
