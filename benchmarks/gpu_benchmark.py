@@ -372,7 +372,6 @@ def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]
         if out is not None:
             os.makedirs(out, exist_ok=True)
             shutil.copy(place, os.path.join(out, "trace.json.gz"))
-            shutil.copy(place.parent / "operations.txt", out)
     return {
         "syncs": syncs_of(found),
         "steps": steps,

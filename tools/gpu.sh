@@ -2,7 +2,7 @@
 # Tests and measures rayrec on this machine's GPU, from a checkout: `sh tools/gpu.sh` (make gpu). docs/gpu.md tells more.
 #
 # Makes an environment for CUDA in build/gpu-venv, runs `make test-gpu` and `rayrec benchmark gpu`, and leaves in OUT:
-#   log.txt  machine.txt  doctor.txt  rows.jsonl  trace.json.gz  operations.txt
+#   log.txt  machine.txt  doctor.txt  rows.jsonl  trace.json.gz
 # Ends with status 0 only if all tests and all measurements went well. Variables:
 #   OUT              folder of the results; default gpu-results
 #   PYTHON           interpreter that the environment is made with; its packages are seen in it; default python3

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, final
 
-import orjson
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rayrec import storage
@@ -23,11 +20,8 @@ from rayrec.training.stop_monitor import ControlChannel, ProfileRequest
 from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import MOST_PROFILED_STEPS
 
-TABLE: Final = "operations.txt"
 TIMELINE: Final = "ray_timeline.json"
 """What Ray's tasks did, as a trace; beside the folders of the ranks."""
-_NUM_OPERATIONS: Final = 50
-_GZIP_LEVEL: Final = 3
 _PATIENCE_S: Final = 10.0
 """With a store that is out: the end of an attempt waits for this."""
 
@@ -38,9 +32,8 @@ _logger = logging.getLogger(__name__)
 class StepProfiler:
     """One worker's profiler. While nobody asks for anything, a step costs it two comparisons.
 
-    What is recorded appears in FOLDER/NAME/rank_N, complete or not at all: `trace.json.gz` (Chrome's trace format, for
-    Perfetto or chrome://tracing, with a track of memory) and `operations.txt` (a table of those that took longest). A thread
-    writes it, so that training continues; it shares Python's interpreter lock with it. `written(window)` and
+    What is recorded appears in FOLDER/NAME/rank_N/trace.json.gz (Chrome's trace format, for Perfetto or chrome://tracing). A
+    thread writes it, so that training continues; it shares Python's interpreter lock with it. `written(window)` and
     `failed(window, cause)` are called from that thread, `failed` also from the one that trains. Whatever goes wrong is told so,
     and nothing of it reaches training.
     """
@@ -143,7 +136,6 @@ class _Recording:
 
     def __init__(self, window: Window, end: int, device: torch.device, *, memory: bool, stack: bool) -> None:
         self.window, self.end = window, end
-        self._device = device
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -167,34 +159,8 @@ class _Recording:
         self._profile.stop()
 
     def write(self, folder: str) -> None:
-        """Writes all files into a local folder."""
-        kind = "cuda" if self._device.type == "cuda" else "cpu"
-        table = self._profile.key_averages().table(
-            sort_by=f"self_{kind}_time_total", row_limit=_NUM_OPERATIONS, max_name_column_width=80
-        )
-        with open(os.path.join(folder, TABLE), "w", encoding="utf-8") as text:
-            text.write(table)
-        raw = os.path.join(folder, "trace.json")
-        self._profile.export_chrome_trace(raw)
-        with open(raw, "rb") as file:
-            trace = orjson.loads(file.read())
-        os.remove(raw)
-        trace["traceEvents"] += memory_track(trace["traceEvents"])
-        with gzip.open(os.path.join(folder, TRACE), "wb", compresslevel=_GZIP_LEVEL) as packed:
-            packed.write(orjson.dumps(trace))
-
-
-def memory_track(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the bytes allocated by device, from a trace's events named [memory], as counters, which viewers draw as a curve."""
-    found = []
-    for event in events:
-        if event.get("name") == "[memory]":
-            arguments = event["args"]
-            is_cpu = arguments["Device Type"] == DeviceType.CPU.value
-            name = f"allocated on {'cpu' if is_cpu else 'gpu {}'.format(arguments['Device Id'])}"
-            size = {"bytes": arguments["Total Allocated"]}
-            found.append({"ph": "C", "name": name, "pid": 0, "ts": event["ts"], "args": size})
-    return sorted(found, key=lambda counter: counter["ts"])
+        """Writes the trace into a local folder."""
+        self._profile.export_chrome_trace(os.path.join(folder, TRACE))
 
 
 def make_profiler(

@@ -14,7 +14,7 @@ from builders.faults import raising
 
 from rayrec import storage
 from rayrec.training import step_profiler
-from rayrec.training.step_profiler import StepProfiler, Window, memory_track
+from rayrec.training.step_profiler import StepProfiler, Window
 
 
 class Recorded:
@@ -63,13 +63,10 @@ def test_a_window_of_steps(tmp_path: Path) -> None:
     run = Recorded(tmp_path).record(window, 0, 9)
     assert (run.written, run.failed) == ([window], [])
     folder = tmp_path / "first" / "rank_0"
-    assert sorted(path.name for path in folder.iterdir()) == ["operations.txt", "trace.json.gz"]
+    assert [path.name for path in folder.iterdir()] == ["trace.json.gz"]
     assert steps_of(folder) == ["step 4", "step 5", "step 6"]  # the ones after three were done
     assert len([event for event in trace(folder) if event["name"] == "aten::addmm"]) == 3
-    assert "aten::addmm" in (folder / "operations.txt").read_text()
-    counters = [event for event in trace(folder) if event["name"] == "allocated on cpu"]
-    assert {event["ph"] for event in counters} == {"C"}
-    assert max(event["args"]["bytes"] for event in counters) >= 128
+    assert any(event["name"] == "[memory]" for event in trace(folder))
 
 
 def test_what_is_asked_for_late_slides_on_and_another_may_follow(tmp_path: Path) -> None:
@@ -182,13 +179,3 @@ def test_no_thread_to_write_with_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         train(run.profiler, 0, 2)
     run.profiler.close()
     assert run.failed == ["can't start new thread"]
-
-
-def test_memory_by_device() -> None:
-    def event(time_us: float, device: int, number: int, size_bytes: int) -> dict[str, Any]:
-        arguments = {"Device Type": device, "Device Id": number, "Total Allocated": size_bytes, "Bytes": 1}
-        return {"name": "[memory]", "ts": time_us, "args": arguments}
-
-    events = [event(2.0, 0, -1, 20), event(1.0, 0, -1, 10), event(3.0, 1, 2, 30), {"name": "aten::mm", "ts": 0.0}]
-    track = [(counter["ts"], counter["name"], counter["args"]["bytes"]) for counter in memory_track(events)]
-    assert track == [(1.0, "allocated on cpu", 10), (2.0, "allocated on cpu", 20), (3.0, "allocated on gpu 2", 30)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import os
 import signal
@@ -314,7 +315,8 @@ def test_a_running_run_is_asked_for_a_profile(tmp_path: Path, monkeypatch: pytes
     asking.join(WAIT_S)
     (profile,) = told
     assert (profile["steps"], profile["ranks"]) == (2, 1)
-    assert "aten::" in Path(profile["profile"], "rank_0", "operations.txt").read_text()  # of the worker's thread
+    trace = Path(profile["profile"], "rank_0", "trace.json.gz").read_bytes()
+    assert b"aten::" in gzip.decompress(trace)  # of the worker's thread
     assert [event["path"] for event in events(tmp_path) if event["kind"] == "profile"] == [profile["profile"]]
 
 
