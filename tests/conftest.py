@@ -138,6 +138,16 @@ def local_ray(start_ray: Callable[[], None]) -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def single_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[S3Store]:
     """A server that runs, and the environment of this process set to reach it. Who kills it starts it again."""

@@ -19,7 +19,7 @@ import torch
 from ranks import data_parallel
 from torch import distributed
 
-from rayrec import recipes, storage
+from rayrec import storage
 from rayrec.checkpoint import latest
 from rayrec.config import InputError
 from rayrec.data.engine import STOP_ASKED, ThreadEngine
@@ -113,8 +113,23 @@ def run(folder: Path, **changes: Any) -> trainer.Result:
     return trainer.train(config(folder, **changes), console=Console(quiet=True))
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    return read_events(folder / "run" / "events.jsonl")
+def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    return read_events(folder / "run" / "events.jsonl", kinds=kinds or None)
+
+
+def at(step: int, what: Callable[[], object]) -> None:
+    """Does something at a step, and waits until a stop is asked for."""
+
+    def act(number: int) -> None:
+        if number == step:
+            what()
+            assert STOP_ASKED.wait(WAIT_S)
+
+    STATE.act = act
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -124,23 +139,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_whole_run(tmp_path: Path, expected: str) -> None:
-    inside: list[tuple[bool, int, int, str]] = []
+    inside: list[tuple[int, int, str]] = []
 
     def act(number: int) -> None:
         logging.getLogger("x").info("step %d", number)
-        inside.append(
-            (
-                distributed.is_initialized(),
-                distributed.get_world_size(),
-                torch.get_num_threads(),
-                threading.current_thread().name,
-            )
-        )
+        inside.append((distributed.get_world_size(), torch.get_num_threads(), threading.current_thread().name))
 
     STATE.act = act
     threads = torch.get_num_threads()
     result = run(tmp_path)
-    assert set(inside) == {(True, 1, threads + 1, "worker")}
+    assert set(inside) == {(1, threads + 1, "worker")}
     assert len(inside) == STEPS
     summary = result.summary
     assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (STEPS, 0, 0)
@@ -193,16 +201,7 @@ def test_a_signal_saves_and_the_same_call_resumes(
     tmp_path: Path, expected: str, number: signal.Signals | None, cause: str, raised: type[BaseException]
 ) -> None:
     stop_event = threading.Event()
-
-    def act(step: int) -> None:
-        if step == 3:
-            if number is None:
-                stop_event.set()
-            else:
-                os.kill(os.getpid(), number)
-            assert STOP_ASKED.wait(WAIT_S)
-
-    STATE.act = act
+    at(3, lambda: stop_event.set() if number is None else os.kill(os.getpid(), number))
     with pytest.raises(raised) as ended:
         trainer.train(config(tmp_path), console=Console(quiet=True), stop=stop_event)
     if isinstance(ended.value, SystemExit):
@@ -216,7 +215,7 @@ def test_a_signal_saves_and_the_same_call_resumes(
     summary = run(tmp_path).summary
     assert STATE.number == STEPS  # no step was trained twice
     assert (summary["weights_sha256"], summary["rows_lost"], summary["rows_repeated"]) == (expected, 0, 0)
-    assert [event["checkpoint"] for event in events(tmp_path) if event["kind"] == "start"] == [None, saved.path]
+    assert [event["checkpoint"] for event in events(tmp_path, "start")] == [None, saved.path]
 
 
 def test_a_run_that_is_trained_in_parts_learns_what_a_whole_one_does(tmp_path: Path) -> None:
@@ -238,32 +237,24 @@ def test_a_run_that_is_trained_in_parts_learns_what_a_whole_one_does(tmp_path: P
     for name in ("weights_sha256", "steps", "rows", "restarts", "rows_lost", "rows_repeated", "validation"):
         assert result.summary[name] == whole[name], name
     assert STATE.number == STEPS
-    lowered = [event["step"] for event in events(tmp_path) if event["kind"] == "plateau"]
-    assert lowered == [event["step"] for event in events(tmp_path / "whole") if event["kind"] == "plateau"]
+    lowered, expected = (
+        [event["step"] for event in events(path, "plateau")] for path in (tmp_path, tmp_path / "whole")
+    )
+    assert lowered == expected
     assert trainer.train_until(config(tmp_path, **patient), 0.5, console=console) == result  # it is finished
 
 
 def test_a_resumed_run_has_the_learning_rates_of_its_plateau(tmp_path: Path) -> None:
-    plateau = {"patience": 1, "min_improvement": 1e3, "factor": 0.5}
-    settings: dict[str, Any] = {
-        "plateau": plateau,
-        "evaluate_every": 3,
-        "log_every": 1,
-        "early_stopping": {"patience": 0},
-    }
+    settings: dict[str, Any] = {"evaluate_every": 3, "log_every": 1, "early_stopping": {"patience": 0}}
+    settings["plateau"] = {"patience": 1, "min_improvement": 1e3, "factor": 0.5}
     whole = run(tmp_path / "whole", **settings).summary["weights_sha256"]
-
-    def act(step: int) -> None:
-        if step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert STOP_ASKED.wait(WAIT_S)
-
-    STATE.number, STATE.act = 0, act
+    STATE.number = 0
+    at(7, terminate)
     with pytest.raises(SystemExit):
         run(tmp_path / "cut", **settings)
     STATE.act = lambda step: None
     assert run(tmp_path / "cut", **settings).summary["weights_sha256"] == whole
-    rates = {event["step"]: event["learning_rate"] for event in events(tmp_path / "cut") if event["kind"] == "step"}
+    rates = {event["step"]: event["learning_rate"] for event in events(tmp_path / "cut", "step")}
     assert [rates[step] / rates[3] for step in (3, 6, 7, 9, 10, 12)] == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.25])
 
 
@@ -272,7 +263,7 @@ def test_a_worker_that_does_not_save_within_the_grace_is_not_waited_for(tmp_path
 
     def act(step: int) -> None:
         if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            terminate()
             freed.wait(WAIT_S)
             raise ValueError("nobody waits for this")
 
@@ -283,7 +274,7 @@ def test_a_worker_that_does_not_save_within_the_grace_is_not_waited_for(tmp_path
     freed.set()
     worker.join(WAIT_S)
     assert ended.value.code == 143
-    failure = next(event for event in events(tmp_path) if event["kind"] == "failure")
+    failure, *_ = events(tmp_path, "failure")
     assert failure["cause"].startswith("SIGTERM, and the last checkpoint made no progress for failure.grace_s (0 s)")
     assert failure["last"]
     assert latest(str(tmp_path / "run")) is None
@@ -317,7 +308,7 @@ def test_a_running_run_is_asked_for_a_profile(tmp_path: Path, monkeypatch: pytes
     assert (profile["steps"], profile["ranks"]) == (2, 1)
     trace = Path(profile["profile"], "rank_0", "trace.json.gz").read_bytes()
     assert b"aten::" in gzip.decompress(trace)  # of the worker's thread
-    assert [event["path"] for event in events(tmp_path) if event["kind"] == "profile"] == [profile["profile"]]
+    assert [event["path"] for event in events(tmp_path, "profile")] == [profile["profile"]]
 
 
 def test_a_process_group_of_the_caller_is_used_and_kept(tmp_path: Path, expected: str) -> None:
@@ -336,23 +327,3 @@ def test_a_rank_of_a_larger_process_group_is_refused(tmp_path: Path, monkeypatch
         with pytest.raises(InputError, match="this process is one of 4 of a process group"):
             run(tmp_path)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_click_model(tmp_path: Path, click_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    log = tmp_path / "log.txt"
-    log.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3500]))
-    wanted = recipes.criteo_demo(str(log)).replace(
-        name="run",
-        storage_path=str(tmp_path),
-        steps=6,
-        batch_size=256,
-        min_steps_per_epoch=1,
-        evaluate_every=6,
-        scaling={"num_workers": 1},
-        trackers={"prometheus": False, "tensorboard": False},
-    )
-    summary = trainer.train(wanted, console=Console(quiet=True)).summary
-    assert (summary["steps"], summary["rows"], summary["rows_lost"], summary["rows_repeated"]) == (6, 6 * 256, 0, 0)
-    assert 0.0 < summary["metrics"]["logloss"] < 1.0
-    assert [event["num_workers"] for event in events(tmp_path) if event["kind"] == "attempt"] == [1]
