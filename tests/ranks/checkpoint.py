@@ -20,14 +20,14 @@ from unittest import mock
 
 import numpy as np
 import torch
+from builders.savers import Run
+from builders.savers import save as save_now
 from torch import distributed
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import (
     Checkpoint,
     DamagedError,
-    Retention,
-    Saver,
     acquire_lease,
     check_shared,
     folder_of,
@@ -221,18 +221,15 @@ def _offsets_of(rank: int) -> Callable[..., tuple[tuple[int, int], tuple[int, in
     return lambda *_: ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))
 
 
+def lease_of(rank: int, folder: str) -> dict[str, Any]:
+    """Rank 0 alone takes the run over."""
+    return {} if rank == 0 else {"lease": None}
+
+
 def save_in_background(folder: str, rank: int) -> None:
     """Late saves, trouble of one rank, and a run that is taken over: all ranks see the same."""
-    events: list[tuple[str, dict[str, Any]]] = []
-    mine = acquire_lease(folder) if rank == 0 else None
-    saver = Saver(
-        folder,
-        lease=mine,
-        retention=Retention(),
-        extra_files={"config.yaml": b"a: 1"},
-        max_outage_s=0.3,
-        log=lambda kind, fields: events.append((kind, fields)),
-    )
+    run = Run(folder)
+    saver = run.saver(**lease_of(rank, folder), extra_files={"config.yaml": b"a: 1"}, max_outage_s=0.3)
     values, gate = sharded(), threading.Event()
     with writes(gate.wait if rank == 1 else None):
         assert saver.begin(1, values, state={"rank": rank}, score=0.5)
@@ -243,7 +240,7 @@ def save_in_background(folder: str, rank: int) -> None:
         distributed.barrier()  # rank 0 does not ask while the gate opens
         gate.set()
         saver.wait()
-    assert saver.last == newest_good(folder, log=lambda *_: None) == Checkpoint(folder_of(folder, 1))
+    assert saver.last == run.newest() == run.at(1)
     assert saver.last.manifest()["state"] == {"rank": 0}
     checkpoint.restore(saver.last, values)
     assert same(values, sharded())
@@ -251,8 +248,7 @@ def save_in_background(folder: str, rank: int) -> None:
     with writes(full if rank == 1 else None):
         assert saver.begin(2, values, state={}, score=None)
         assert "step_00000002: no space left; free some or choose another --storage-path" in raised(saver.wait)
-    assert saver.begin(3, values, state={}, score=None)  # space is there again
-    saver.wait()
+    save_now(saver, 3, values)  # space is there again
     assert "rates is no tensor" in raised(
         lambda: saver.begin(4, {**values, **({"rates": 1} if rank else {})}, state={}, score=None)
     )
@@ -267,11 +263,10 @@ def save_in_background(folder: str, rank: int) -> None:
     assert "another process has taken over this run" in raised(saver.wait)
     saver.close()
     if rank == 0:
-        assert [(kind, fields["step"]) for kind, fields in events] == [
-            ("checkpoint", 1), ("checkpoint_late", 2), ("checkpoint", 3)
-        ]  # fmt: skip
-        assert sorted(os.listdir(folder_of(folder, 2))) == []
-        assert [found.step for found in checkpoint.committed(folder)] == [1, 3]
+        told = [(kind, fields["step"]) for kind, fields in run.events]
+        assert told == [("checkpoint", 1), ("checkpoint_late", 2), ("checkpoint", 3)]
+        assert os.listdir(run.path(2)) == []
+        assert run.steps() == [1, 3]
 
 
 def save_apart(folder: str, rank: int) -> None:
@@ -289,14 +284,7 @@ def save_apart(folder: str, rank: int) -> None:
     distributed.barrier()
     assert not os.path.exists(shared_token)
 
-    saver = Saver(
-        own,
-        lease=acquire_lease(own) if rank == 0 else None,
-        retention=Retention(),
-        extra_files={},
-        max_outage_s=0.3,
-        log=lambda *_: None,
-    )
+    saver = Run(own).saver(**lease_of(rank, own), max_outage_s=0.3)
     assert saver.begin(1, sharded(), state={}, score=None)
     assert "data_00001-000001-" in (told := raised(saver.wait))
     assert "missing after it was written; storage_path must be storage that all workers share" in told
@@ -329,16 +317,8 @@ def claimed_table(held_by: list[int]) -> Any:
 
 def die_saving(folder: str, rank: int) -> None:
     """Rank 1 is killed in the midst of its second save; rank 0 notices, and leaves."""
-    saver = Saver(
-        folder,
-        lease=acquire_lease(folder) if rank == 0 else None,
-        retention=Retention(),
-        extra_files={},
-        max_outage_s=60,
-        log=lambda *_: None,
-    )
-    assert saver.begin(1, sharded(), state={}, score=None)
-    saver.wait()
+    saver = Run(folder).saver(**lease_of(rank, folder), max_outage_s=60)
+    save_now(saver, 1, sharded())
     with writes((lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else None):
         assert saver.begin(2, sharded(2), state={}, score=None)
         print(raised(saver.wait))
