@@ -15,6 +15,7 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.ingest.batches import sparse_features
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -36,7 +37,7 @@ SMALL = DLRMConfig(
 
 @dataclass(frozen=True)
 class Saved:
-    """A run's folder with one checkpoint, of step 7."""
+    """A run's folder with a checkpoint."""
 
     run: Path
     checkpoint: Path
@@ -85,6 +86,7 @@ def save_clicks(
     preprocessor: Preprocessor | None = None,
     seed: int = 1,
     scale: float = 1.0,
+    step: int = 7,
     **changes: Any,
 ) -> Saved:
     """Saves a network with the start values of `seed`, its tables times `scale`; `changes` are of the recipe."""
@@ -112,9 +114,17 @@ def save_clicks(
 
     weights: dict[str, Any] = {f"model.{name}": tensor for name, tensor in built.state_dict().items()}
     weights["optimizer.exp_avg"] = torch.zeros(8)
-    place = checkpoints.folder_of(str(folder), 7)
+    place = checkpoints.folder_of(str(folder), step)
     checkpoints.save(place, weights, state={}, extra_files=extra_files)
     return Saved(folder, Path(place), config, given, built)
+
+
+def save_two(folder: Path) -> tuple[Saved, Saved]:
+    """Save, as steps 1 and 2 of a run, a tiny network for Criteo's columns with the start values of seeds 1 and 2."""
+    model = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
+    preprocessor = criteo_preprocessor(CRITEO, [5 + column for column in range(26)])
+    first, second = (save_clicks(folder, model=model, preprocessor=preprocessor, seed=n, step=n) for n in (1, 2))
+    return first, second
 
 
 def multi_hot_preprocessor(num_sparse: int = 26) -> Preprocessor:

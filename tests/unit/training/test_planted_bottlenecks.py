@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.logs import learn, open_index
 from ranks.data_parallel import Small, config
 
 from rayrec import recipes, storage
-from rayrec.data.encoding.counts import count_parts
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs.index import LogIndex, Part, numbered
-from rayrec.data.logs.text_log import cut, index_chunk
+from rayrec.data.logs.index import LogIndex, Part
 from rayrec.data.logs.text_parser import TextParser
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA
@@ -153,12 +151,8 @@ def test_slow_storage_for_checkpoints() -> None:
 def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preprocessor]:
     path = tmp_path_factory.mktemp("planted") / "log.txt"
     path.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:800]))
-    (chunk,) = cut(storage.list_files(str(path)), 1 << 20)
-    entries, faults = index_chunk(chunk, SCHEMA, 9_000)
-    index, counting = LogIndex(numbered(entries), faults), RAYREC.counting(SCHEMA)
-    counts = counting.empty()
-    counts.add(count_parts([Part(s, 0, s.rows) for s in index.segments], counting=counting))
-    return index, make_preprocessor(RAYREC, SCHEMA, counts)
+    index = open_index(path, segment_bytes=9_000)
+    return index, learn(index)
 
 
 class Steps:

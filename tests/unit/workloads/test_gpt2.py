@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from ranks.data_parallel import products_by_onednn
 
 from rayrec.config import InputError
 from rayrec.workloads import language_model
@@ -56,21 +56,8 @@ def pair(vocabulary_size: int) -> tuple[torch.nn.Module, torch.nn.Module]:
     return model, other
 
 
-def counted_products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    seen: list[torch.Size] = []
-    stack = language_model.linear_stack
-    monkeypatch.setattr(language_model, "_LEAST_MULTIPLY_ADDS", 1)
-
-    def counting(rows: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        seen.append(rows.shape)
-        return stack(rows, *arguments, **named)
-
-    monkeypatch.setattr(language_model, "linear_stack", counting)
-    return seen
-
-
 def test_loss_and_gradients_are_huggingfaces_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = counted_products(monkeypatch)
+    products = products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (4, 24))
     model, other = pair(50)
     assert [*model.state_dict()] == [*other.state_dict()]
@@ -92,7 +79,7 @@ def test_loss_and_gradients_are_huggingfaces_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_bf16_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = counted_products(monkeypatch)
+    products = products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     with torch.autocast("cpu", torch.bfloat16):
         ours, others = (each(tokens).logits for each in pair(50))
@@ -101,7 +88,7 @@ def test_bf16_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = counted_products(monkeypatch)
+    products = products_by_onednn(monkeypatch)
     monkeypatch.setattr(language_model, "_LEAST_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
     model, other = pair(50)
     tokens = torch.randint(0, 50, (2, 24))
@@ -111,7 +98,7 @@ def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_others_make_what_they_want_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Copies, pickles, saved files, and a training that stores no activations."""
-    counted_products(monkeypatch)
+    products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     model, _ = pair(50)
     expected = model(tokens, labels=tokens).loss

@@ -56,6 +56,7 @@ def folder_of(
     text: str = "",
 ) -> TokenFolder:
     """What `rayrec preprocess` leaves, but for the rows."""
+    path.mkdir(exist_ok=True)
     files = characters(set(TEXT)) if files is None else files
     tokenizer = tokenizer_of(files)
     write_tokenizer(files, str(path / "tokenizer"))
@@ -163,14 +164,11 @@ def test_a_prompt_goes_on_alike_alone_and_among_longer_ones(temperature: float) 
     chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
     rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
     together = made(model, *rows, count=40, temperature=temperature, chances=chances)
-    for number, row in enumerate(rows[1:2], start=1):  # the longest has no padding in either
-        assert (
-            made(model, row, count=40, temperature=temperature, chances=chances[number : number + 1])[0]
-            == together[number]
-        )
-    for number, row in enumerate(rows):  # the others up to where windows end at other tokens
-        alone = made(model, row, count=10, temperature=temperature, chances=chances[number : number + 1, :10])[0]
-        assert alone == together[number][:10]
+    for number, row in enumerate(rows):
+        # The longest has no padding in either; the others go on alike up to where windows end at other tokens.
+        count = 40 if number == 1 else 10
+        own = chances[number : number + 1, :count]
+        assert made(model, row, count=count, temperature=temperature, chances=own)[0] == together[number][:count]
 
 
 def test_without_a_cache_it_is_the_same_text() -> None:
@@ -208,32 +206,21 @@ def test_text_ends_with_its_end() -> None:
     free = made(model, [3, 1, 4], [5, 9], count=30)
     end = free[0][4]
     stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
-    assert stopped[0][: free[0].index(end) + 1] == free[0][: free[0].index(end) + 1]
-    assert set(stopped[0][free[0].index(end) :]) == {end}
-    if end in free[1]:
-        assert len(stopped[0]) <= 30
-    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == free[0].index(end) + 1  # nothing is made after it
+    first = free[0].index(end)
+    assert stopped[0][: first + 1] == free[0][: first + 1]
+    assert set(stopped[0][first:]) == {end}
+    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
 
 
 def test_chance_comes_of_the_prompt() -> None:
     tokenizer = tokenizer_of(characters(set(TEXT)))
     model = model_of(tokenizer.vocabulary_size, scale=1.0)
 
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
+
     def texts(*prompts: str) -> list[str]:
-        width = max(map(len, prompts))
-        rows = np.stack(
-            [np.pad(tokenizer.encode(prompt).astype(np.int64), (width - len(prompt), 0)) for prompt in prompts]
-        )
-        return continued(
-            model,
-            rows,
-            np.array([len(prompt) for prompt in prompts]),
-            tokenizer=tokenizer,
-            window=BLOCK,
-            max_new_tokens=8,
-            temperature=1.0,
-            device=torch.device("cpu"),
-        )
+        rows, lengths = prompts_of(*(tokenizer.encode(prompt).tolist() for prompt in prompts))
+        return continued(model, rows.numpy(), lengths.numpy(), device=torch.device("cpu"), **settings)
 
     together = texts("the dog", "fox", "the dog")
     assert together[0] == together[2] == texts("the dog")[0]
@@ -248,16 +235,13 @@ def test_prompts_are_lines(tmp_path: Path) -> None:
     path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
     arrays = read_prompts(str(path), tokenizer, window=BLOCK).read(np.arange(3))
     assert arrays[LENGTHS].tolist() == [7, 1, BLOCK]
-    texts = [
-        tokenizer.decode(row[len(row) - length :]) for row, length in zip(arrays[PROMPTS], arrays[LENGTHS], strict=True)
-    ]
+    pairs = zip(arrays[PROMPTS], arrays[LENGTHS], strict=True)
+    texts = [tokenizer.decode(row[len(row) - length :]) for row, length in pairs]
     assert texts == ["the fox", "\n", ("the lazy dog " * 3)[-BLOCK:]]
-    path.write_bytes(b"the\xe9\n")
-    with pytest.raises(InputError, match="no UTF-8 at byte 3"):
-        read_prompts(str(path), tokenizer, window=BLOCK)
-    path.write_bytes(b"")
-    with pytest.raises(InputError, match="holds no prompts"):
-        read_prompts(str(path), tokenizer, window=BLOCK)
+    for content, message in ((b"the\xe9\n", "no UTF-8 at byte 3"), (b"", "holds no prompts")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            read_prompts(str(path), tokenizer, window=BLOCK)
 
 
 # -- checkpoints, exports and initial weights
@@ -269,17 +253,14 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("saved")
     files = characters(set(TEXT)) if request.param == "characters" else bytes_bpe([TEXT * 20], 280)
     config = small(folder / "tokens")
-    (folder / "tokens").mkdir()
     folder_of(folder / "tokens", files=files)
     prepared = prepare(config, folder)
     torch.manual_seed(0)
     model = config.workload.build(prepared)
     tensors = {f"model.{name}": value for name, value in checkpoint.untied(model.state_dict()).items()}
 
-    def add_files(place: str) -> None:
-        ExtraFiles(config.workload.checkpoint_files(prepared)).write(place)
-
-    checkpoint.save(str(folder / "step"), tensors, state={}, extra_files=add_files)
+    extra = ExtraFiles(config.workload.checkpoint_files(prepared))
+    checkpoint.save(str(folder / "step"), tensors, state={}, extra_files=extra.write)
     return config, str(folder / "step"), model
 
 
@@ -320,7 +301,6 @@ def test_text_is_scored_with_the_checkpoints_tokenizer(saved: tuple[TrainConfig,
     assert rows.shape[1] == BLOCK
     decoded = load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1))
     assert (TEXT * 3).startswith(decoded)
-    (tmp_path / "other").mkdir()
     folder_of(tmp_path / "other", files=characters(set("other characters")))
     with pytest.raises(InputError, match="of another tokenizer than the model's"):
         config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
@@ -373,9 +353,8 @@ def test_weights_of_others_are_taken_on(saved: tuple[TrainConfig, str, Any], tmp
     model.save_pretrained(tmp_path / "saved")
     hub = tmp_path / "hub"
     hub.mkdir()
-    plain = {
-        name.removeprefix("transformer."): tensor for name, tensor in load_file(export / "model.safetensors").items()
-    }
+    stored = load_file(export / "model.safetensors")
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
     save_file({**plain, "h.0.attn.bias": torch.ones(1, 1, BLOCK, BLOCK)}, hub / "model.safetensors")
     for place in (export, tmp_path / "saved", hub):
         other = SMALL.build(model.config.vocab_size)
@@ -387,9 +366,8 @@ def test_weights_of_others_are_taken_on(saved: tuple[TrainConfig, str, Any], tmp
     with pytest.raises(InputError, match=r"ln_f.bias has shape None, the model's \[16\]"):
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
-    with pytest.raises(
-        InputError, match=r"model.safetensors is missing; other formats, which may hold code, are not read"
-    ):
+    missing = r"model.safetensors is missing; other formats, which may hold code, are not read"
+    with pytest.raises(InputError, match=missing):
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
 
 
@@ -454,7 +432,6 @@ def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
     _, checkpoint_folder, _ = saved
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     token_folder = tmp_path / "tokens"
-    token_folder.mkdir()
     rows = np.arange(4 * BLOCK, dtype=np.uint16).reshape(4, BLOCK)
     folder_of(token_folder, files=read_tokenizer(f"{checkpoint_folder}/tokenizer"), sets={"train": 4, "validation": 4})
     for name in ("train", "validation"):
@@ -473,11 +450,8 @@ def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
         np.testing.assert_array_equal(source.read(np.arange(4))["tokens"], rows)
         source.close()
 
-    for opened, limited, other in (
-        ("train", "train_data", "eval_data"),
-        ("validation", "eval_data", "train_data"),
-        ("labelled", "eval_data", "train_data"),
-    ):
+    for opened in ("train", "validation", "labelled"):
+        limited, other = sorted(("train_data", "eval_data"), reverse=opened == "train")
         open_with(opened, **{limited: 1 << 20, other: 1})
         with pytest.raises(InputError, match="cache_bytes 1 is too small"):
             open_with(opened, **{limited: 1, other: 1 << 20})
@@ -502,35 +476,29 @@ def test_tokens_that_do_not_do_are_refused(tmp_path: Path, changes: dict[str, An
 def test_plain_text_is_refused_with_the_command_that_mends_it(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    with pytest.raises(
-        InputError, match=rf"rayrec preprocess {text} --format mds --out DIR` and pass --train-data.path DIR$"
+    for path, message in (
+        (text, rf"rayrec preprocess {text} --format mds --out DIR` and pass --train-data.path DIR$"),
+        (tmp_path / "none", f"{tmp_path}/none: no such file or folder$"),
+        (None, "no blocks of tokens given"),
     ):
-        prepare(small(text), tmp_path)
-    with pytest.raises(InputError, match=f"{tmp_path}/none: no such file or folder$"):
-        prepare(small(tmp_path / "none"), tmp_path)
-    with pytest.raises(InputError, match="no blocks of tokens given"):
-        prepare(small(None), tmp_path)
+        with pytest.raises(InputError, match=message):
+            prepare(small(path), tmp_path)
 
 
 def test_tokens_are_told_apart_where_a_run_goes_on_and_where_it_evaluates(tmp_path: Path) -> None:
-    for name in ("tokens", "same", "other"):
-        (tmp_path / name).mkdir()
     folder_of(tmp_path / "tokens")
     folder_of(tmp_path / "same")
     folder_of(tmp_path / "other", files=characters(set("others")), text="others")
-    hashes = {}
-    for name in ("tokens", "same", "other"):
-        config = small(tmp_path / name)
-        hashes[name] = config.workload.data_hash(prepare(config, tmp_path))
-    assert hashes["tokens"] == hashes["same"] != hashes["other"]
-    apart = small(tmp_path / "tokens").replace(eval_data={"path": str(tmp_path / "other")})
+    configs = [small(tmp_path / name) for name in ("tokens", "same", "other")]
+    tokens, same, other = (config.workload.data_hash(prepare(config, tmp_path)) for config in configs)
+    assert tokens == same != other
+    apart = configs[0].replace(eval_data={"path": str(tmp_path / "other")})
     with pytest.raises(InputError, match="block size, tokenizer or vocabulary is not that of"):
         prepare(apart, tmp_path)
 
 
 def test_an_evaluation_folder_without_held_out_blocks_is_used_whole(tmp_path: Path) -> None:
     for name, sets in (("tokens", {"train": 8}), ("held_out", {"train": 5})):
-        (tmp_path / name).mkdir()
         folder_of(tmp_path / name, sets=sets)
     config = small(tmp_path / "tokens").replace(eval_data={"path": str(tmp_path / "held_out")})
     assert config.workload.set_rows(prepare(config, tmp_path)) == {"train": 8, "validation": 5}

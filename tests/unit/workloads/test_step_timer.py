@@ -157,23 +157,19 @@ def test_nothing_is_hooked_where_nothing_is_measured() -> None:
     assert clock.read() == {}
 
 
-def test_waiting_for_others_is_told_from_a_saving_thread(tmp_path: Path) -> None:
+def test_waiting_for_others_is_told_from_a_saving_thread(single_rank: None) -> None:
     clock = HostClock()
     plain = distributed.Work.wait
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
-    try:
-        with waits_noticed(clock):
-            clock.start()
-            distributed.all_reduce(torch.ones(3))
-            clock.cut()
-            assert clock.read()["collectives"] > 0
-            thread = threading.Thread(target=lambda: distributed.all_reduce(torch.ones(3)))
-            thread.start()
-            thread.join()
-            clock.cut()
-            assert clock.read()["collectives"] == 0.0
-    finally:
-        distributed.destroy_process_group()
+    with waits_noticed(clock):
+        clock.start()
+        distributed.all_reduce(torch.ones(3))
+        clock.cut()
+        assert clock.read()["collectives"] > 0
+        thread = threading.Thread(target=lambda: distributed.all_reduce(torch.ones(3)))
+        thread.start()
+        thread.join()
+        clock.cut()
+        assert clock.read()["collectives"] == 0.0
     assert distributed.Work.wait is plain
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import click
-from torch import distributed
 
 from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint, full_tensors
@@ -28,11 +27,9 @@ DENSE = DenseOptimizerConfig(kind="adam", learning_rate=0.01, eps=1e-3)
 
 
 @pytest.fixture(autouse=True)
-def single_rank(tmp_path: Path) -> Iterator[None]:
+def _quiet(single_rank: None) -> Iterator[None]:
     logging.disable(logging.WARNING)
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
     yield
-    distributed.destroy_process_group()
     logging.disable(logging.NOTSET)
 
 

@@ -6,7 +6,6 @@ import gzip
 import math
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +170,10 @@ def test_sets_are_the_files_rows(without_ray: None, folder: Path, tmp_path: Path
     held_out = config.replace(workload={"validation_rows": 7})
     prepared = prepare(held_out)
     assert held_out.workload.set_rows(prepared) == {"train": 53, "validation": 7, "test": 30}
-    sets = {
-        name: held_out.workload.open_set(on_worker(held_out), prepared, name)
-        for name in held_out.workload.set_rows(prepared)
-    }
-    whole = mnist_resnet18().workload.open_labelled(
-        config, checkpoint="", path=str(folder / "train-images-idx3-ubyte.gz")
-    )
-    rows = whole.read(np.arange(60))
-    joined = [sets[name].read(np.arange(len(sets[name]))) for name in ("train", "validation")]
+    sets = [held_out.workload.open_set(on_worker(held_out), prepared, name) for name in ("train", "validation")]
+    images = str(folder / "train-images-idx3-ubyte.gz")
+    rows = config.workload.open_labelled(config, checkpoint="", path=images).read(np.arange(60))
+    joined = [rows_of_set.read(np.arange(len(rows_of_set))) for rows_of_set in sets]
     for name in ("images", "labels"):
         assert np.array_equal(np.concatenate([part[name] for part in joined]), rows[name])
     assert (rows["images"].dtype, rows["labels"].dtype) == (np.uint8, np.int64)
@@ -200,9 +194,8 @@ def test_a_run_goes_on_with_the_images_it_began_with(without_ray: None, folder: 
     moved = shutil.copytree(folder, tmp_path / "moved")
     assert loader_of(moved, state).state() == state
     path = moved / "train-images-idx3-ubyte.gz"
-    images = bytearray(gzip.decompress(path.read_bytes()))
-    images[-1] ^= 1
-    path.write_bytes(gzip.compress(bytes(images)))  # as many rows
+    *images, last = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(bytes([*images, last ^ 1])))  # as many rows
     with pytest.raises(InputError, match=r"^train_data: [^\n]* data_hash [^\n]* another --name$"):
         loader_of(moved, state)
 
@@ -283,12 +276,7 @@ def test_weight_files_keep_every_bit(tmp_path: Path) -> None:
     path = str(tmp_path / "w.safetensors")
     assert write_weights(path, tensors) == Path(path).stat().st_size
     torch.save(tensors, tmp_path / "w.pt")
-    readers: list[Callable[[], dict[str, torch.Tensor]]] = [
-        lambda: read_weights(path),
-        lambda: read_weights(str(tmp_path / "w.pt")),
-    ]
-    for read in readers:
-        found = read()
+    for found in (read_weights(path), read_weights(str(tmp_path / "w.pt"))):
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype
@@ -325,12 +313,8 @@ def test_damaged_and_dangerous_weights_are_refused(tmp_path: Path, name: str) ->
             read_weights(str(path))
         assert "\n" not in str(raised.value)
     if name == "w.safetensors":
-        for head in (
-            b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}',
-            b'{"a":{"dtype":"F9"}}',
-            b"[1]",
-            b'{"a":3}',
-        ):
+        too_long = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}'
+        for head in (too_long, b'{"a":{"dtype":"F9"}}', b"[1]", b'{"a":3}'):
             path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
             with pytest.raises(InputError, match="damaged, not a whole safetensors file"):
                 read_weights(str(path))
@@ -385,11 +369,8 @@ def test_predictions_and_samples(without_ray: None, folder: Path) -> None:
     rows = workload.open_labelled(config, checkpoint="", path=str(folder)).read(np.arange(30))
     tensors = {name: torch.from_numpy(array) for name, array in rows.items()}
     columns = workload.predict(model, tensors)
-    assert {name: column.dtype for name, column in columns.items()} == {
-        "prediction": np.int64,
-        "probability": np.float32,
-        "label": np.int64,
-    }
+    dtypes = {"prediction": np.int64, "probability": np.float32, "label": np.int64}
+    assert {name: column.dtype for name, column in columns.items()} == dtypes
     with torch.no_grad():
         likely = model(normalised(tensors["images"], mean=0.5, std=0.5)).softmax(dim=1).numpy()
     assert np.array_equal(columns["prediction"], likely.argmax(axis=1))
@@ -402,12 +383,10 @@ def test_predictions_and_samples(without_ray: None, folder: Path) -> None:
     assert samples == workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
     assert len(samples) == 9
     for sample in samples:
-        places = [place for place in range(30) if rows["images"][place].tolist() == sample["pixels"]]
-        assert len(places) == 1
-        assert sample["kind"] == "image"
-        assert sample["label"] == str(rows["labels"][places[0]])
-        assert sample["prediction"] == str(columns["prediction"][places[0]])
-        assert sample["probability"] == pytest.approx(columns["probability"][places[0]], abs=1e-5)
+        (place,) = (place for place in range(30) if rows["images"][place].tolist() == sample["pixels"])
+        told = (sample["kind"], sample["label"], sample["prediction"])
+        assert told == ("image", str(rows["labels"][place]), str(columns["prediction"][place]))
+        assert sample["probability"] == pytest.approx(columns["probability"][place], abs=1e-5)
 
 
 def test_an_export_has_torchvisions_names_and_the_weights(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from builders.faults import flip
 from builders.scored_rows import Net, rows_file, scored, trained
 
 from rayrec import recipes
@@ -160,10 +161,7 @@ def test_weights_of_another_model_are_refused(
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path)
     chunk = Checkpoint(checkpoint).manifest()["tensors"]["model.inner.weight"]["chunks"][0]
-    data = Path(checkpoint, chunk["file"])
-    content = bytearray(data.read_bytes())
-    content[chunk["start"]] ^= 1
-    data.write_bytes(content)
+    flip(f"{checkpoint}/{chunk['file']}", chunk["start"])
     with pytest.raises(InputError, match="damaged, the checksum"):
         load_model(scored().workload, scored(), checkpoint=checkpoint)  # type: ignore[arg-type]
 

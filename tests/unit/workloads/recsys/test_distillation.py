@@ -9,91 +9,43 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from builders.saved_clicks import criteo_preprocessor, save_clicks
-from builders.whole_click_model import whole_model
+from builders.saved_clicks import Saved, criteo_preprocessor, save_clicks, save_two
 
 import rayrec
-from rayrec import checkpoint as checkpoints
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.datasets.criteo import SCHEMA
-from rayrec.ingest.batches import Slicer, sparse_features
-from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.ingest.batches import Slicer
 from rayrec.observe.console import Console
 from rayrec.training.trainer import train
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 
-NUM_EMBEDDINGS = [5 + column for column in range(26)]
-
 
 @pytest.fixture(scope="module")
-def preprocessor() -> Preprocessor:
-    return Preprocessor(
-        preset="rayrec",
-        schema=SCHEMA,
-        dense=(DenseColumn(),) * 13,
-        sparse=tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in NUM_EMBEDDINGS),
-        tokens=np.empty(0, np.uint32),
-        constants={},
-    )
-
-
-def _model(seed: int) -> torch.nn.Module:
-    config = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
-    return whole_model(config, NUM_EMBEDDINGS, seed=seed, features=SCHEMA.sparse)
-
-
-@pytest.fixture(scope="module")
-def run(preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher's run, with two checkpoints."""
-    folder = tmp_path_factory.mktemp("teacher")
-    config = recipes.criteo_demo()
-    model = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
-    config = config.replace(workload=config.workload.replace(model=model))
-
-    def extra_files(target: str) -> None:
-        Path(target, "config.yaml").write_text(config.to_yaml())
-        preprocessor.save(f"{target}/preprocessor")
-
-    for step in (1, 2):
-        weights = {f"model.{name}": tensor for name, tensor in _model(step).state_dict().items()}
-        checkpoints.save(checkpoints.folder_of(str(folder), step), weights, state={}, extra_files=extra_files)
-    return folder
-
-
-def _rows(count: int) -> EncodedRows:
-    rng = np.random.default_rng(count)
-    ids = np.stack([rng.integers(0, rows, count) for rows in NUM_EMBEDDINGS]).astype(np.int32)
-    dense = rng.normal(size=(count, 13)).astype(np.float32)
-    return EncodedRows(dense, ids, {"label": (rng.random(count) < 0.3).astype(np.float32)})  # type: ignore[arg-type]
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
+    """A teacher's checkpoints."""
+    return save_two(tmp_path_factory.mktemp("teacher"))
 
 
 def _slice(rows: EncodedRows, start: int, stop: int) -> EncodedRows:
     return EncodedRows(rows.dense[start:stop], [ids[start:stop] for ids in rows.ids], {"label": rows.label[start:stop]})  # type: ignore[index]
 
 
-def test_targets_are_labels_and_probabilities(run: Path, preprocessor: Preprocessor) -> None:
-    rows = _rows(300)
-    with torch.no_grad():
-        logits = _model(2).score(  # type: ignore[operator]
-            torch.from_numpy(rows.dense), sparse_features(SCHEMA.sparse, rows.ids, len(rows))
-        )
+def test_targets_are_labels_and_probabilities(both: tuple[Saved, Saved]) -> None:
+    rows = both[1].rows(300, labelled=True)
+    probabilities = 1 / (1 + np.exp(-both[1].logits(rows)))
     for weight in (0.25, 1.0):
-        teacher = Teacher((str(run / "checkpoints" / "step_00000002"),), weight)
-        targets = load_targets(teacher, preprocessor)(rows)
+        targets = load_targets(Teacher((str(both[1].checkpoint),), weight), both[1].preprocessor)(rows)
         assert targets.dtype == np.float32
-        expected = (1 - weight) * rows.label + weight * torch.sigmoid(logits).numpy()
+        expected = (1 - weight) * rows.label + weight * probabilities
         np.testing.assert_allclose(targets, expected, atol=1e-6)
 
 
-def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preprocessor: Preprocessor) -> None:
+def test_batches_have_the_same_targets_wherever_a_run_goes_on(both: tuple[Saved, Saved]) -> None:
     """Bit for bit: each batch is scored as a whole, and not as the pieces come that it is made of."""
-    targets = load_targets(Teacher((str(run / "checkpoints" / "step_00000001"),), 0.5), preprocessor)
-    rows = _rows(500)
+    targets = load_targets(Teacher((str(both[0].checkpoint),), 0.5), both[0].preprocessor)
+    rows = both[0].rows(500, labelled=True)
 
     def labels(start: int, piece: int) -> list[np.ndarray]:
         pieces = (_slice(rows, begin, min(begin + piece, 500)) for begin in range(start, 500, piece))
@@ -108,8 +60,8 @@ def test_batches_have_the_same_targets_wherever_a_run_goes_on(run: Path, preproc
     assert len(Slicer(iter(()), SCHEMA, targets=targets).take(0, loss_weight=1)) == 0
 
 
-def test_a_run_keeps_its_teacher(run: Path, tmp_path: Path) -> None:
-    teachers = Path(shutil.copytree(run, tmp_path / "teacher"))
+def test_a_run_keeps_its_teacher(both: tuple[Saved, Saved], tmp_path: Path) -> None:
+    teachers = Path(shutil.copytree(both[0].run, tmp_path / "teacher"))
     student = tmp_path / "student"
     config = TeacherConfig(checkpoint=str(teachers), weight=0.5)
     teacher = open_teacher(config, run=str(student))
@@ -172,7 +124,7 @@ def test_several_teachers_are_their_ensemble(click_log: Path, tmp_path: Path) ->
     stored = recipes.load_config(Path(several.folder, "config.yaml").read_text())
     assert stored.workload.teacher.checkpoint == (first, second)  # type: ignore[attr-defined]
 
-    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=criteo_preprocessor(SCHEMA, NUM_EMBEDDINGS))
+    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=criteo_preprocessor(SCHEMA, [5] * 26))
     with pytest.raises(InputError, match=r"teacher.checkpoint: .*elsewhere.* another Preprocessor than .*first"):
         student("refused", first, str(elsewhere.run))
     rounded = trained("rounded", precision="bf16").folder

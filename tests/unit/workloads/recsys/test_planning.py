@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from builders.logs import learn, open_index
 
 import rayrec
 from rayrec import recipes
@@ -163,24 +165,9 @@ def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPat
 
 def test_a_preprocessors_columns_are_planned(tmp_path: Path) -> None:
     """Those that the model gets, which are not the log's with a preset that makes integers categories."""
-    import numpy as np
-
-    from rayrec import storage
-    from rayrec.data.encoding.counts import count_parts
-    from rayrec.data.encoding.presets import make_preprocessor
-    from rayrec.data.logs.index import numbered
-    from rayrec.data.logs.text_log import cut, index_chunk
-    from rayrec.ingest.block_order import Part
-
     values = np.random.default_rng(0).integers(0, 9, (200, 26))
     lines = ("\t".join(["1", *map(str, range(13)), *(f"{value:08x}" for value in row)]) for row in values)
     (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
-    schema = recipes.criteo_demo().workload.schema
-    (chunk,) = cut(storage.list_files(str(tmp_path / "log.txt")), 1 << 20)
-    segments = numbered(index_chunk(chunk, schema, 1 << 20)[0])
-    counting = FUXICTR_X4.counting(schema)
-    counts = counting.empty()
-    counts.add(count_parts([Part(segment, 0, segment.rows) for segment in segments], counting=counting))
-    make_preprocessor(FUXICTR_X4, schema, counts).save(str(tmp_path / "preprocessor"))
+    learn(open_index(tmp_path / "log.txt"), preset=FUXICTR_X4).save(str(tmp_path / "preprocessor"))
     config = recipes.criteo_demo().replace(workload={"preprocessor": str(tmp_path / "preprocessor")})
     assert "int_12" in rayrec.plan(config)

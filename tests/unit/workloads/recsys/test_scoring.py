@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -10,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders.faults import flip, raising
 from builders.own_click_model import WithoutLabelConfig
-from builders.saved_clicks import SMALL, save_clicks
+from builders.saved_clicks import SMALL, Saved, save_clicks, save_two
 from builders.served_click_model import make_preprocessor
-from builders.whole_click_model import whole_model
 from torch import nn
 
 from rayrec import checkpoint as checkpoints
@@ -26,7 +27,6 @@ from rayrec.data.logs.text_parser import parse
 from rayrec.inference.config import ScoringConfig
 from rayrec.inference.model import open_served
 from rayrec.inference.scoring import ScoringRequest, weight_bytes
-from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads
@@ -38,48 +38,21 @@ from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import PlainModel, empty_model, make_scorer
 
 QUIET = Console(quiet=True)
-NUM_EMBEDDINGS = [5 + column for column in range(26)]
 
 
 @pytest.fixture(scope="module")
-def config() -> TrainConfig:
-    config = recipes.criteo_demo()
-    model = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
-    return config.replace(workload=config.workload.replace(model=model), name="small")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
+    return save_two(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
-def preprocessor(config: TrainConfig) -> Preprocessor:
-    return Preprocessor(
-        preset="rayrec",
-        schema=config.workload.schema,  # type: ignore[attr-defined]
-        dense=(DenseColumn(mean=1.0, scale=0.5),) * 13,
-        sparse=tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in NUM_EMBEDDINGS),
-        tokens=np.empty(0, np.uint32),
-        constants={},
-    )
-
-
-def _build(config: TrainConfig, seed: int) -> torch.nn.Module:
-    return whole_model(config.workload.model, NUM_EMBEDDINGS, seed=seed)  # type: ignore[attr-defined]
+def run(both: tuple[Saved, Saved]) -> Path:
+    return both[0].run
 
 
 @pytest.fixture(scope="module")
-def run(config: TrainConfig, preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with two checkpoints: step 1 of a model of seed 1, step 2 of seed 2."""
-    folder = tmp_path_factory.mktemp("run")
-
-    def extra_files(target: str) -> None:
-        Path(target, "config.yaml").write_text("# rayrec 0, config hash 0\n" + config.to_yaml())
-        preprocessor.save(f"{target}/preprocessor")
-
-    for step in (1, 2):
-        weights = {f"model.{name}": tensor for name, tensor in _build(config, step).state_dict().items()}
-        others = {"optimizer.top_mlp.layers.0.weight.exp_avg": torch.zeros(8, 4)}
-        checkpoints.save(
-            checkpoints.folder_of(str(folder), step), {**weights, **others}, state={}, extra_files=extra_files
-        )
-    return folder
+def config(both: tuple[Saved, Saved]) -> TrainConfig:
+    return both[0].config
 
 
 @pytest.fixture
@@ -100,15 +73,12 @@ def _text(rows: int, *, labelled: bool) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def test_scores_are_those_of_the_saved_model(run: Path, config: TrainConfig, preprocessor: Preprocessor) -> None:
+def test_scores_are_those_of_the_saved_model(both: tuple[Saved, Saved], run: Path, config: TrainConfig) -> None:
+    preprocessor = both[1].preprocessor
     raw, faults = parse(preprocessor.schema, _text(100, labelled=True))
     assert not faults.total
     rows = preprocessor.encode(raw)
-    model = _build(config, 2).eval()
-    with torch.no_grad():
-        expected = model.score(
-            torch.from_numpy(rows.dense), sparse_features(preprocessor.inputs.sparse, rows.ids, len(rows))
-        ).numpy()
+    expected = both[1].logits(rows)
 
     loaded = open_served(str(run), config=config)  # the newest of the run
     assert loaded.source.endswith("step_00000002")
@@ -127,9 +97,9 @@ def test_scores_are_those_of_the_saved_model(run: Path, config: TrainConfig, pre
     assert not np.allclose(older.score(rows), scores)
 
 
-def test_weight_bytes_leave_the_optimizer_out(run: Path, config: TrainConfig) -> None:
-    expected = sum(parameter.numel() * 4 for parameter in _build(config, 0).parameters())
-    assert weight_bytes(checkpoints.open_checkpoint(str(run))) == expected
+def test_weight_bytes_leave_the_optimizer_out(both: tuple[Saved, Saved]) -> None:
+    expected = sum(parameter.numel() * 4 for parameter in both[1].model.parameters())
+    assert weight_bytes(checkpoints.Checkpoint(str(both[1].checkpoint))) == expected
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
@@ -141,13 +111,11 @@ def test_no_checkpoint(tmp_path: Path, config: TrainConfig, name: str) -> None:
 
 def test_damaged_weights(copied: Path, config: TrainConfig) -> None:
     data = copied / "data_00000.safetensors"
-    content = bytearray(data.read_bytes())
     chunk = checkpoints.Checkpoint(str(copied)).manifest()["tensors"]["model.top_mlp.layers.0.weight"]["chunks"][0]
-    content[chunk["start"]] ^= 1
-    data.write_bytes(content)
+    flip(data, chunk["start"])
     with pytest.raises(InputError, match="damaged, the checksum"):
         open_served(str(copied), config=config)
-    data.write_bytes(content[: chunk["start"] + 4])
+    os.truncate(data, chunk["start"] + 4)
     with pytest.raises(InputError, match="cut short"):
         open_served(str(copied), config=config)
     data.unlink()
@@ -193,21 +161,11 @@ def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: py
     mark = copied / "sprung"
     trap = pickle.dumps(_Trap(str(mark)))
 
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("unpickled")
-
+    refuse = raising(AssertionError("unpickled"))
     for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
         monkeypatch.setattr(module, function, refuse)
-    names = [
-        "model.pt",
-        "data.pkl",
-        ".metadata",
-        "__0_0.distcp",
-        "preprocessor/preprocessor.pkl",
-        "weights",
-        "data_00000-1.pkl",
-    ]
-    for name in names:
+    names = "model.pt data.pkl .metadata __0_0.distcp preprocessor/preprocessor.pkl weights data_00000-1.pkl"
+    for name in names.split():
         (copied / name).write_bytes(trap)
         for open_it in (
             lambda: open_served(str(copied), config=config),

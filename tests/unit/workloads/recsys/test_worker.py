@@ -12,7 +12,6 @@ import pytest
 import torch
 from ranks import click
 from ranks.checkpoint import run_ranks
-from torch import distributed
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -21,23 +20,19 @@ from rayrec.workloads.recsys import worker
 from rayrec.workloads.recsys.worker import TimedSparseDist, Unwrapped
 
 
-def test_the_dense_part_of_a_single_worker_is_on_its_device(tmp_path: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
-    try:
-        sharded = DistributedModelParallel(
-            torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)),
-            env=ShardingEnv.from_local(1, 0),
-            device=torch.device("meta"),
-            plan=ShardingPlan({}),
-            init_parameters=False,
-            data_parallel_wrapper=Unwrapped(),
-        )
-    finally:
-        distributed.destroy_process_group()
+def test_the_dense_part_of_a_single_worker_is_on_its_device(single_rank: None) -> None:
+    sharded = DistributedModelParallel(
+        torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)),
+        env=ShardingEnv.from_local(1, 0),
+        device=torch.device("meta"),
+        plan=ShardingPlan({}),
+        init_parameters=False,
+        data_parallel_wrapper=Unwrapped(),
+    )
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
 
 
-def test_one_worker_waits_for_its_device_nowhere_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_waits_for_its_device_nowhere_in_a_step(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each of these methods makes the host wait. Those of torch's optimizers are of numbers in host memory."""
     waits: list[str] = []
 
@@ -53,32 +48,28 @@ def test_one_worker_waits_for_its_device_nowhere_in_a_step(tmp_path: Path, monke
 
         return method
 
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
-    try:
-        found = {}
-        for pipeline in (None, TimedSparseDist):
-            config = click.config(click.MANY, 1)
-            setup = config.workload.set_up(click.context(config, 0, 1), click.prepared(click.MANY))
-            made: Any = setup.pipeline
-            if pipeline is not None:
-                made = pipeline(setup.model, setup.optimizer, torch.device("cpu"), setup.clock)
-            batches = iter([click.batch(click.MANY, step, 0, 1) for step in range(6)])
-            made.progress(batches)  # builds what later steps use
-            with monkeypatch.context() as patched:
-                for name in ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__int__", "__float__"):
-                    patched.setattr(torch.Tensor, name, counted(name))
-                for step in range(1, 4):
-                    setup.begin_step(step, 6)
-                    made.progress(batches)
-            found[pipeline], waits = waits, []
-    finally:
-        distributed.destroy_process_group()
+    found = {}
+    for pipeline in (None, TimedSparseDist):
+        config = click.config(click.MANY, 1)
+        setup = config.workload.set_up(click.context(config, 0, 1), click.prepared(click.MANY))
+        made: Any = setup.pipeline
+        if pipeline is not None:
+            made = pipeline(setup.model, setup.optimizer, torch.device("cpu"), setup.clock)
+        batches = iter([click.batch(click.MANY, step, 0, 1) for step in range(6)])
+        made.progress(batches)  # builds what later steps use
+        with monkeypatch.context() as patched:
+            for name in ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__int__", "__float__"):
+                patched.setattr(torch.Tensor, name, counted(name))
+            for step in range(1, 4):
+                setup.begin_step(step, 6)
+                made.progress(batches)
+        found[pipeline], waits = waits, []
     assert found[None] == []
     assert len(found[TimedSparseDist]) >= 3  # which is why one worker does not have it
 
 
 def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    single_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Loader:
         closed = 0
@@ -91,13 +82,9 @@ def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(
 
     loader = Loader()
     monkeypatch.setattr(worker, "_loader", lambda *_, **__: loader)
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
-    try:
-        config, prepared = click.config(click.EQUAL, 1), click.prepared(click.EQUAL)
-        prepared.sets["validation"] = prepared.sets["train"]
-        setup = config.workload.set_up(click.context(config, 0, 1), prepared)
-    finally:
-        distributed.destroy_process_group()
+    config, prepared = click.config(click.EQUAL, 1), click.prepared(click.EQUAL)
+    prepared.sets["validation"] = prepared.sets["train"]
+    setup = config.workload.set_up(click.context(config, 0, 1), prepared)
     batches: Any = setup.eval_batches["validation"]()
     next(batches)
     assert not loader.closed
