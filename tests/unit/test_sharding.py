@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any, Literal
 
 import pytest
@@ -11,12 +12,15 @@ from torch import nn
 from rayrec.config import InputError
 from rayrec.models.embeddings import build_embeddings
 from rayrec.optim.config import SparseOptimizerConfig
-from rayrec.sharding.placement import data_parallel_tables, describe, placements
+from rayrec.sharding.placement import TablePlacement, data_parallel_tables, describe, placements
 from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, plan_sharding
 
 SIZES = [1460, 583, 1_000_000, 900_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 800_000, 3194, 27, 14_992, 700_000]
 GIB = 1 << 30
 STATE = SparseOptimizerConfig(kind="rowwise_adagrad").state_bytes
+
+
+MIB = 1 << 20
 
 
 class Model(nn.Module):
@@ -33,11 +37,19 @@ def plan(
     return plan_sharding(Model(SIZES), site, batch_size=2048, config=config, state_bytes=STATE)
 
 
+def rows_of(made: Any, model: Model | None = None) -> list[TablePlacement]:
+    return placements(made, model or Model(SIZES), state_bytes=STATE)
+
+
+def only(*types: str, **settings: Any) -> ShardingConfig:
+    return ShardingConfig(sharding_types=types, **settings)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Literal["cpu", "cuda"]) -> None:
     made = plan(world_size, device)
-    rows = placements(made, Model(SIZES), state_bytes=STATE)
+    rows = rows_of(made)
     assert [(row.table, row.num_embeddings, row.embedding_dim) for row in rows] == [
         (f"cat_{index}", size, 16) for index, size in enumerate(SIZES)
     ]
@@ -49,10 +61,7 @@ def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Li
 
 
 def test_workers_share_the_lookups() -> None:
-    counts = [0, 0]
-    for row in placements(plan(), Model(SIZES), state_bytes=STATE):
-        for rank in row.bytes_of_rank:
-            counts[rank] += 1
+    counts = Counter(rank for row in rows_of(plan()) for rank in row.bytes_of_rank)
     assert abs(counts[0] - counts[1]) <= 2
 
 
@@ -74,22 +83,17 @@ def test_description_reads_as_a_table() -> None:
 
 def test_column_wise_splits_one_table_over_workers() -> None:
     model = Model([1_000_000], dim=64)
-    made = plan_sharding(
-        model,
-        Site(2, "cpu", 640 << 20),
-        batch_size=128,
-        state_bytes=STATE,
-        config=ShardingConfig(sharding_types=("column_wise",), min_column_width=32),
-    )
-    (row,) = placements(made, model, state_bytes=STATE)
+    config = only("column_wise", min_column_width=32)
+    made = plan_sharding(model, Site(2, "cpu", 640 * MIB), batch_size=128, state_bytes=STATE, config=config)
+    (row,) = rows_of(made, model)
     assert row.sharding_type == "column_wise"
     assert (row.num_embeddings, row.embedding_dim) == (1_000_000, 64)
     assert set(row.bytes_of_rank) == {0, 1}
 
 
 def test_data_parallel_tables_lie_on_every_worker() -> None:
-    made = plan(config=ShardingConfig(sharding_types=("data_parallel",)))
-    rows = placements(made, Model(SIZES), state_bytes=STATE)
+    made = plan(config=only("data_parallel"))
+    rows = rows_of(made)
     assert {row.sharding_type for row in rows} == {"data_parallel"}
     assert all(row.bytes_of_rank == {0: row.num_embeddings * 17 * 4, 1: row.num_embeddings * 17 * 4} for row in rows)
     assert sorted(data_parallel_tables(made)) == sorted(
@@ -99,106 +103,102 @@ def test_data_parallel_tables_lie_on_every_worker() -> None:
 
 
 def test_data_parallel_beside_others_keeps_those_fused() -> None:
-    made = plan(config=ShardingConfig(sharding_types=("table_wise", "data_parallel")))
+    made = plan(config=only("table_wise", "data_parallel"))
     kernels = {(sharding.sharding_type, sharding.compute_kernel) for sharding in made.plan["embeddings"].values()}
     assert kernels <= {("table_wise", "fused"), ("data_parallel", "dense")}
     assert data_parallel_tables(plan()) == []
 
 
-def test_data_parallel_needs_every_table_on_each_worker() -> None:
-    with pytest.raises(InputError, match=r"16 tables need 22\d\.. MiB on each worker, .* allow table_wise"):
-        plan(memory_bytes=400 << 20, config=ShardingConfig(sharding_types=("data_parallel",)))
-
-
 def test_a_plan_names_the_devices_that_the_ranks_have() -> None:
     devices = ["cuda:0", "cuda:1", "cuda:3", "cuda:0", "cuda:2"]  # cuda:2 of the first node is broken
     made = plan(5, "cuda", nodes=["a", "a", "a", "b", "b"], devices=devices)
-    shards = [
-        shard
-        for module in made.plan.values()
-        for sharding in module.values()
-        for shard in sharding.sharding_spec.shards
-    ]
+    tables = [sharding for module in made.plan.values() for sharding in module.values()]
+    shards = [shard for sharding in tables for shard in sharding.sharding_spec.shards]
     assert {shard.placement.rank() for shard in shards} == set(range(5))
     assert all(str(shard.placement.device()) == devices[shard.placement.rank()] for shard in shards)
 
 
 def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
-    both = ShardingConfig(sharding_types=("table_row_wise", "table_wise"))
-    made = plan(3, "cuda", nodes=["a", "a", "b"], config=both)
-    assert {row.sharding_type for row in placements(made, Model(SIZES), state_bytes=STATE)} == {"table_wise"}
-    alone = ShardingConfig(sharding_types=("table_row_wise",))
-    with pytest.raises(
-        InputError, match="same number of workers on every node, and the nodes have 2, 1; add table_wise"
-    ):
-        plan(3, "cuda", nodes=["a", "a", "b"], config=alone)
-    assert plan(4, "cuda", nodes=["a", "a", "b", "b"], config=alone)
+    made = plan(3, "cuda", nodes=["a", "a", "b"], config=only("table_row_wise", "table_wise"))
+    assert {row.sharding_type for row in rows_of(made)} == {"table_wise"}
+    assert plan(4, "cuda", nodes=["a", "a", "b", "b"], config=only("table_row_wise"))
 
 
-def test_too_little_memory_in_all_is_refused() -> None:
-    with pytest.raises(InputError, match=r"16 tables need .* MiB .* but 2 workers have .* use at least 6 workers"):
-        plan(memory_bytes=100 << 20)
-
-
-def test_a_table_larger_than_a_worker_is_refused() -> None:
-    with pytest.raises(InputError, match=r"table cat_2 \(1,000,000 rows x 16\) needs 64.8 MiB on one worker"):
-        plan(8, memory_bytes=120 << 20)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory_bytes": 100 * MIB}, r"16 tables need .* MiB .* but 2 workers have .* use at least 6 workers"),
+        (
+            {"world_size": 8, "memory_bytes": 120 * MIB},
+            r"table cat_2 \(1,000,000 rows x 16\) needs 64.8 MiB on one worker",
+        ),
+        (
+            {"memory_bytes": 400 * MIB, "config": only("data_parallel")},
+            r"16 tables need 22\d\.. MiB on each worker, .* allow table_wise",
+        ),
+        (
+            {"memory_bytes": 600 * MIB, "config": only("data_parallel", reserved_fraction=0.0)},
+            r"need 229.1 MiB on worker 0, 215.6 MiB for their gradients",
+        ),
+        (
+            {"world_size": 1, "device": "cuda", "host_memory_bytes": 200 * MIB},
+            r"200.0 MiB of host memory, 15% kept free, must hold a checkpoint's copy",
+        ),
+        (
+            {"world_size": 3, "device": "cuda", "nodes": ["a", "a", "b"], "config": only("table_row_wise")},
+            "same number of workers on every node, and the nodes have 2, 1; add table_wise",
+        ),
+        ({"config": only("row_wise")}, "none of row_wise runs on cpu; add table_wise"),
+        ({"config": ShardingConfig(exchange_precision="bf16")}, "gloo exchanges no bf16 on CPU; choose fp16 or fp32"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan(**settings)
 
 
 def test_the_planner_refusal_is_explained() -> None:
     three_for_two = Model([600_000] * 3)  # 39 MiB each: two do not fit one worker's 62 MiB, though all fit the sum
+    config = ShardingConfig(reserved_fraction=0.0)
     with pytest.raises(InputError, match="no plan puts 3 tables"):
-        plan_sharding(
-            three_for_two,
-            Site(2, "cpu", 124 << 20),
-            batch_size=128,
-            state_bytes=STATE,
-            config=ShardingConfig(reserved_fraction=0.0),
-        )
+        plan_sharding(three_for_two, Site(2, "cpu", 124 * MIB), batch_size=128, state_bytes=STATE, config=config)
 
 
 def test_on_cpu_half_of_the_memory_is_for_a_checkpoints_copy() -> None:
     model = Model([1_000_000])  # 64.8 MiB with its state
     settings: Any = {"batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0)}
     settings["state_bytes"] = STATE
-    assert plan_sharding(model, Site(1, "cpu", 135 << 20), **settings)
+    assert plan_sharding(model, Site(1, "cpu", 135 * MIB), **settings)
     with pytest.raises(InputError, match=r"125.0 MiB are free, 0% kept free, half of the rest for a checkpoint's copy"):
-        plan_sharding(model, Site(1, "cpu", 125 << 20), **settings)
+        plan_sharding(model, Site(1, "cpu", 125 * MIB), **settings)
 
 
-def test_on_gpus_host_memory_must_hold_a_checkpoints_copy() -> None:
+def test_what_else_memory_must_hold_may_just_fit() -> None:
     assert plan(1, "cuda", host_memory_bytes=GIB)
-    with pytest.raises(InputError, match=r"200.0 MiB of host memory, 15% kept free, must hold a checkpoint's copy"):
-        plan(1, "cuda", host_memory_bytes=200 << 20)
+    # 229 MiB, their copy, 216 MiB of gradients
+    assert plan(memory_bytes=700 * MIB, config=only("data_parallel", reserved_fraction=0.0))
 
 
 def test_tables_that_gpus_have_no_room_for_go_to_host_memory() -> None:
-    settings: Any = {"memory_bytes": 200 << 20, "host_memory_bytes": GIB}
+    settings: Any = {"memory_bytes": 200 * MIB, "host_memory_bytes": GIB}
     cached = ShardingConfig(uvm_caching=True, uvm_cache_fraction=0.25)
     with pytest.raises(InputError, match=r"workers have 170.0 MiB"):
         plan(1, "cuda", **settings)
     made = plan(1, "cuda", config=cached, **settings)
-    rows = placements(made, Model(SIZES), state_bytes=STATE)
+    rows = rows_of(made)
     moved = [row for row in rows if row.device_share < 1]
     assert {row.device_share for row in moved} == {0.25}
     assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
-    assert sum(row.device_bytes(0) for row in rows) <= 170 << 20
+    assert sum(row.device_bytes(0) for row in rows) <= 170 * MIB
     assert sum(row.host_bytes(0) for row in rows) == sum(row.total_bytes for row in moved) > 0
     assert "table_wise, 25% cached" in describe(made, Model(SIZES), state_bytes=STATE)
     # Host memory holds these tables, and a checkpoint's copy of all.
     with pytest.raises(InputError, match=r"worker 0 needs .* of host memory, .* for tables \(uvm_caching\)"):
-        plan(1, "cuda", config=cached, memory_bytes=200 << 20, host_memory_bytes=310 << 20)
+        plan(1, "cuda", config=cached, memory_bytes=200 * MIB, host_memory_bytes=310 * MIB)
     on_cpu = plan(config=cached)
-    assert {row.device_share for row in placements(on_cpu, Model(SIZES), state_bytes=STATE)} == {1.0}
+    assert {row.device_share for row in rows_of(on_cpu)} == {1.0}
     with pytest.raises(InputError, match=r"uvm_cache_fraction: 1.0 must be above 0 and below 1"):
         ShardingConfig(uvm_cache_fraction=1.0)
-
-
-def test_gradients_of_data_parallel_tables_count() -> None:
-    alone = ShardingConfig(sharding_types=("data_parallel",), reserved_fraction=0.0)
-    assert plan(memory_bytes=700 << 20, config=alone)  # 229 MiB, their copy, 216 MiB of gradients
-    with pytest.raises(InputError, match=r"need 229.1 MiB on worker 0, 215.6 MiB for their gradients"):
-        plan(memory_bytes=600 << 20, config=alone)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adagrad"])
@@ -241,18 +241,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
         ShardingConfig(**settings)
 
 
-def test_row_wise_alone_is_refused_on_cpu() -> None:
-    with pytest.raises(InputError, match="none of row_wise runs on cpu; add table_wise"):
-        plan(config=ShardingConfig(sharding_types=("row_wise",)))
-
-
-def test_bf16_is_not_exchanged_on_cpu() -> None:
-    rounded = ShardingConfig(exchange_precision="bf16")
-    with pytest.raises(InputError, match="gloo exchanges no bf16 on CPU; choose fp16 or fp32"):
-        plan(config=rounded)
-    assert all(sharder.qcomm_codecs_registry for sharder in embedding_sharders(rounded, device="cuda"))
-
-
 def test_sharders_know_our_tables() -> None:
-    model = Model([10])
+    model, rounded = Model([10]), ShardingConfig(exchange_precision="bf16")
+    assert all(sharder.qcomm_codecs_registry for sharder in embedding_sharders(rounded, device="cuda"))
     assert any(type(model.embeddings) is sharder.module_type for sharder in embedding_sharders())

@@ -30,6 +30,8 @@ class FakeHead:
         self.submitted: list[dict[str, Any]] = []
         self.stopped: list[str] = []
         self.logs: dict[str, str] = {}
+        self.notes: list[str] = []
+        """Of the supervisor."""
         self.ends: list[dict[str, Any]] = []
         """How the jobs that are yet to be submitted end; none: they go on."""
         self.lose_answers = 0
@@ -135,12 +137,7 @@ Supervise = Callable[..., Outcome]
 
 
 @pytest.fixture
-def notes() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def supervise(head: FakeHead, notes: list[str], tmp_path: Path) -> Supervise:
+def supervise(head: FakeHead, tmp_path: Path) -> Supervise:
     def run(*, policy: Policy | None = None, config_hash: str = "c0ffee", **changes: Any) -> Outcome:
         config = SuperviseConfig(
             **{"address": head.url, "state": str(tmp_path / "run.json"), "policy": policy or Policy(), **changes}
@@ -151,14 +148,14 @@ def supervise(head: FakeHead, notes: list[str], tmp_path: Path) -> Supervise:
             config_hash=config_hash,
             config=config,
             stop_wait_s=90.0,
-            note=notes.append,
+            note=head.notes.append,
             show=None,
         )
 
     return run
 
 
-def test_success_ends_it_and_gives_the_summary(head: FakeHead, supervise: Supervise, notes: list[str]) -> None:
+def test_success_ends_it_and_gives_the_summary(head: FakeHead, supervise: Supervise) -> None:
     head.ends = [SUCCESS]
     head.logs["run-0001"] = f"step 1\n{{\n  a table\n{json.dumps(SUMMARY, indent=2)}\nsome thread died"
     assert supervise() == Outcome("run", 0, "finished", 1, SUMMARY)
@@ -168,7 +165,7 @@ def test_success_ends_it_and_gives_the_summary(head: FakeHead, supervise: Superv
     )
     assert job["metadata"] == {RUN_KEY: "run", CONFIG_KEY: "c0ffee"}
     assert job["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "90"}}
-    assert any("finished, as run-0001" in note for note in notes)
+    assert any("finished, as run-0001" in note for note in head.notes)
 
 
 def test_supervise_after_success_submits_a_job_that_checks_the_data(head: FakeHead, supervise: Supervise) -> None:
@@ -207,13 +204,13 @@ def test_it_gives_up_by_its_policy(head: FakeHead, supervise: Supervise) -> None
     assert supervise().status == 130
 
 
-def test_a_job_whose_record_is_gone_is_submitted_again(head: FakeHead, supervise: Supervise, notes: list[str]) -> None:
+def test_a_job_whose_record_is_gone_is_submitted_again(head: FakeHead, supervise: Supervise) -> None:
     head.ends = [{"forget": True}, SUCCESS]
     assert supervise().attempts == 2
     head.jobs.clear()
     head.ends = [SUCCESS]
     assert supervise().attempts == 3  # a supervisor that comes later finds that out as well
-    assert any("run-0001 was lost with the head" in note for note in notes)
+    assert any("run-0001 was lost with the head" in note for note in head.notes)
 
 
 def test_a_lost_answer_makes_no_second_job(head: FakeHead, supervise: Supervise) -> None:
@@ -222,17 +219,15 @@ def test_a_lost_answer_makes_no_second_job(head: FakeHead, supervise: Supervise)
     assert len(head.submitted) == 1
 
 
-def test_a_head_that_is_out_of_sorts_is_waited_for(head: FakeHead, supervise: Supervise, notes: list[str]) -> None:
+def test_a_head_that_is_out_of_sorts_is_waited_for(head: FakeHead, supervise: Supervise) -> None:
     head.busy, head.ends = 3, [SUCCESS]
     assert supervise().status == 0
     assert len(head.submitted) == 1
-    assert any("head lost" in note and "try again later" in note for note in notes)
-    assert any("head is back" in note for note in notes)
+    assert any("head lost" in note and "try again later" in note for note in head.notes)
+    assert any("head is back" in note for note in head.notes)
 
 
-def test_a_head_that_stays_away_is_given_up_and_the_job_remembered(
-    head: FakeHead, supervise: Supervise, notes: list[str]
-) -> None:
+def test_a_head_that_stays_away_is_given_up_and_the_job_remembered(head: FakeHead, supervise: Supervise) -> None:
     head.busy = 1_000_000
     outcome = supervise(policy=Policy(max_wait_s=0.2))
     assert outcome.status == 1
@@ -242,7 +237,7 @@ def test_a_head_that_stays_away_is_given_up_and_the_job_remembered(
     assert len(head.submitted) == 1
 
 
-def test_a_dead_address_is_found_so_at_once(supervise: Supervise, notes: list[str]) -> None:
+def test_a_dead_address_is_found_so_at_once(supervise: Supervise) -> None:
     start_s = time.monotonic()
     assert supervise(address="http://127.0.0.1:9", policy=Policy(max_wait_s=0.1)).status == 1
     assert time.monotonic() - start_s < 30
@@ -281,7 +276,7 @@ def test_two_supervisors_of_a_run_are_one_too_many(head: FakeHead, supervise: Su
 
 
 def test_variables_are_passed_and_never_told(
-    head: FakeHead, supervise: Supervise, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: FakeHead, supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match="--env SECRET: not set"):
         supervise(env=("SECRET",))
@@ -289,7 +284,7 @@ def test_variables_are_passed_and_never_told(
     head.ends = [failure(1), SUCCESS]
     supervise(env=("SECRET",))
     assert head.submitted[-1]["runtime_env"]["env_vars"]["SECRET"] == "open sesame"
-    told = "\n".join([*notes, *(file.read_text() for file in tmp_path.iterdir())])
+    told = "\n".join([*head.notes, *(file.read_text() for file in tmp_path.iterdir())])
     assert "sesame" not in told
 
 
@@ -310,7 +305,7 @@ def test_ctrl_c_stops_the_job_unless_told_otherwise(
 
 
 def test_a_supervisor_that_was_cut_short_while_it_stopped_its_job_goes_on_all_the_same(
-    head: FakeHead, supervise: Supervise, notes: list[str], monkeypatch: pytest.MonkeyPatch
+    head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(self: Any, *_: Any) -> None:
         raise KeyboardInterrupt
@@ -323,7 +318,7 @@ def test_a_supervisor_that_was_cut_short_while_it_stopped_its_job_goes_on_all_th
     assert head.jobs["run-0001"]["status"] == "STOPPED"
     head.ends = [{"status": "STOPPED"}]
     outcome = supervise()
-    assert any("run-0001 had been told to stop" in note for note in notes)
+    assert any("run-0001 had been told to stop" in note for note in head.notes)
     assert (outcome.status, outcome.attempts) == (130, 2)  # the second job was stopped by someone
 
 

@@ -61,6 +61,20 @@ def _charts(page: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
 
 
+def _chart(page: str, begin: str) -> ElementTree.Element:
+    """The chart whose label begins so."""
+    return next(chart for chart in _charts(page) if chart.get("aria-label", "").startswith(begin))
+
+
+def _text(run: report.Run | list[dict[str, Any]], **options: Any) -> str:
+    """The report's text, of a run or of events."""
+    return _Page(report.render(report.Run("", run, None) if isinstance(run, list) else run, **options)).text
+
+
+def _lacking(text: str, *words: str) -> list[str]:
+    return [word for word in words if word not in text]
+
+
 @pytest.fixture(scope="module")
 def finished() -> str:
     return report.render(FINISHED)
@@ -79,18 +93,14 @@ def test_the_page_is_whole_and_stands_alone(finished: str) -> None:
 
 
 def test_what_events_and_configuration_hold_is_text(finished: str) -> None:
-    page = _Page(finished)
-    assert "<script>alert(1)</script>" in page.text
-    assert "<b>bold</b> & more" in page.text
-    assert "worker 1 died of SIGKILL & <more>" in page.text
-    assert "What <light> through\nyonder" in page.text
+    words = ["<script>alert(1)</script>", "<b>bold</b> & more", "worker 1 died of SIGKILL & <more>"]
+    assert _lacking(_Page(finished).text, *words, "What <light> through\nyonder") == []
 
 
 def test_numbers_are_there(finished: str) -> None:
-    text = _Page(finished).text
     wanted = ["finished", "0123456789abcdef", "torch 2.13.0", "1.6487", "0.25", "75 s", "0.4%", "44 MB", "cut short"]
     wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20steps done again"]  # at 0:00:02 the first attempt began
-    assert [word for word in wanted if word not in text] == []
+    assert _lacking(_Page(finished).text, *wanted) == []
 
 
 def test_step_charts_draw_fields_of_step_events() -> None:
@@ -125,30 +135,23 @@ def test_samples_show_what_is_wrong(finished: str) -> None:
     images = page.all("img")
     assert len(images) == 9
     assert [image["alt"] for image in images][7] == "label 7, prediction 1"
-    kinds = [
-        attributes.get("class") for attributes in page.all("figure") if attributes.get("class") in ("right", "wrong")
-    ]
+    kinds = [kind for attributes in page.all("figure") if (kind := attributes.get("class")) in ("right", "wrong")]
     assert kinds == ["right"] * 7 + ["wrong", "right"]
-    assert "✗ 1 (88%), is 7" in page.text
-    assert "✓ 8 (88%)" in page.text
+    assert _lacking(page.text, "✗ 1 (88%), is 7", "✓ 8 (88%)") == []
 
 
 def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
-    page = _Page(report.render(report.Run(run_events.CONFIG, run_events.run(finished=False), None)))
-    assert "not finished at step 150 of 200" in page.text
-    assert "validation at step 150" in page.text
-    assert "150 of 200" in page.text
-    click = run_events.click_run()
-    unfinished = report.Run(
-        "", [event for event in click if event["kind"] not in ("finish", "summary", "samples")], None
-    )
+    text = _text(run_events.run(finished=False))
+    assert _lacking(text, "not finished at step 150 of 200", "validation at step 150", "150 of 200") == []
+    ended = ("finish", "summary", "samples")
+    unfinished = report.Run("", [event for event in run_events.click_run() if event["kind"] not in ended], None)
     found = verdict(unfinished.sums)
     assert found is not None
-    assert found.text in _Page(report.render(unfinished)).text
+    assert found.text in _text(unfinished)
     events = run_events.Events()
     run_events.begin(events)
     for count in range(len(events.all) + 1):
-        text = _Page(report.render(report.Run("", events.all[:count], None))).text
+        text = _text(events.all[:count])
         assert "not finished before its first step" in text
         assert "Curves" not in text
 
@@ -198,8 +201,7 @@ def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, c
 
 def test_where_the_time_went() -> None:
     page = report.render(_click())
-    drawn = {chart.get("aria-label"): chart for chart in _charts(page)}
-    whole, course = drawn["The run as a whole"], drawn["In the course of the run"]
+    whole, course = _chart(page, "The run as a whole"), _chart(page, "In the course of the run")
     tips = [rectangle.findtext("title") for rectangle in whole.iter("rect")]
     assert tips == [
         "in all, waiting for data: 2 s (18.0%)",
@@ -215,18 +217,17 @@ def test_where_the_time_went() -> None:
     # The saves and evaluations at steps 50 and 100 are of the third fifth and of the last.
     evaluations = [share for name, share in shares if name.endswith("evaluation")]
     assert [share.split(" ")[0] for share in evaluations] == ["0.0%", "0.0%", "19.6%", "0.0%", "19.6%"]
-    text = _Page(page).text
     wanted = ["blocked on data 20.0 % of the time: <read> tasks are CPU-bound", "Share of the device's measured peak"]
     wanted += ["read142290.0%80.0%10.0%", "object store5.0% in use", "20profile/steps_20_30"]
-    assert [words for words in wanted if words not in text] == []
+    assert _lacking(_Page(page).text, *wanted) == []
 
 
 def test_where_the_time_went_without_phases_and_with_all_of_them() -> None:
     events = run_events.click_run()
     for event in events:
         event.pop("times_s", None)
-    drawn = {chart.get("aria-label"): chart for chart in _charts(report.render(report.Run("", events, None)))}
-    tips = [rectangle.findtext("title") for rectangle in drawn["The run as a whole"].iter("rect")]
+    whole = _chart(report.render(report.Run("", events, None)), "The run as a whole")
+    tips = [rectangle.findtext("title") for rectangle in whole.iter("rect")]
     assert tips[:2] == ["in all, waiting for data: 2 s (18.0%)", "in all, everything else: 8 s (72.1%)"]
     for event in run_events.click_run():
         if event["kind"] == "step":
@@ -248,28 +249,18 @@ def test_data_pipeline_is_shown_over_the_whole_run() -> None:
         for seconds, rows, stages in ((1.0, 1000, [stage]), (29.0, 0, []), (1.0, 3000, [{**stage, "busy": 15.0}]))
     ]
     events[events.index(data) :] = late
-    text = _Page(report.render(report.Run("", events, None))).text
-    assert "read20050.0%50.0%10.0%" in text
-    assert "CPUs for it2, busy 50.0% of the time" in text
-    events[-2:] = []
-    events.append({**late[-1], "seconds": 1.0})
-    text = _Page(report.render(report.Run("", events, None))).text
-    assert "read200100.0%50.0%10.0%" in text
+    assert _lacking(_text(events), "read20050.0%50.0%10.0%", "CPUs for it2, busy 50.0% of the time") == []
+    events[-2:] = [{**late[-1], "seconds": 1.0}]
+    assert "read200100.0%50.0%10.0%" in _text(events)
 
 
 def test_calibration_categories_and_tables() -> None:
     page = report.render(_click())
-    calibration = next(
-        chart for chart in _charts(page) if chart.get("aria-label", "").startswith("Share of clicks in the test rows")
-    )
+    calibration = _chart(page, "Share of clicks in the test rows")
     tooltips = [circle.findtext("title") for circle in calibration.iter("circle")]
     assert "observed 0.81 (predicted probability 0.8)" in tooltips
-    text = _Page(page).text
-    assert "cat_09981,0001.23%50.00%" in text
-    assert "<i>hashed3,000-0.00%" in text
-    memory = next(
-        chart for chart in _charts(page) if (chart.get("aria-label") or "").startswith("Weights and optimizer state")
-    )
+    assert _lacking(_Page(page).text, "cat_09981,0001.23%50.00%", "<i>hashed3,000-0.00%") == []
+    memory = _chart(page, "Weights and optimizer state")
     tips = [rectangle.findtext("title") for rectangle in memory.iter("rect")]
     assert tips == [
         "worker 0, table_wise: 68 kB (51.5%)",
@@ -282,25 +273,22 @@ def test_calibration_categories_and_tables() -> None:
 def test_report_tells_cost_if_given_a_price() -> None:
     run = _click(seconds=360.0)
     spent = run.sums.cost(Price(2.5, nodes=4))
-    assert f"cost{spent.total:.4g}" in _Page(report.render(run, price=Price(2.5, nodes=4))).text
-    assert "Cost" not in _Page(report.render(run)).text
+    assert f"cost{spent.total:.4g}" in _text(run, price=Price(2.5, nodes=4))
+    assert "Cost" not in _text(run)
 
 
 def test_runs_side_by_side() -> None:
     runs = [_click("first"), _click("second", auroc=0.8, seconds=2.0, config="seed: 1\nmodel:\n  dim: 8\n"), FINISHED]
     page = comparison.render(runs, price=Price(1.0))
-    text = _Page(page).text
-    auroc = next(chart for chart in _charts(page) if (chart.get("aria-label") or "").startswith("Validation auroc"))
-    assert len(auroc.findall("polyline")) == 2
-    loss = next(chart for chart in _charts(page) if (chart.get("aria-label") or "").startswith("Training loss"))
-    assert [line.get("class") for line in loss.findall("polyline")] == [f"line series-{number}" for number in (1, 2, 3)]
+    assert len(_chart(page, "Validation auroc").findall("polyline")) == 2
+    lines = _chart(page, "Training loss").findall("polyline")
+    assert [line.get("class") for line in lines] == [f"line series-{number}" for number in (1, 2, 3)]
     wanted = ["test auroc0.780.8 ★-", "seed01-", "model.dim-8-", "cost per epoch (USD)"]
-    assert [words for words in wanted if words not in text] == []
+    assert _lacking(_Page(page).text, *wanted) == []
     assert "<p>★ is the best value" in page
     assert '<main class="all">' in page
     same = _Page(comparison.render([_click(), _click()])).text
-    assert "They are the same." in same
-    assert "clicks (1)clicks (2)" in same
+    assert _lacking(same, "They are the same.", "clicks (1)clicks (2)") == []
 
 
 def test_runs_of_other_seeds_are_summed_up() -> None:
@@ -318,11 +306,11 @@ def test_a_report_says_where_the_run_came_from_and_how_it_ended() -> None:
     events[0] |= {"commit": "0123abcd+", "machine": "host, 8 CPUs", "command": "rayrec train criteo_demo"}
     early = {"time": events[-1]["time"], "kind": "early_stop", "step": 100, "best_step": 50, "best_score": 0.8}
     best = {"share_of_best_auroc": 0.953, "best_auroc": 0.8123, "chosen_step": 50}
-    text = _Page(report.render(report.Run("", [*events, early], run_events.click_summary() | best))).text
+    text = _text(report.Run("", [*events, early], run_events.click_summary() | best))
     wanted = ["commit0123abcd+", "machinehost, 8 CPUs", "commandrayrec train criteo_demo", "weights to usestep 50"]
     wanted += ["early stopat step 100 of 100: no better since step 50"]
     wanted += ["95.3% of the way from 0.5 to the best possible 0.8123"]
-    assert [words for words in wanted if words not in text] == []
+    assert _lacking(text, *wanted) == []
 
 
 def test_a_report_may_be_written_to_a_folder(tmp_path: Path) -> None:
@@ -337,17 +325,14 @@ def test_a_report_may_be_written_to_a_folder(tmp_path: Path) -> None:
 
 
 def test_writing_several(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        _write_run(tmp_path / name)
-    out = str(tmp_path / "both.html")
-    assert rayrec.report(str(tmp_path / "one"), str(tmp_path / "two"), out=out) == out
-    assert "2 runs" in _Page((tmp_path / "both.html").read_text()).text
-    with pytest.raises(InputError, match="--out"):
-        rayrec.report(str(tmp_path / "one"), str(tmp_path / "two"))
-    with pytest.raises(InputError, match="at most 8"):
-        rayrec.report(*[str(tmp_path / "one")] * 9, out=out)
-    with pytest.raises(InputError, match="which run"):
-        rayrec.report(out=out)
+    one, two, out = (str(tmp_path / name) for name in ("one", "two", "both.html"))
+    for folder in (one, two):
+        _write_run(Path(folder))
+    assert rayrec.report(one, two, out=out) == out
+    assert "2 runs" in _Page(Path(out).read_text()).text
+    for message, runs, place in (("--out", [one, two], None), ("at most 8", [one] * 9, out), ("which run", [], out)):
+        with pytest.raises(InputError, match=message):
+            rayrec.report(*runs, out=place)
 
 
 def test_a_keyboard_and_a_screen_reader_reach_everything() -> None:
@@ -381,7 +366,6 @@ def test_lines_are_told_apart_without_their_colours() -> None:
 
 
 def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
-    page = _starts(run_events.run())
     wanted = [
         "start 2",
         "interpreter and imports",
@@ -391,7 +375,7 @@ def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
         "16 s",
         "10 s",
     ]
-    assert [words for words in wanted if words not in page] == []
+    assert _lacking(_starts(run_events.run()), *wanted) == []
     assert training.start_up([]) is None
     many: list[dict[str, Any]] = [{"time": 0.0, "kind": "run"}]
     for number in range(1, 10):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from rayrec.workloads.base import RunContext, TrainConfig
 NOTES: list[str] = []
 CONFIGS: list[TrainConfig] = []
 ROWS = data_parallel.ROWS["train"]
+Failing = Callable[..., list[dict[str, Any]]]
 
 
 def told() -> list[dict[str, Any]]:
@@ -50,27 +51,20 @@ def told() -> list[dict[str, Any]]:
     ]
 
 
-def summarized(folder: Path, lines: list[str], *, rows: int = ROWS * 3 // 2) -> tuple[Result, list[str]]:
+def summarized(folder: Path, lines: list[str]) -> tuple[Result, list[str]]:
     (folder / "events.jsonl").write_text("".join(lines))
     saved = folder_of(str(folder), 15)
     checkpoint.save(saved, {"model.weight": torch.ones(3)}, state={})
     metrics = {"accuracy": 0.5}
-    finish = {
-        "step": 15,
-        "chosen_step": 10,
-        "rows": rows,
-        "rows_lost": 0,
-        "rows_repeated": 0,
-        "train_s": 12.0,
-        "metrics": metrics,
-    }
+    finish: dict[str, Any] = {"step": 15, "chosen_step": 10, "rows": ROWS * 3 // 2, "rows_lost": 0, "rows_repeated": 0}
+    finish |= {"train_s": 12.0, "metrics": metrics, "validation": metrics, "blocked_fraction": 0.1, "checkpoint": saved}
     notes: list[str] = []
     with EventWriter(folder / "events.jsonl") as events:
         result = summarize(
             data_parallel.config(1).replace(name="run", epochs=4),
             str(folder),
             None,
-            {**finish, "blocked_fraction": 0.1, "validation": metrics, "checkpoint": saved, "weights_sha256": "00ff"},
+            {**finish, "weights_sha256": "00ff"},
             events=events,
             note=notes.append,
         )
@@ -123,45 +117,43 @@ class Prepared(data_parallel.Small):
         pass
 
 
-def failing(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    *,
-    wrong: str = "",
-    finishes: bool = False,
-    changes: Mapping[str, Any] | None = None,
-) -> list[dict[str, Any]]:
-    """The events of a run that logs a step, and ends with the error, `finishes`: of the summary. Its notes go to NOTES."""
-
-    def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any]:
-        for event in told()[1:3]:
-            driver.events.write(
-                event["kind"], **{name: value for name, value in event.items() if name not in ("kind", "time")}
-            )
-        if finishes:
-            return {"step": 15}
-        raise error
-
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
+    """Trains a run that logs a step, and ends with an error; `wrong`: before training, `finishes`: of the summary. Its notes go
+    to NOTES."""
     monkeypatch.setattr(ray_launcher.connection, "connect", lambda *_, **__: None)
     monkeypatch.setattr(ray_launcher.connection, "ship_code", lambda *_: None)
     monkeypatch.setattr(ray_launcher, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
     monkeypatch.setattr(ray_launcher, "wait_for_room", ray_launcher.share_out)
     monkeypatch.setattr(ray_launcher, "start_ahead", lambda *_: None)  # a test before may have left a Ray
-    monkeypatch.setattr(ray_launcher, "run_attempts", run_attempts)
     monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
-    config = data_parallel.config(1).replace(
-        name="run",
-        storage_path=str(folder),
-        workload=Prepared(wrong=wrong),
-        failure={"max_outage_s": 900.0},
-        trackers={"prometheus": False, "tensorboard": False, "mllog": True},
-    )
-    CONFIGS.append(config)
-    with pytest.raises(type(error)) as raised:
-        trainer.train(config.updated(changes or {}), console=quiet(monkeypatch))
-    assert str(raised.value) == (wrong or str(error))
-    return read_events(folder / "run" / "events.jsonl")
+
+    def fail(
+        error: BaseException, *, wrong: bool = False, finishes: bool = False, **changes: Any
+    ) -> list[dict[str, Any]]:
+        def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any]:
+            for event in told()[1:3]:
+                driver.events.write(**{name: value for name, value in event.items() if name != "time"})
+            if finishes:
+                return {"step": 15}
+            raise error
+
+        monkeypatch.setattr(ray_launcher, "run_attempts", run_attempts)
+        config = data_parallel.config(1).replace(
+            name="run",
+            storage_path=str(tmp_path),
+            workload=Prepared(wrong=str(error) if wrong else ""),
+            failure={"max_outage_s": 900.0},
+            trackers={"prometheus": False, "tensorboard": False, "mllog": True},
+        )
+        CONFIGS.append(config)
+        NOTES.clear()
+        with pytest.raises(type(error)) as raised:
+            trainer.train(config.updated(changes), console=quiet(monkeypatch))
+        assert str(raised.value) == str(error)
+        return read_events(tmp_path / "run" / "events.jsonl")
+
+    return fail
 
 
 @pytest.mark.parametrize(
@@ -173,9 +165,9 @@ def failing(
     ],
 )
 def test_an_error_that_ends_a_run_is_told_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: str | None
+    tmp_path: Path, failing: Failing, error: Exception, cause: str | None
 ) -> None:
-    events = failing(tmp_path, monkeypatch, error)
+    events = failing(error)
     cause = cause or str(error)
     assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
     assert (events[-1]["cause"], events[-1]["last"]) == (cause, True)
@@ -184,40 +176,35 @@ def test_an_error_that_ends_a_run_is_told_and_reported(
     assert '"status": "aborted"' in (tmp_path / "run" / "mllog.log").read_text().splitlines()[-1]
 
 
-def test_an_error_before_training_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = failing(tmp_path, monkeypatch, InputError("no such log"), wrong="no such log")
+def test_an_error_before_training_is_told_too(tmp_path: Path, failing: Failing) -> None:
+    events = failing(InputError("no such log"), wrong=True)
     assert [event["kind"] for event in events] == ["run", "failure"]
     assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_run_that_goes_on_waits_longer_for_its_store_than_a_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "30")
     for waits_s in (30, 900):
-        NOTES.clear()
-        failing(tmp_path, monkeypatch, InputError("no such log"), wrong="no such log")
+        failing(InputError("no such log"), wrong=True)
         assert f"waits {waits_s} s for a store, its tasks {waits_s} s" in NOTES
         checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
 
 
-def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the summary nor the configuration of a finished run, when it cannot be trained for longer; nor those of a run
     that another command would resume with other settings."""
-    failing(tmp_path, monkeypatch, InputError("no room"))  # nothing is saved yet
-    failing(tmp_path, monkeypatch, InputError("no room"), changes={"seed": 5})  # so that it may be another run
+    failing(InputError("no room"))  # nothing is saved yet
+    failing(InputError("no room"), seed=5)  # so that it may be another run
     assert f"{tmp_path}/run: no step was saved; starts again with other settings (seed: 0 -> 5)" in NOTES
     checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
     settings = tmp_path / "run" / "config.yaml"
     before = settings.read_bytes()
-    other = (
-        f"{tmp_path}/run: was trained with other settings (seed: 5 -> 6); give those of its config.yaml, or choose another "
-        "--name"
-    )
-    failing(tmp_path, monkeypatch, InputError(other), changes={"seed": 6, "log_every": 3})
+    other = "was trained with other settings (seed: 5 -> 6); give those of its config.yaml, or choose another --name"
+    failing(InputError(f"{tmp_path}/run: {other}"), seed=6, log_every=3)
     assert settings.read_bytes() == before
-    NOTES.clear()
-    failing(tmp_path, monkeypatch, InputError("no room"), changes={"seed": 5, "log_every": 3})
+    failing(InputError("no room"), seed=5, log_every=3)
     assert f"{tmp_path}/run: resumes with changed settings (log_every: 1 -> 3)" in NOTES
     assert b"log_every: 3" in settings.read_bytes()
 
@@ -227,9 +214,9 @@ def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, monkeypatch: pytest.
     settings.write_text(finished.to_yaml())
     before = settings.read_bytes()
     longer = {"seed": 5, "log_every": 3, "steps": 30}
-    failing(tmp_path, monkeypatch, InputError("no such log"), wrong="no such log", changes=longer)
+    failing(InputError("no such log"), wrong=True, **longer)
     assert settings.read_bytes() == before
-    failing(tmp_path, monkeypatch, InputError("no room"), changes=longer)  # refused by the workers
+    failing(InputError("no room"), **longer)  # refused by the workers
     assert storage.read_json(str(tmp_path / "run" / "summary.json")) == summary
     NOTES.clear()
     result = trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch))
@@ -237,12 +224,12 @@ def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, monkeypatch: pytest.
     assert NOTES[-1].endswith("not used, since nothing is left to train: checkpoint.every: null -> 7")
 
 
-def test_the_summary_is_worth_as_much_waiting_as_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_is_worth_as_much_waiting_as_a_save(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(*_: Any, **__: Any) -> Any:
         raise InputError(f"waits {storage.outage_s():g} s for a store")
 
     monkeypatch.setattr(trainer, "summarize", waits)
-    failing(tmp_path, monkeypatch, InputError("waits 900 s for a store"), finishes=True)
+    failing(InputError("waits 900 s for a store"), finishes=True)
 
 
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Console:
@@ -293,10 +280,8 @@ def test_result_checkpoint_is_a_path_and_a_directory(tmp_path: Path) -> None:
 def test_a_config_may_have_the_path_of_a_result(tmp_path: Path) -> None:
     result, _ = summarized(tmp_path, lines_of(told()))
     config = recipes.criteo_demo("log")
-    assert (
-        config.replace(init_from=result.checkpoint).to_yaml()
-        == config.replace(init_from=str(result.checkpoint)).to_yaml()
-    )
+    given, plain = (config.replace(init_from=path).to_yaml() for path in (result.checkpoint, str(result.checkpoint)))
+    assert given == plain
 
 
 def test_damaged_events_do_not_cost_the_summary(tmp_path: Path) -> None:
