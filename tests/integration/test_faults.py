@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from builders.damage import cut_short, flip_a_bit, remove_file, tear_manifest
+from builders.faults import until
 from hosts.processes import RayCluster, RayPod, Run, Session, environment_for, small_run
 
 from rayrec.checkpoint import committed
@@ -88,6 +89,14 @@ def assert_accounted(run: Run, summary: dict[str, Any], *, restarts: int) -> Non
         assert "\n" not in cause["cause"]
 
 
+def finished(run: Run, expected: dict[str, Any], *, restarts: int) -> dict[str, Any]:
+    """The summary of a run that ended with the weights of the undisturbed one, after so many restarts."""
+    summary = run.summary()
+    assert_as_expected(summary, expected)
+    assert_accounted(run, summary, restarts=restarts)
+    return summary
+
+
 def stop_by_signals(run: Run, resumed: dict[str, Any], *, timeout_s: float = 180) -> dict[str, Any]:
     """SIGTERM, then Ctrl-C, each with the same command after it; returns the event of the last start. The step at which the
     run stops is saved, and nothing is trained twice."""
@@ -137,9 +146,7 @@ def test_a_run_that_one_fault_after_another_strikes(expected: dict[str, Any], be
     assert resumed["step"] >= saved
 
     stop_by_signals(run, resumed, timeout_s=240)
-    summary = run.summary()
-    assert_as_expected(summary, expected)
-    assert_accounted(run, summary, restarts=4)
+    summary = finished(run, expected, restarts=4)
     assert "worker" in summary["restart_causes"][0]["cause"]
     assert [event["cause"] for event in run.events("failure")] == [summary["restart_causes"][0]["cause"]]
     assert [cause["steps_redone"] for cause in summary["restart_causes"][2:]] == [0, 0]
@@ -220,9 +227,7 @@ def test_the_train_controller(expected: dict[str, Any], begin: Begin) -> None:
     run.wait_for_step(100)
     run.session.kill("controller")
     assert_still_training(run)
-    summary = run.summary()
-    assert_as_expected(summary, expected)
-    assert_accounted(run, summary, restarts=1)
+    summary = finished(run, expected, restarts=1)
     assert "controller" in summary["restart_causes"][0]["cause"]
 
 
@@ -235,9 +240,7 @@ def test_the_head_with_everything_on_it(expected: dict[str, Any], begin: Begin) 
     run.session.end()
     assert_still_training(run)
     run.start()
-    summary = run.summary()
-    assert_as_expected(summary, expected)
-    assert_accounted(run, summary, restarts=1)
+    finished(run, expected, restarts=1)
 
 
 @pytest.mark.exhaustive
@@ -264,9 +267,7 @@ def test_checkpoints_gone_bad_are_named_and_passed_over(expected: dict[str, Any]
     assert_still_training(run)
     damage = Damage(run)
     run.start()
-    summary = run.summary()
-    assert_as_expected(summary, expected)
-    assert_accounted(run, summary, restarts=1)
+    finished(run, expected, restarts=1)
     damage.assert_passed_over(number=1)
 
 
@@ -328,9 +329,7 @@ def test_a_disk_that_is_full_for_a_while(expected: dict[str, Any], begin: Begin,
     run.wait_for_step(late["step"] + 20)  # training continues
     assert_still_training(run)
     filling.unlink()
-    summary = run.summary()
-    assert_as_expected(summary, expected)
-    assert_accounted(run, summary, restarts=0)
+    finished(run, expected, restarts=0)
     assert committed(run.path)[-1].step == STEPS
 
 
@@ -365,9 +364,7 @@ def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, c
     run.wait_for_step(100)
     cluster.kill_node_of(cluster.find("train worker")[0])
     assert_still_training(run)
-    summary = run.summary()
-    assert_as_expected(summary, expected)
-    assert_accounted(run, summary, restarts=1)
+    finished(run, expected, restarts=1)
 
 
 @pytest.mark.exhaustive
@@ -445,22 +442,16 @@ def test_a_cluster_that_others_use_is_waited_for(
         stdin=subprocess.PIPE,
     )
     with holding, Run(config, tmp_path / "run", cache=cache, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5") as run:
-        until(lambda: "holds" in holding.out)
+        until(lambda: "holds" in holding.out, timeout_s=240)
         run.start()
-        until(lambda: "waiting for resources that others hold: " in run.session.err + run.session.out)
+        waits = "waiting for resources that others hold: "
+        until(lambda: waits in run.session.err + run.session.out, timeout_s=240)
         assert not run.events("start", "failure")
         assert holding.process.stdin is not None
         holding.process.stdin.close()
         summary = run.summary()
         assert (summary["steps"], summary["restarts"]) == (40, 0)
         assert len(run.events("attempt")) == 2
-
-
-def until(done: Callable[[], bool], *, timeout_s: float = 240) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
 
 @pytest.mark.exhaustive

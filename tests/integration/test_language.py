@@ -41,15 +41,9 @@ def write_text(path: Path, *, sentences: int, seed: int) -> None:
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     write_text(folder / "text.txt", sentences=1200, seed=0)
-    rayrec.preprocess(
-        str(folder / "text.txt"),
-        out=str(folder / "tokens"),
-        format="mds",
-        tokenizer="characters",
-        block_size=BLOCK,
-        shard_bytes=1 << 13,
-        console=QUIET,
-    )
+    text, out = str(folder / "text.txt"), str(folder / "tokens")
+    settings: dict[str, Any] = {"format": "mds", "tokenizer": "characters", "block_size": BLOCK, "shard_bytes": 1 << 13}
+    rayrec.preprocess(text, out=out, **settings, console=QUIET)
     return folder / "tokens"
 
 
@@ -129,9 +123,8 @@ def test_both_loops_learn_the_same(runs: dict[str, Result]) -> None:
     assert losses(own.folder) == losses(other.folder)
     assert own.summary["weights_sha256"] == other.summary["weights_sha256"]
     assert own.summary["metrics"] == other.summary["metrics"]
-    assert [event["step"] for event in events(own.folder, "checkpoint")] == [
-        event["step"] for event in events(other.folder, "checkpoint")
-    ]
+    saved = [[event["step"] for event in events(run.folder, "checkpoint")] for run in (own, other)]
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.exhaustive
@@ -147,9 +140,8 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
     assert metrics["rows"] == result.summary["rows_of_sets"]["validation"]
     assert metrics["loss"] == pytest.approx(result.summary["metrics"]["loss"], rel=1e-2)  # of bf16, in other batches
     write_text(tmp_path / "more.txt", sentences=50, seed=1)
-    assert rayrec.evaluate(result.folder, str(tmp_path / "more.txt"), console=QUIET)["loss"] == pytest.approx(
-        metrics["loss"], rel=0.1
-    )
+    more = rayrec.evaluate(result.folder, str(tmp_path / "more.txt"), console=QUIET)
+    assert more["loss"] == pytest.approx(metrics["loss"], rel=0.1)
     (tmp_path / "prompts.txt").write_text("the cat\na dog sees\n")
     rayrec.predict(result.folder, str(tmp_path / "prompts.txt"), out=str(tmp_path / "out"), console=QUIET)
     table = pq.read_table(tmp_path / "out").to_pydict()
@@ -179,10 +171,9 @@ def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) ->
     assert losses(fsdp.folder)[-1] == pytest.approx(losses(ddp.folder)[-1], rel=0.2)
     [samples] = [event["samples"] for event in events(fsdp.folder, "samples")]
     assert all(len(sample["text"]) == 24 for sample in samples)
-    stored, other = (Checkpoint(run.checkpoint).manifest()["tensors"] for run in (ddp, fsdp))
-    assert {name: tensor["shape"] for name, tensor in stored.items()} == {
-        name: tensor["shape"] for name, tensor in other.items()
-    }
+    manifests = [Checkpoint(run.checkpoint).manifest()["tensors"] for run in (ddp, fsdp)]
+    stored, other = ({name: tensor["shape"] for name, tensor in tensors.items()} for tensors in manifests)
+    assert stored == other
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
@@ -243,14 +234,12 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
 def test_the_124_million_parameters_start_and_step(tmp_path: Path) -> None:
     """The recipe as it is, but for what a machine without GPUs cannot have."""
     write_text(tmp_path / "text.txt", sentences=2000, seed=0)
-    rayrec.preprocess(
-        str(tmp_path / "text.txt"),
-        out=str(tmp_path / "tokens"),
-        format="mds",
-        vocabulary_size=257,  # every byte, so that there is a block of them
-        block_size=1024,
-        console=QUIET,
-    )
+    settings: dict[str, Any] = {
+        "format": "mds",
+        "vocabulary_size": 257,
+        "block_size": 1024,
+    }  # every byte, a block of them
+    rayrec.preprocess(str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), **settings, console=QUIET)
     result = trained(
         gpt2(str(tmp_path / "tokens")).replace(
             storage_path=str(tmp_path),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import until
 from hosts import nodes
 from hosts.nodes import Done, Network, Node
 
@@ -167,21 +168,16 @@ def test_credentials_that_only_the_command_has(cluster: list[Node], tmp_path: Pa
 
 def wait_for_listener(node: Node, port: int, *, timeout_s: float = 60) -> None:
     call = f"import socket; socket.create_connection(('{node.address}', {port}), timeout=1)"
-    deadline_s = time.monotonic() + timeout_s
-    while node.run(sys.executable, "-c", call).status:
-        assert time.monotonic() < deadline_s, f"nothing listens at {port}"
+    until(lambda: not node.run(sys.executable, "-c", call).status, timeout_s=timeout_s)
 
 
 def wait_for_step(folder: Path, step: int, *, timeout_s: float = 240) -> None:
-    deadline_s = time.monotonic() + timeout_s
     path = folder / "events.jsonl"
-    while not any(event.get("step", 0) >= step for event in events(path)):
-        assert time.monotonic() < deadline_s, f"no step {step} in {timeout_s:g} s"
-        time.sleep(0.2)
 
+    def reached() -> bool:
+        return path.exists() and any(event.get("step", 0) >= step for event in read_events(str(path)))
 
-def events(path: Path, *kinds: str) -> list[dict[str, Any]]:
-    return read_events(str(path), kinds=kinds or None) if path.exists() else []
+    until(reached, timeout_s=timeout_s, pause_s=0.2)
 
 
 LONG = {"steps": 200, "evaluate-every": 200, "checkpoint.every": 40, "log-every": 10, "scaling.num-workers": 2}

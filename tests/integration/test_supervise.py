@@ -45,23 +45,13 @@ class Head:
     def start(self) -> None:
         """Returns before it answers."""
         names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
-        options = {
-            **dict(zip(names, map(str, self._ports), strict=True)),
-            "dashboard-host": "127.0.0.1",
-            "temp-dir": str(self.folder / "ray"),
-            "num-cpus": "2",
-            "object-store-memory": "200000000",
-        }
+        options: dict[str, object] = dict(zip(names, self._ports, strict=True))
+        options |= {"dashboard-host": "127.0.0.1", "temp-dir": self.folder / "ray"}
+        options |= {"num-cpus": 2, "object-store-memory": 200_000_000}
         flags = [f"--{name}={value}" for name, value in options.items()]
         command = [
             sys.executable,
-            "-u",
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            "--head",
-            "--block",
-            "--disable-usage-stats",
+            *["-u", "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"],
         ]
         environment = environment_for(self._cache, RAYREC_TEST_HEAD=str(self.folder))
         self._session = Session([*command, *flags], environment=environment, output=self._output)
@@ -288,13 +278,8 @@ def test_a_lost_head_costs_no_more_than_the_steps_since_the_checkpoint(
     assert run.exit_status() == 0, run.err
     assert json.loads(run.out)["weights_sha256"] == undisturbed["weights_sha256"]
     lines = run.log.splitlines()
-    order = [
-        "submitted lost-0001",
-        "head lost",
-        "head is back",
-        "lost-0001 was lost with the head",
-        "submitted lost-0002",
-    ]
+    order = ["submitted lost-0001", "head lost", "head is back", "lost-0001 was lost with the head"]
+    order += ["submitted lost-0002"]
     places = [next(place for place, line in enumerate(lines) if text in line) for text in order]
     assert places == sorted(places)
     assert run.log.count("submitted") == 2

@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import until
 
 from rayrec.cluster import fork_server, forked_worker
 from rayrec.cluster.fork_server import ForkServer
@@ -239,10 +239,7 @@ def node_manager(tmp_path: Path) -> Iterator[NodeManager]:
 
 
 def wait_until_gone(process: int) -> None:
-    deadline_s = time.monotonic() + 60
-    while Path(f"/proc/{process}").exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    until(lambda: not Path(f"/proc/{process}").exists())
 
 
 def test_a_node_has_one_server_that_ends_with_its_ray(node_manager: NodeManager, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 import ray
+from builders.faults import raising
 from hosts.ports import free_ports
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -42,20 +43,24 @@ class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
         return gcs_service_pb2.CheckAliveReply(ray_version=self.version)
 
 
+def forget_tokens() -> None:
+    """Has Ray read this process's settings and token again."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
 @pytest.fixture
 def user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A user without a token; returns the path of a token file, as a local Ray would write it."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    forget_tokens()
     (tmp_path / ".ray").mkdir()
     yield tmp_path / ".ray" / "auth_token"
     os.environ.pop("RAY_AUTH_MODE", None)
     monkeypatch.undo()
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    forget_tokens()
 
 
 @pytest.fixture
@@ -110,8 +115,7 @@ def test_a_refused_token_is_reported_as_that(
         user.write_text(token)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    forget_tokens()
     with pytest.raises(InputError, match=message) as raised:
         require_head(address, source=f"RAY_ADDRESS={address}")
     assert str(raised.value).startswith(f"RAY_ADDRESS={address}: ")
@@ -132,25 +136,21 @@ def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process share a Ray
     begin_s = time.monotonic()
-    with pytest.raises(
-        InputError, match=rf"RAY_ADDRESS={address}: no Ray cluster answers there \(Connection refused\)"
-    ):
+    refused = rf"RAY_ADDRESS={address}: no Ray cluster answers there \(Connection refused\)"
+    with pytest.raises(InputError, match=refused):
         connection.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     assert time.monotonic() - begin_s < 10
 
 
 @pytest.mark.usefixtures("user")
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
+def test_what_is_no_address_is_refused() -> None:
+    for address, message in (
         ("127.0.0.1:70000", "no Ray cluster answers there"),
         ("6379", "is no address of a Ray cluster"),
         ("host:port", "is no address of a Ray cluster|no such host"),
-    ],
-)
-def test_what_is_no_address_is_refused(address: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        require_head(address, source=address)
+    ):
+        with pytest.raises(InputError, match=message):
+            require_head(address, source=address)
 
 
 @pytest.mark.usefixtures("user")
@@ -200,13 +200,10 @@ def test_a_listener_that_is_no_head_is_named_as_that(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("user")
 def test_a_local_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(**_: object) -> None:
-        raise Exception("The current node timed out during startup.\nThis could happen because")  # Ray's own class
-
+    timed_out = Exception("The current node timed out during startup.\nThis could happen because")  # Ray's own class
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(
-        OSError, match=r"a local Ray did not start \(The current node timed out.*; the machine may"
-    ) as raised:
+    monkeypatch.setattr(ray, "init", raising(timed_out))
+    refused = r"a local Ray did not start \(The current node timed out.*; the machine may"
+    with pytest.raises(OSError, match=refused) as raised:
         connection.connect("local", num_cpus=1, object_store_bytes=None, log_to_driver=False)
     assert "\n" not in str(raised.value)

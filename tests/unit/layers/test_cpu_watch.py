@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from builders.faults import until
 
 from rayrec.layers import cpu_watch
 from rayrec.layers.cpu_watch import CpuWatch, WaitPolicy, waiting_share
@@ -112,10 +112,7 @@ def test_cpu_watch_reports_contention_once(two_threads: None, monkeypatch: pytes
     monkeypatch.setattr(cpu_watch, "_INTERVAL_S", 0.005)
     shares: list[float] = []
     watch = CpuWatch(shares.append)
-    deadline_s = time.monotonic() + 10
-    while "rayrec-idle-team" not in [thread.name for thread in threading.enumerate()]:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    until(lambda: "rayrec-idle-team" in [thread.name for thread in threading.enumerate()])
     watch.close()
     assert shares == [1.0]
     assert not {"rayrec-idle-team", "rayrec-cpu-watch"} & {thread.name for thread in threading.enumerate()}

@@ -76,20 +76,8 @@ def test_an_empty_table_is_refused() -> None:
         build_embeddings([5, 0], embedding_dim=4, seed=0)
 
 
-ODD_NAMES = [
-    "type",
-    "keys",
-    "items",
-    "update",
-    "user.id",
-    "user%2Eid",
-    "%table:a",
-    "",
-    "training",
-    "_modules",
-    "\u00fcser/id \u5e97",
-    "a b",
-]
+ODD_NAMES = ["type", "keys", "items", "update", "user.id", "user%2Eid", "%table:a", "", "training", "_modules"]
+ODD_NAMES += ["\u00fcser/id \u5e97", "a b"]
 
 
 def test_any_column_name_names_a_table() -> None:

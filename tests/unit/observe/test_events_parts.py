@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from builders.faults import until
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -53,13 +54,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     return store
 
 
-def _within(seconds: float, condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
 def _steps(url: str) -> list[int]:
     return [event["step"] for event in read_events(url)]
 
@@ -68,19 +62,19 @@ def test_steps_wait_and_other_events_go_at_once(url: str, store: Store, monkeypa
     monkeypatch.setattr(event_parts, "_INTERVAL_S", 600.0)
     with EventWriter(url) as writer:
         writer.write("start", step=0)
-        assert _within(30, lambda: store.num_uploads == 1)
+        until(lambda: store.num_uploads == 1)
         for step in range(1, 50):
             writer.write("step", step=step)
         time.sleep(0.2)
         assert store.num_uploads == 1  # steps, so soon after an upload
         writer.write("evaluate", step=50)
-        assert _within(30, lambda: store.num_uploads == 2)
+        until(lambda: store.num_uploads == 2)
         assert _steps(url) == list(range(51))
         monkeypatch.setattr(event_parts, "_INTERVAL_S", 0.1)  # holds from the next upload on
         writer.write("evaluate", step=51)
-        assert _within(30, lambda: store.num_uploads == 3)
+        until(lambda: store.num_uploads == 3)
         writer.write("step", step=52)
-        assert _within(30, lambda: store.num_uploads == 4)
+        until(lambda: store.num_uploads == 4)
         assert _steps(url) == list(range(53))
     assert _steps(url) == list(range(53))
     assert writer.num_lost == 0
@@ -121,7 +115,7 @@ def test_an_outage_loses_nothing_and_blocks_nobody(url: str, store: Store, caplo
         for step in range(1000):
             writer.write("evaluate", step=step)
         assert time.monotonic() - start < 30
-        assert _within(60, lambda: store.num_refused >= 2)
+        until(lambda: store.num_refused >= 2)
         store.is_out = False
         assert writer.flush(timeout_s=60)
     assert writer.num_lost == 0

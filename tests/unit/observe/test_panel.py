@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from builders import run_events
+from builders.faults import until
 from rich.console import Console as RichConsole
 
 from rayrec.config import InputError
@@ -208,9 +209,7 @@ def test_top_follows_until_the_run_is_finished(tmp_path: Path, monkeypatch: pyte
     out = io.StringIO()
 
     def train() -> None:
-        deadline_s = time.monotonic() + 60
-        while "step 120 of 200" not in out.getvalue() and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+        until(lambda: "step 120 of 200" in out.getvalue())
         with (tmp_path / "events.jsonl").open("a") as file:
             file.write("".join(json.dumps(event) + "\n" for event in events[cut:]))
 

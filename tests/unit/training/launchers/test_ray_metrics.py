@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders.faults import until
 
 from rayrec.training.launchers import ray_metrics
 from rayrec.training.launchers.ray_metrics import StoreWatch
@@ -36,13 +36,6 @@ def stats(number: int) -> Any:
     return SimpleNamespace(
         object_store_bytes_used=number, object_store_bytes_avail=1000, spilled_bytes_total=7 + number
     )
-
-
-def until(wanted: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not wanted():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def test_what_is_in_use_now_and_was_spilled_since(watch: Callable[..., StoreWatch]) -> None:
