@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import socket
-import threading
 import time
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from rayrec import storage
-from rayrec.checkpoint.save_retry import Persistence, tolerated
+from rayrec.checkpoint.save_retry import persisted, tolerated
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
@@ -71,7 +69,6 @@ def _leases(run_folder: str) -> list[str]:
     return [name for name in storage.list_folder(storage.join(run_folder, _FOLDER)) if _NAME.fullmatch(name)]
 
 
-_logger = logging.getLogger(__name__)
 _APPEARS_S: Final = 10.0
 """Seconds after which a file that another node has written must be visible: NFS clients cache what a folder contains."""
 _POLL_S: Final = 0.2
@@ -81,15 +78,8 @@ def write_token(run_folder: str, *, max_outage_s: float) -> str:
     """Writes a small file into the run's folder, on the driver, for `check_shared` -> its path. Raises InputError if storage is
     unavailable or full for `max_outage_s`."""
     token = storage.join(run_folder, f".storage-{uuid.uuid4().hex}")
-    persistence = Persistence(
-        place=run_folder,
-        max_outage_s=max_outage_s,
-        seed=run_folder,
-        ended=threading.Event(),
-        late=lambda cause: _logger.warning("%s: cannot be written yet (%s)", run_folder, cause),
-    )
     text = b"This file shows that all workers see the storage of the driver.\n"
-    persistence.run(lambda: storage.write_bytes(token, text))
+    persisted(lambda: storage.write_bytes(token, text), place=run_folder, max_outage_s=max_outage_s)
     return token
 
 

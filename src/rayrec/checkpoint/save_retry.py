@@ -65,6 +65,15 @@ class Persistence:
         )
 
 
+def persisted(function: Callable[[], T], *, place: str, max_outage_s: float) -> T:
+    """What the function returns at last; see `Persistence.run`. Warns of each failure."""
+
+    def late(cause: str) -> None:
+        _logger.warning("%s: cannot be written yet (%s)", place, cause)
+
+    return Persistence(place, max_outage_s, seed=place, ended=threading.Event(), late=late).run(function)
+
+
 def delay(attempt: int, *, seed: str) -> float:
     """Seconds to wait after an attempt (from 0 on): doubling, less up to a half of it. Pure."""
     chance = hashlib.sha256(f"{seed} {attempt}".encode()).digest()[0] / 256

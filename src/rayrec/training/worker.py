@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from rayrec.checkpoint import (
     SUMMARY,
     Checkpoint,
     DamagedError,
-    Lease,
     Retention,
     Saver,
     acquire_lease,
@@ -28,7 +26,7 @@ from rayrec.checkpoint import (
 )
 from rayrec.checkpoint.communicator import Ranks
 from rayrec.checkpoint.format import UnreadableError
-from rayrec.checkpoint.save_retry import Persistence, tolerated
+from rayrec.checkpoint.save_retry import persisted, tolerated
 from rayrec.checkpoint.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
@@ -53,17 +51,12 @@ Log = Callable[[str, dict[str, Any]], None]
 _logger = logging.getLogger(__name__)
 
 
-def no_preemption() -> PreemptionInfo | None:
-    """Where nobody announces preemptions."""
-    return None
-
-
 def run_worker(
     attempt: AttemptContext,
     worker: WorkerContext,
     *,
     stopwatch: Stopwatch,
-    preemption: Callable[[], PreemptionInfo | None] = no_preemption,
+    preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     object_store: Callable[[], Mapping[str, int]] = dict,
 ) -> dict[str, Any]:
     """Train as one worker of one attempt, after its process group is up; return what the driver needs of a finished run, or
@@ -126,7 +119,12 @@ def _train(
     damaged: set[int] = set()
     with storage.patience(config.failure.max_outage_s):  # a start is worth as much waiting as a save
         check_shared(attempt.storage_token, Ranks.all())
-        mine = _acquired(folder, max_outage_s=config.failure.max_outage_s) if worker.rank == 0 else None
+        # As persistently as saves: a full disk may have room again.
+        mine = (
+            persisted(partial(acquire_lease, folder), place=folder, max_outage_s=config.failure.max_outage_s)
+            if worker.rank == 0
+            else None
+        )
         checkpoint, setup, loader, progress = _resume(worker, attempt, log, damaged, stopwatch)
     if config.observe.times:
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
@@ -279,18 +277,6 @@ def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
             log("checkpoint_slow", {"step": fields["step"], "write_s": fields["write_s"], "grace_s": grace_s})
 
     return log_save
-
-
-def _acquired(folder: str, *, max_outage_s: float) -> Lease:
-    """The lease to a run, made as persistently as saves are: a full disk may have room again."""
-    persistence = Persistence(
-        place=folder,
-        max_outage_s=max_outage_s,
-        seed=folder,
-        ended=threading.Event(),
-        late=lambda cause: _logger.warning("%s: its lease cannot be written yet (%s)", folder, cause),
-    )
-    return persistence.run(lambda: acquire_lease(folder))
 
 
 def peak_of_all(peak: float, *, world_size: int) -> float | None:

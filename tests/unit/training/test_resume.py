@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from builders.faults import at_first, flip, raising
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, newest_good, save_retry
+from rayrec.checkpoint import Checkpoint, DamagedError, acquire_lease, folder_of, newest_good, save_retry
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.observe.timing import Stopwatch
@@ -167,12 +168,12 @@ def test_a_shared_file_is_not_repaired_from_a_source_with_other_content(tmp_path
 
 def test_the_lease_is_written_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    full = OSError(errno.ENOSPC, "No space left on device")
+    full, acquire = OSError(errno.ENOSPC, "No space left on device"), partial(acquire_lease, str(tmp_path))
     monkeypatch.setattr(storage, "write_json", at_first([full] * 2, storage.write_json))
-    assert worker._acquired(str(tmp_path), max_outage_s=30.0).valid()
+    assert save_retry.persisted(acquire, place="run", max_outage_s=30.0).valid()
     monkeypatch.setattr(storage, "write_json", raising(full))
     with pytest.raises(InputError, match="no space left; free some"):
-        worker._acquired(str(tmp_path), max_outage_s=0.1)
+        save_retry.persisted(acquire, place="run", max_outage_s=0.1)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
