@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
 from rayrec import machine, storage
-from rayrec.cluster.layout import Layout, Node, layout
+from rayrec.cluster.layout import Layout, Node
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
 from rayrec.row_tally import RowTally
 from rayrec.sharding.communication import Links
+from rayrec.training.preflight import layout_of
 from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows, WorkerContext
 
 Limit = Literal["model", "network", "data", "cpus"]
@@ -370,15 +371,7 @@ def _shares(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, Layo
     """The configuration for the cluster's kind of device, and how a run shares out the cluster."""
     if shape.gpus and not config.scaling.use_gpu:
         config = config.replace(scaling={"use_gpu": True})
-    shares = layout(
-        shape.resources(),
-        num_workers=config.scaling.num_workers,
-        use_gpu=config.scaling.use_gpu,
-        cpus_per_worker=config.scaling.cpus_per_worker,
-        resources_per_worker=config.scaling.resources_per_worker,
-        data_nodes=config.cluster.data_nodes,
-    )
-    return config, shares
+    return config, layout_of(config, shape.resources())
 
 
 def _require_gpu() -> None:

@@ -56,11 +56,17 @@ def layout_here(config: TrainConfig, *, cpus: int) -> Layout:
         import torch
 
         resources["GPU"] = float(torch.cuda.device_count())
+    return layout_of(config, [Node("this machine", resources)])
+
+
+def layout_of(config: TrainConfig, nodes: list[Node]) -> Layout:
+    """How the run shares out nodes. Raises InputError if its workers do not fit."""
+    scaling = config.scaling
     return layout(
-        [Node("this machine", resources)],
-        num_workers=config.scaling.num_workers,
-        use_gpu=config.scaling.use_gpu,
-        cpus_per_worker=config.scaling.cpus_per_worker,
-        resources_per_worker={},
+        nodes,
+        num_workers=scaling.num_workers,
+        use_gpu=scaling.use_gpu,
+        cpus_per_worker=scaling.cpus_per_worker,
+        resources_per_worker=scaling.resources_per_worker,
         data_nodes=config.cluster.data_nodes,
     )

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from rayrec import machine, storage
 from rayrec.checkpoint import latest
 from rayrec.cluster import connection, prestart
-from rayrec.cluster.layout import Layout, layout
+from rayrec.cluster.layout import Layout
 from rayrec.cluster.node_storage import require_reachable
 from rayrec.compat.ray_compat import ControllerCallback, PlacementGroupID, WorkerGroupCallback, data_parallel_trainer
 from rayrec.config import InputError
@@ -34,6 +34,7 @@ from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun
 from rayrec.training.launchers.failures import Tolerance, cause_of, is_without_room, worker_failures
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
+from rayrec.training.preflight import layout_of
 from rayrec.training.profiling import watched_requests, worker_variables
 from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Grace, Signals, unsaved_cause
 from rayrec.workloads.base import TrainConfig
@@ -51,14 +52,7 @@ _START_AHEAD_S: Final = 600.0
 def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> Layout:
     """How the run shares out the cluster as it is now; `probe` and `free` as for `cluster.alive_nodes`. Raises InputError where
     it does not fit."""
-    return layout(
-        connection.alive_nodes(probe=probe, free=free),
-        num_workers=config.scaling.num_workers,
-        use_gpu=config.scaling.use_gpu,
-        cpus_per_worker=config.scaling.cpus_per_worker,
-        resources_per_worker=config.scaling.resources_per_worker,
-        data_nodes=config.cluster.data_nodes,
-    )
+    return layout_of(config, connection.alive_nodes(probe=probe, free=free))
 
 
 def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> Layout:
