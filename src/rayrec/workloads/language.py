@@ -26,6 +26,7 @@ from rayrec.data.text.tokenizer import read_tokenizer
 from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
+from rayrec.workloads.run_config import DataConfig
 
 if TYPE_CHECKING:
     import torch
@@ -235,18 +236,9 @@ class LanguageWorkload(DataParallelWorkload):
     # -- on each worker
 
     def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
-        from rayrec.data.text.mds import TokenRows
-
-        config = context.config
         if name == "train":
-            folder = prepared.train
-            return TokenRows(
-                folder.set_path(name), column=folder.columns.get(name), cache_bytes=config.train_data.cache_bytes
-            )
-        folder, name = prepared.validation, prepared.validation_set
-        return TokenRows(
-            folder.set_path(name), column=folder.columns.get(name), cache_bytes=config.eval_data.cache_bytes
-        )
+            return _rows(prepared.train, name, context.config.train_data)
+        return _rows(prepared.validation, prepared.validation_set, context.config.eval_data)
 
     def build(self, prepared: Prepared) -> GPT2LMHeadModel:
         train = prepared.train
@@ -305,17 +297,12 @@ class LanguageWorkload(DataParallelWorkload):
                 block_size=sizes["block_size"],
                 part_bytes=sizes.get("part_bytes", PART_BYTES),
             )
-        from rayrec.data.text.mds import TokenRows
-
         folder = open_tokens(path)
         if folder.tokenizer_hash != load_tokenizer(tokenizer).hash:
             raise InputError(
                 f"{path}: its tokens are of another tokenizer than the model's; preprocess the text with --tokenizer {tokenizer}"
             )
-        name = _validation_set(folder, own=True)
-        return TokenRows(
-            folder.set_path(name), column=folder.columns.get(name), cache_bytes=config.eval_data.cache_bytes
-        )
+        return _rows(folder, _validation_set(folder, own=True), config.eval_data)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
         """A text with a prompt on each line; an empty line stands for a line break. Of a prompt longer than the model's block
@@ -352,6 +339,13 @@ class LanguageWorkload(DataParallelWorkload):
         storage.copy_file(storage.join(checkpoint, CONFIG_FILE), storage.join(out, CONFIG_FILE))
         copy_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER), out)
         return dict(written)
+
+
+def _rows(folder: TokenFolder, name: str, data: DataConfig) -> RowSource:
+    """The blocks of a set."""
+    from rayrec.data.text.mds import TokenRows
+
+    return TokenRows(folder.set_path(name), column=folder.columns.get(name), cache_bytes=data.cache_bytes)
 
 
 def _must_be_tokens(name: str, path: str) -> None:
