@@ -53,7 +53,8 @@ def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
     shared = share_out(tensors, ranks) if storage.is_url(checkpoint.path) else {}
     mine = {name: tensor for name, tensor in tensors.items() if shared.get(name, ranks.rank) == ranks.rank}
     ranks.together(lambda: _restore_mine(checkpoint.path, manifest, mine, extra_files=ranks.first))
-    pass_on(tensors, shared)
+    for name, reader in shared.items():
+        distributed.broadcast(tensors[name].detach(), src=reader)
 
 
 def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any], *, extra_files: bool) -> None:
@@ -406,12 +407,6 @@ def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
         load[reader] += mine[name][2]
         shared[name] = reader
     return shared
-
-
-def pass_on(tensors: dict[str, Any], shared: Shared) -> None:
-    """Brings what each rank has read to the others; collective."""
-    for name, reader in shared.items():
-        distributed.broadcast(tensors[name].detach(), src=reader)
 
 
 def export_weights(checkpoint: str, out: str) -> dict[str, int]:

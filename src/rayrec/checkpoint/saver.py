@@ -319,14 +319,10 @@ def prune(
                 del present[checkpoint.step]  # of another version: not ours to judge
     known = [(step, scores[step]) for step in present if step in scores and step not in removed]
     for step in [*removed, *to_remove(known, retention, in_use={newest})]:
-        remove_checkpoint(present[step])
+        # The manifest goes first: what is left by a crash in between is no checkpoint any more.
+        storage.remove_file(storage.join(present[step].path, MANIFEST))
+        storage.remove_folder(present[step].path)
         scores.pop(step, None)
-
-
-def remove_checkpoint(checkpoint: Checkpoint) -> None:
-    """The manifest goes first: what is left by a crash in between is no checkpoint any more."""
-    storage.remove_file(storage.join(checkpoint.path, MANIFEST))
-    storage.remove_folder(checkpoint.path)
 
 
 def remove_unreferenced(folder: str, referenced: Iterable[str], *, tag: str) -> None:

@@ -255,7 +255,8 @@ def commit(
     if extra_files is not None:
         files |= extra_files(folder)
     tensors: dict[str, dict[str, Any]] = {}
-    for name, tensor, chunk in sorted((entry for part in written for entry in part.chunks), key=_by_name_and_place):
+    entries = (entry for part in written for entry in part.chunks)
+    for name, tensor, chunk in sorted(entries, key=lambda entry: (entry[0], entry[2]["offsets"])):
         tensors.setdefault(name, {**tensor, "chunks": []})["chunks"].append(chunk)
     check_covered(
         shapes,
@@ -280,10 +281,6 @@ def commit(
         lease.check()  # as late as can be: writing and summing up may have taken long
     storage.write_json(storage.join(folder, MANIFEST), seal(manifest))
     return sum(file["bytes"] for file in files.values())
-
-
-def _by_name_and_place(entry: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[str, list[int]]:
-    return entry[0], entry[2]["offsets"]
 
 
 def save(

@@ -112,7 +112,6 @@ def _named(address: str | None) -> tuple[str, str]:
 def _join(address: str, source: str, *, log_to_driver: bool) -> None:
     import ray
 
-    from rayrec.cluster.connection import require_head
     from rayrec.cluster.node_storage import runtime_env
 
     job_env = {**(runtime_env(os.environ) or {}), **_python_of_workers(os.environ)}

@@ -29,7 +29,7 @@ from rayrec.training.step_log import Account, Batches
 from rayrec.workloads.base import WorkerSetup
 from rayrec.workloads.data_parallel.worker import RowPipeline
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
-from rayrec.workloads.step_timer import OTHER, StepClock
+from rayrec.workloads.step_timer import OTHER, entered
 
 LOSS_WEIGHT = "loss_weight"
 """Beside the tensors of a part, what `Batch` calls so."""
@@ -71,13 +71,9 @@ def _timed_steps(setup: WorkerSetup) -> list[Any]:
     """Tells the clock of the optimizer's steps, which accelerate makes."""
     optimizer, clock = setup.optimizer.optimizer, setup.clock
     return [
-        optimizer.register_step_pre_hook(lambda *_: _entered(clock, "optimizer")),
-        optimizer.register_step_post_hook(lambda *_: _entered(clock, OTHER)),
+        optimizer.register_step_pre_hook(lambda *_: entered(clock, "optimizer")),
+        optimizer.register_step_post_hook(lambda *_: entered(clock, OTHER)),
     ]
-
-
-def _entered(clock: StepClock, name: str) -> None:
-    clock.enter(name)
 
 
 def _pipeline(setup: WorkerSetup) -> RowPipeline:

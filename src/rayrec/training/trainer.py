@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
     from rayrec.training.dataframe_input import Table
 
-"""Kind of the event that says what the run started with."""
 _PATIENCE_S = 5.0
 """With a store that is out, for what is left to write where an error ends a run."""
 

@@ -96,7 +96,7 @@ class Space:
                 if domain.field == shared or domain.field.startswith(f"{shared}."):
                     raise InputError(f"search: {domain.field} cannot be searched: {why}")
             for value in domain.values:
-                _with(config, {domain.field: value})
+                with_values(config, {domain.field: value})
 
     def trials(self, count: int, seed: int) -> list[dict[str, Any]]:
         """The values of each trial by field, the default's (none) first: of every combination of the grids as many draws of the
@@ -119,10 +119,6 @@ class Space:
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """The configuration of a trial. Raises InputError for values that do not fit together."""
-    return _with(config, values)
-
-
-def _with(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     changes: dict[str, Any] = {}
     for field, value in values.items():
         *path, last = field.split(".")

@@ -228,9 +228,9 @@ class TimedOptimizer:
 def time_forward(model: torch.nn.Module, clock: StepClock) -> None:
     """Forward passes of the model belong to their phase."""
     if clock.measures:
-        model.register_forward_pre_hook(lambda module, inputs: _entered(clock, "forward"))
-        model.register_forward_hook(lambda module, inputs, output: _entered(clock, OTHER))
+        model.register_forward_pre_hook(lambda module, inputs: entered(clock, "forward"))
+        model.register_forward_hook(lambda module, inputs, output: entered(clock, OTHER))
 
 
-def _entered(clock: StepClock, name: str) -> None:
+def entered(clock: StepClock, name: str) -> None:
     clock.enter(name)
