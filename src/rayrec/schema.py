@@ -14,12 +14,12 @@ MAX_COLUMNS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Label(Config):
-    """A label in addition to `Schema.label`, for models that predict several."""
+    """A label in addition to `Schema.label`, for models that predict several; the first is the main label where there is none."""
 
     name: str
     """Its column."""
-    kind: Literal["binary", "number"] = "binary"
-    """binary: 1 or 0; number: any finite number."""
+    kind: Literal["binary", "number", "count"] = "binary"
+    """binary: 1 or 0; number: any finite number; count: a number of 0 or more, such as views, whose mean is predicted."""
     missing: Literal["fault", "allowed"] = "allowed"
     """An empty value: a faulty row, or a row that this label does not train."""
 
@@ -54,7 +54,7 @@ class Schema(Config):
     name."""
 
     label: str | None = "label"
-    """Column that is 1 for a click and 0 for none; None: an unlabelled log."""
+    """Column that is 1 for a click and 0 for none; None: the first of `labels` takes its place, or the log is unlabelled."""
     dense: tuple[str, ...] = ()
     """Columns of numbers."""
     sparse: tuple[str, ...] = ()
@@ -196,8 +196,8 @@ class Schema(Config):
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Names of all labels, `label` first; none for an unlabelled log."""
-        return () if self.label is None else (self.label, *(label.name for label in self.labels))
+        """Names of all labels, the main one first; none for an unlabelled log."""
+        return (*filter(None, [self.label]), *(label.name for label in self.labels))
 
     def feature(self, name: str) -> Feature:
         """The settings of a column of `sparse`."""

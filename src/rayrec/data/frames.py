@@ -102,7 +102,7 @@ def _loaded(folder: str) -> Preprocessor:
 
 def _schema_for(schema: Schema, names: Sequence[str], where: str) -> Schema:
     """The schema without a label, and without a weight, that the data lacks. Raises InputError if it lacks another column."""
-    if schema.label not in names:
+    if schema.label is not None and schema.label not in names:
         schema = schema.unlabelled()
     else:
         schema = schema.replace(

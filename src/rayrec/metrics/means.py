@@ -28,7 +28,7 @@ class Accumulator(Protocol):
         """Rows so far on this rank."""
         ...
 
-    def update(self, predicted: np.ndarray, labels: np.ndarray) -> None: ...
+    def update(self, predicted: Any, labels: Any) -> None: ...
 
     def compute(self) -> dict[str, float]: ...
 
@@ -88,18 +88,50 @@ class NumberAccumulator:
     def rows(self) -> int:
         return int(self._sums[0])
 
-    def update(self, predicted: np.ndarray, labels: np.ndarray) -> None:
+    def update(self, predicted: Any, labels: Any) -> None:
         """Appends rows: (rows,) each."""
-        errors = predicted.astype(np.float64) - labels
+        errors = _array(predicted).astype(np.float64) - _array(labels)
         self._sums += len(errors), np.square(errors).sum(), np.abs(errors).sum()
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
         """Mean squared error `mse`, mean absolute error `mae`, `rows`; nan without rows. A collective of the group; local without
         torch.distributed. Raises InputError on every rank if a prediction of any is NaN."""
-        of_ranks = Collectives(process_group).gather_floats(self._sums.tolist())
-        rows, squared, absolute = (math.fsum(values) for values in zip(*of_ranks, strict=True))
+        rows, squared, absolute = _summed(self._sums, process_group)
         refuse_nan(int(math.isnan(squared)), int(rows))
         return {"mse": squared / rows if rows else math.nan, "mae": absolute / rows if rows else math.nan, "rows": rows}
+
+
+@final
+class CountAccumulator:
+    """Sums what tells how well counts are predicted."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(4)  # rows, deviances, predicted means, counts
+
+    @property
+    def rows(self) -> int:
+        return int(self._sums[0])
+
+    def update(self, predicted: Any, labels: Any) -> None:
+        """Appends rows: logarithms of predicted means and counts, (rows,) each."""
+        logs, counts = (_array(values).astype(np.float64) for values in (predicted, labels))
+        means = np.exp(logs)
+        deviances = 2 * (counts * (np.log(np.maximum(counts, 1e-300)) - logs) - counts + means)
+        self._sums += len(counts), deviances.sum(), means.sum(), counts.sum()
+
+    def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
+        """Mean `deviance` of a Poisson distribution, `calibration` (sum of predicted means over that of counts), `rows`; nan
+        without rows. A collective as `NumberAccumulator.compute`."""
+        rows, deviance, means, counts = _summed(self._sums, process_group)
+        refuse_nan(int(math.isnan(deviance)), int(rows))
+        calibration = means / counts if counts else math.nan
+        return {"deviance": deviance / rows if rows else math.nan, "calibration": calibration, "rows": rows}
+
+
+def _summed(sums: np.ndarray, process_group: ProcessGroup | None) -> list[float]:
+    """The sums of all ranks, added up exactly."""
+    of_ranks = Collectives(process_group).gather_floats(sums.tolist())
+    return [math.fsum(values) for values in zip(*of_ranks, strict=True)]
 
 
 @final

@@ -44,19 +44,23 @@ class ModelInputs:
     """The features that have any number of ids a row, each with the most that a row has; None: any number."""
     aligned: tuple[tuple[str, str], ...] = ()
     """Features of `lists` and the one that each is aligned with (`Feature.aligned_with`): in a row, both have as many ids."""
+    label_kind: str = "binary"
+    """Kind of the main label (`rayrec.schema.Label.kind`)."""
 
     @classmethod
     def of(cls, schema: Schema) -> ModelInputs:
         """Of the model's columns (`Preprocessor.inputs`)."""
+        has_own = schema.label is None and schema.labels
         return cls(
             len(schema.dense),
             schema.sparse,
-            schema.label or "label",
-            schema.labels,
+            schema.labels[0].name if has_own else schema.label or "label",
+            schema.labels[1:] if has_own else schema.labels,
             schema.vocabularies,
             bool(schema.list_weights),
             tuple((name, schema.feature(name).max_length) for name in schema.lists),
             tuple((feature.name, feature.aligned_with) for feature in schema.features if feature.aligned_with),
+            schema.labels[0].kind if has_own else "binary",
         )
 
     @property
@@ -140,13 +144,14 @@ class ClickModelConfig(Config):
         """Return the outputs, the main one first. Default: one for each label. Pure."""
         from rayrec.models.heads import label_heads
 
-        return label_heads(inputs.label, inputs.more_labels)
+        return label_heads(inputs.label, inputs.more_labels, kind=inputs.label_kind)
 
     def score(self, metrics: Mapping[str, float]) -> float:
         """Return the value to maximize, for early stopping, the best checkpoint and searches. Default: AUROC; where the
-        validation rows are all of one class and have none, the negative log loss; of a model without labels the negative loss."""
+        validation rows are all of one class and have none, the negative log loss; of a main label that is a count or a number the
+        negative deviance or squared error; of a model without labels the negative loss."""
         if "auroc" not in metrics:
-            return -metrics["loss"]
+            return -next(metrics[name] for name in ("deviance", "mse", "loss") if name in metrics)
         return metrics["auroc"] if math.isfinite(metrics["auroc"]) else -metrics["logloss"]
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 from rayrec.config import InputError
 from rayrec.metrics.binary import BinaryMetricsAccumulator, sigmoid
-from rayrec.metrics.means import Accumulator, LabelsAccumulator, NumberAccumulator
+from rayrec.metrics.means import Accumulator, CountAccumulator, LabelsAccumulator, NumberAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS
 
 if TYPE_CHECKING:
@@ -117,6 +117,12 @@ class LabelHead(Head):
         logits = values[self.name]
         return {f"score{self.suffix}": self.prediction(logits), f"logit{self.suffix}": logits}
 
+    def json_schema(self) -> dict[str, Any]:
+        number = {"type": "number"}
+        if not self.main:
+            return {f"score{self.suffix}": many(number, f"Predicted {self.name}.")}
+        return {"scores": many(number, f"Predicted {self.name}."), "logits": many(number, "The network's output.")}
+
     def answer(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
         scores = self.prediction(values[self.name])
         return {"scores": scores, "logits": values[self.name]} if self.main else {f"score{self.suffix}": scores}
@@ -162,8 +168,22 @@ class NumberHead(LabelHead):
     def accumulator(self) -> Accumulator:
         return NumberAccumulator()
 
-    def json_schema(self) -> dict[str, Any]:
-        return {f"score{self.suffix}": many({"type": "number"}, f"Predicted {self.name}.")}
+
+@dataclass(frozen=True)
+class CountHead(LabelHead):
+    """The logarithm of the mean of a label that is a count, by the loss of a Poisson distribution."""
+
+    kind = "count"
+
+    def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        losses = values.exp() - labels * values
+        return losses if weights is None else weights * losses
+
+    def prediction(self, values: np.ndarray) -> np.ndarray:
+        return np.exp(values)
+
+    def accumulator(self) -> Accumulator:
+        return CountAccumulator()
 
 
 @dataclass(frozen=True)
@@ -218,10 +238,10 @@ def many(of: dict[str, Any], description: str) -> dict[str, Any]:
     return {"type": "array", "items": of, "description": description}
 
 
-def label_heads(main: str, others: Sequence[Label] = ()) -> tuple[LabelHead, ...]:
-    """Return the head of each label, the main one first."""
-    classes: dict[str, type[LabelHead]] = {head.kind: head for head in (BinaryHead, NumberHead)}
-    return (BinaryHead(main, main=True), *(classes[label.kind](label.name) for label in others))
+def label_heads(main: str, others: Sequence[Label] = (), *, kind: str = "binary") -> tuple[LabelHead, ...]:
+    """Return the head of each label, the main one, of this kind, first."""
+    classes: dict[str, type[LabelHead]] = {head.kind: head for head in (BinaryHead, NumberHead, CountHead)}
+    return (classes[kind](main, main=True), *(classes[label.kind](label.name) for label in others))
 
 
 def labels_accumulator(

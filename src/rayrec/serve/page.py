@@ -41,6 +41,7 @@ const find = id => document.getElementById(id);
 const NUMBER = /^-?(0|[1-9][0-9]*)([.][0-9]+)?([eE][+-]?[0-9]+)?$/;
 let columns = [];  // {name, numeric, list}
 let example = {};
+let predicts_clicks = true;
 
 function add(parent, tag, text, className) {
   const made = document.createElement(tag);
@@ -70,6 +71,7 @@ async function open_() {
     const json = described.paths["/v1/score"].post.requestBody.content["application/json"];
     const properties = described.components.schemas.Row.properties;
     example = json.example.rows[0];
+    predicts_clicks = described.components.schemas.Scores.properties.scores?.items.maximum === 1;
     columns = Object.keys(properties).filter(name => properties[name].type).map(name => describe(name, properties[name]));
     show_fields();
     const ready = await ask("readyz");
@@ -126,7 +128,7 @@ function show_scores(found) {
   result.replaceChildren();
   result.hidden = false;
   const values = {};
-  if (found.logits) {
+  if (predicts_clicks) {
     add(result, "b", (100 * found.scores[0]).toPrecision(4) + " %");
     add(result, "span", "probability of a click");
     values["Logit"] = found.logits[0];

@@ -25,7 +25,7 @@ from rayrec.data.materialized.formats import check, from_named_columns, named_co
 from rayrec.data.raw_block import RawBlock
 from rayrec.ingest.batches import Slicer
 from rayrec.models.base import ModelInputs
-from rayrec.schema import Schema, load_schema
+from rayrec.schema import Label, Schema, load_schema
 
 YAML = """
 label: click
@@ -117,7 +117,7 @@ def test_yaml_declares_labels_and_features() -> None:
             "aligned_with of feature b: must have the max_length of a, None, got 3",
         ),
         ("labels: [{name: item}]", "column names repeat"),
-        ("labels: [{name: like, kind: count}]", "Label.kind: 'count' does not fit"),
+        ("labels: [{name: like, kind: sum}]", "Label.kind: 'sum' does not fit"),
         ("timestamp: user", "column names repeat"),
         ('tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at', "timestamp needs tokens: any"),
     ],
@@ -194,6 +194,16 @@ def test_a_faulty_value_is_counted_with_its_row_and_column(name: str, values: pa
     (fault,) = faults.first
     assert (raw.rows, fault.row, fault.column) == (3, row, "tags" if name == "tag_weights" else name)
     assert fault.kind.startswith(kind)
+
+
+def test_a_count_may_be_the_main_label_and_is_not_negative() -> None:
+    count = Label(name="views", kind="count", missing="fault")
+    schema = Schema(label=None, labels=(count,), sparse=("user",), tokens="any")
+    raw, faults = parse_table(pa.table({"user": ["a", "b", "c"], "views": [3.0, -1.0, 0.0]}), schema)
+    assert (raw.labels["views"].tolist(), faults.counts) == ([3.0, 0.0], {"not a number of 0 or more": 1})
+    inputs = ModelInputs.of(schema)
+    assert (inputs.label, inputs.label_kind, inputs.label_names) == ("views", "count", schema.label_names)
+    assert ModelInputs.of(schema.unlabelled()).label_kind == "binary"
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ import pytest
 import torch
 from builders.own_click_model import WithoutLabelConfig
 from builders.whole_click_model import whole_model
+from torch.nn import functional
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
-from rayrec.models.base import ModelInputs
+from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import NumberHead, label_heads
 from rayrec.schema import Label
@@ -68,6 +69,22 @@ def test_fields_of_labels_are_those_of_their_schema() -> None:
     columns = [name for head in heads for name in head.columns(values, np.array)]
     assert columns == ["score", "logit", "score_like", "logit_like", "score_seconds", "logit_seconds"]
     assert isinstance(heads[2], NumberHead)
+
+
+def test_a_count_is_learnt_and_judged_as_poissons() -> None:
+    (head,) = label_heads("views", kind="count")
+    logs, counts, weights = torch.tensor([0.0, 1.0, -1.0]), torch.tensor([2.0, 0.0, 1.0]), torch.tensor([1.0, 0.5, 2.0])
+    expected = functional.poisson_nll_loss(logs, counts, reduction="none") * weights
+    torch.testing.assert_close(head.losses({"views": logs}, {"views": counts}, weights), expected)
+    metrics = head.accumulator()
+    metrics.update(logs, counts)
+    means, wanted = logs.exp().double().numpy(), counts.double().numpy()
+    deviance = 2 * np.mean(np.where(wanted > 0, wanted * np.log(np.maximum(wanted, 1) / means), 0) - wanted + means)
+    assert metrics.compute() == pytest.approx({"deviance": deviance, "calibration": means.sum() / 3, "rows": 3})
+    assert ClickModelConfig.score(CONFIG, metrics.compute()) == pytest.approx(-deviance)
+    fields = head.answer({"views": logs.numpy()}, np.array)
+    assert fields.keys() == head.json_schema().keys()
+    np.testing.assert_array_equal(fields["scores"], np.exp(logs.numpy()))
 
 
 def test_heads_without_a_mean_are_refused_in_ensembles() -> None:

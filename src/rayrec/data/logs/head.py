@@ -100,8 +100,9 @@ def _cause(path: str, schema: Schema) -> str:
 
 
 def has_label_column(files: Sequence[storage.File], schema: Schema) -> bool:
-    """Whether a raw log has the label column of `schema`, told by its first file that says so."""
-    assert schema.label is not None
+    """Whether a raw log has the label column of `schema`, if that has one, told by its first file that says so."""
+    if schema.label is None:
+        return True
     if is_table(files, schema):
         names = (column_names(file, schema) for file in files)
         return schema.label in next((columns for columns in names if columns), (schema.label,))

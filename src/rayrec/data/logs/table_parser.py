@@ -53,10 +53,11 @@ _KINDS = (
     "weights are not as many numbers as categories",
     "not a time",
     "categories are not at the places of the list that it is aligned with",
+    "not a number of 0 or more",
 )
 (
     NO_LABEL, LABEL, WEIGHT, NOT_FINITE, BEYOND, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_WHOLE,
-    LIST_WEIGHTS, TIME, LIST_PLACES,
+    LIST_WEIGHTS, TIME, LIST_PLACES, NEGATIVE,
 ) = range(len(_KINDS))  # fmt: skip
 _WHOLE_ROW = -1
 _PLACE_BITS = 32
@@ -255,6 +256,8 @@ def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, ref
     else:
         refused.add(~missing & ((status != VALUE) | ~np.isfinite(values)), NOT_FINITE, number)
         refused.add(~missing & (np.abs(values) > LIMIT), BEYOND, number)
+        if label.kind == "count":
+            refused.add(~missing & (values < 0), NEGATIVE, number)
     return np.where(missing, np.nan, values).astype(np.float32)
 
 

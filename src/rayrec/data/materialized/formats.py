@@ -162,9 +162,8 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
     """Encoded rows as columns with the names of `schema`: label int8, weight, dense, weights of lists and further labels float32,
     timestamp int64 (microseconds since 1970-01-01 00:00 UTC), ids as they are."""
     columns: dict[str, pa.Array] = {}
-    if rows.labels:
-        assert schema.label
-        columns[schema.label] = arrow_numbers(rows.label.astype(np.int8))
+    if schema.label in rows.labels:
+        columns[schema.label] = arrow_numbers(rows.labels[schema.label].astype(np.int8))
     if rows.weights is not None:
         assert schema.weight
         columns[schema.weight] = arrow_numbers(rows.weights)

@@ -42,6 +42,7 @@ from rayrec.inference.export.read import open_export
 from rayrec.inference.export.readme import readme
 from rayrec.inference.export.triton import write_repository
 from rayrec.inference.model import open_served, version_of
+from rayrec.models.heads import BinaryHead
 from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.run_rows import BATCH_ROWS
 from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, load_preprocessor
@@ -240,8 +241,9 @@ def _compare(
         with torch.inference_mode():
             return program(*scorer.inputs(batch)).numpy()
 
+    labels = rows.labels() if isinstance(scorer.heads[0], BinaryHead) else None
     comparisons = {
-        name: compare(rows.origin, rows.labels(), reference.logits, rows.score(score))
+        name: compare(rows.origin, labels, reference.logits, rows.score(score))
         for name, score in (("export", scorer.score), ("program", score_by_program))
     }
     failure = _failure(comparisons, exported, settings) or rows.fault

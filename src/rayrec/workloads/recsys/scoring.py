@@ -61,8 +61,9 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         )
     heads = workload.model.output_heads(ModelInputs.of(preprocessor.inputs))
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
-    has_label = preprocessor.schema.label is not None
-    labelled = LogSource.at(context.path).is_labelled(preprocessor.schema) if has_label else context.evaluating
+    labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
+    if preprocessor.schema.label is None:  # what is not evaluated need not have labels and times
+        labelled = context.evaluating
     if context.evaluating and not (labelled or measuring):
         raise InputError(
             f"{context.path}: holds no labels, so there is nothing to compare scores with; `rayrec predict` scores it"

@@ -105,13 +105,22 @@ class ClickSettings(Workload):
 
     def _check_labels(self) -> None:
         name = type(self.model).__name__
-        if self.schema.labels and not self.model.SEVERAL_LABELS:
+        if len(self.schema.label_names) > 1 and not self.model.SEVERAL_LABELS:
             raise InputError(
                 f"schema.labels: {name} predicts one label, and the schema has {', '.join(self.schema.label_names)}; leave "
                 "labels out, or choose a model of several"
             )
-        if self.schema.label is None and self.model.LABELLED:
+        if not self.schema.label_names and self.model.LABELLED:
             raise InputError(f"schema.label: must be a column, which {name} learns from, got None. Name it.")
+        if self.schema.label is None and self.schema.labels and self.schema.labels[0].missing == "allowed":
+            raise InputError(
+                f"schema.labels: the main label, {self.schema.labels[0].name}, must be in every row, got missing: allowed. Set "
+                "it to fault."
+            )
+        if self.schema.group and self.model.LABELLED and not self.predicts_clicks:
+            raise InputError(
+                f"schema.group: must be None where the main label is no click, got {self.schema.group}. Leave it out."
+            )
         if self.teacher.checkpoint and not self.predicts_clicks:
             raise InputError(
                 f"teacher.checkpoint: must be None for {name}, which predicts no clicks, got {self.teacher.checkpoint}. "
