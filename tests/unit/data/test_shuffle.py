@@ -148,7 +148,7 @@ def test_the_same_whatever_the_tasks_and_the_format(
     for segments_per_task in (1, 4, 1000):
         made = shuffled(index, tmp_path / str(segments_per_task), format=format, segments_per_task=segments_per_task)
         assert keys(all_rows(made.index, 0, 2000)) == expected
-    monkeypatch.setattr("rayrec.data.materialized.plan.MOST_SHUFFLE_TASKS", 2)
+    monkeypatch.setattr("rayrec.data.materialized.writer.MOST_SHUFFLE_TASKS", 2)
     made = shuffled(index, tmp_path / "few", format=format, segments_per_task=1)
     assert keys(all_rows(made.index, 0, 2000)) == expected
     other = shuffled(index, tmp_path / "other", format=format, seed=2)
