@@ -29,7 +29,7 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, select
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Split, parts_of
-from rayrec.data.materialized import checks, row_maps
+from rayrec.data.materialized import dataset, row_maps
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.files import WRITTEN
@@ -446,18 +446,18 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     dense = np.zeros((3, 0), np.float32)
     bags = Bags(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
     one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags])
-    assert checks.wrong_id(one, [2, 5, 10]) == checks.WrongId(2, 0, -1)
+    assert dataset.wrong_id(one, [2, 5, 10]) == dataset.WrongId(2, 0, -1)
     one.ids[0][2] = 1  # type: ignore[index]
-    assert checks.wrong_id(one, [2, 5, 10]) is None
-    assert checks.wrong_id(one, [2, 4, 10]) == checks.WrongId(2, 1, 4)
-    assert checks.wrong_id(one, [2, 5, 9]) == checks.WrongId(2, 2, 9)
+    assert dataset.wrong_id(one, [2, 5, 10]) is None
+    assert dataset.wrong_id(one, [2, 4, 10]) == dataset.WrongId(2, 1, 4)
+    assert dataset.wrong_id(one, [2, 5, 9]) == dataset.WrongId(2, 2, 9)
 
 
 @pytest.mark.parametrize("format", WRITTEN)
 def test_checksums_are_compared_once_for_the_same_files(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_TASK_BYTES", 50_000)  # so that files are split, and share tasks
+    monkeypatch.setattr(dataset, "_TASK_BYTES", 50_000)  # so that files are split, and share tasks
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
     done: list[tuple[int, int | None]] = []
