@@ -23,11 +23,11 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Part, Segment, numbered
 from rayrec.data.logs.splits import Split
 from rayrec.data.logs.text_log import cut, index_chunk
-from rayrec.data.materialized import shuffle
+from rayrec.data.materialized import write_tasks
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.files import WRITTEN
-from rayrec.data.materialized.shuffle import Permutation, gather_runs, write_run
+from rayrec.data.materialized.write_tasks import Permutation, gather_runs, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import blocks_of_epoch
@@ -225,7 +225,7 @@ def test_gathering_from_a_run_reads_only_what_it_takes(tmp_path: Path, monkeypat
         allocated.append(pa.total_allocated_bytes())
         return np.searchsorted(*arguments)
 
-    monkeypatch.setattr(shuffle, "np", SimpleNamespace(**{**vars(np), "searchsorted": searchsorted}))
+    monkeypatch.setattr(write_tasks, "np", SimpleNamespace(**{**vars(np), "searchsorted": searchsorted}))
     before = pa.total_allocated_bytes()
     assert gather_runs([path], 1000, 1100).column("value").to_pylist() == list(range(1000, 1100))
     assert len(allocated) == 1
