@@ -268,7 +268,7 @@ FORMATS = {
     "Events": "rayrec.observe.events",
     "A Preprocessor": "rayrec.data.encoding.preprocessor",
     "Preprocessed data": "rayrec.data.materialized.dataset",
-    "Its files": "rayrec.data.materialized.files",
+    "Its files": "rayrec.data.materialized.formats",
     "An export": "rayrec.inference.export.manifest",
 }
 """Modules that define the files rayrec writes."""

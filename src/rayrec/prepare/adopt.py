@@ -33,7 +33,7 @@ from rayrec.data.materialized.adopted import (
     stretches,
 )
 from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
-from rayrec.data.materialized.files import finish_files
+from rayrec.data.materialized.formats import finish_files
 from rayrec.data.text.text_blocks import sets_of_shards
 from rayrec.observe.console import Console
 from rayrec.prepare.adopt_tokens import adopt_tokens

@@ -32,7 +32,7 @@ from rayrec.data.logs.splits import Split, parts_of
 from rayrec.data.materialized import dataset, row_maps
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
-from rayrec.data.materialized.files import WRITTEN
+from rayrec.data.materialized.formats import WRITTEN
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.block_order import BlockOrder, whole

@@ -32,7 +32,7 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.splits import Split
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
-from rayrec.data.materialized.files import WRITTEN, combine
+from rayrec.data.materialized.formats import WRITTEN, combine
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.storage.cache import unpack

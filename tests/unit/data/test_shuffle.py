@@ -26,7 +26,7 @@ from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.data.materialized import write_tasks
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
-from rayrec.data.materialized.files import WRITTEN
+from rayrec.data.materialized.formats import WRITTEN
 from rayrec.data.materialized.write_tasks import Permutation, gather_runs, write_run
 from rayrec.data.materialized.writer import preprocess
 from rayrec.datasets.criteo import SCHEMA

@@ -26,7 +26,7 @@ from rayrec.data.arrow import arrow_texts
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
-from rayrec.data.materialized.files import FilePlan, Matrix, combine
+from rayrec.data.materialized.formats import FilePlan, Matrix, combine
 from rayrec.schema import Schema
 
 IdFiles = Literal["sparse", "sparse_contig_freq", "sparse_multi_hot"]

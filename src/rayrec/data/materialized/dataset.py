@@ -29,8 +29,7 @@ from rayrec.data.engine import TaskContext
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import MAPPED, LogIndex, Segment, row_numbers
 from rayrec.data.materialized.adopted import PRESET
-from rayrec.data.materialized.files import combine, file_checksum
-from rayrec.data.materialized.formats import from_named_columns
+from rayrec.data.materialized.formats import combine, file_checksum, from_named_columns
 from rayrec.data.materialized.row_maps import RowMaps, Run, damaged
 
 VERSION = 1

@@ -16,7 +16,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows, Ids
 from rayrec.data.encoding.encoder import CDenseColumn, c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.materialized.files import Matrix
+from rayrec.data.materialized.formats import Matrix
 from rayrec.native import library
 
 

@@ -20,8 +20,7 @@ from rayrec.data.engine import Shared
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.index import Part
 from rayrec.data.logs.reading import read_raw
-from rayrec.data.materialized.files import Matrix, file_checksum
-from rayrec.data.materialized.formats import matrix_of, stored
+from rayrec.data.materialized.formats import Matrix, file_checksum, matrix_of, stored
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

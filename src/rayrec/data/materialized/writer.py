@@ -24,8 +24,7 @@ from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.logs.index import LogIndex, Part, select, source_of, sources_in_order
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
-from rayrec.data.materialized.files import FilePlan, create_files, finish_files, plan_files, row_bytes
-from rayrec.data.materialized.formats import check
+from rayrec.data.materialized.formats import FilePlan, check, create_files, finish_files, plan_files, row_bytes
 from rayrec.data.materialized.write_tasks import Job, Task, gather_rows, scatter_rows, write_rows
 
 
