@@ -21,7 +21,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from rayrec.data.idx import read_part
+from rayrec.data.numbered_rows import read_part
 from rayrec.workloads.vision import ResNetConfig
 
 

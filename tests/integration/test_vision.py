@@ -16,7 +16,7 @@ from hosts.processes import Run
 import rayrec
 from rayrec.checkpoint import Checkpoint, weights_sha256
 from rayrec.checkpoint.safetensors import read_weights
-from rayrec.data.idx import read_labels
+from rayrec.data.numbered_rows import read_labels
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.recipes.mnist import mnist_resnet18

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import posixpath
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol, final
+from dataclasses import dataclass
+from typing import Final, Protocol, final
 
 import numpy as np
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.storage.cache import gunzip
 
 
 class RowSource(Protocol):
@@ -53,3 +61,130 @@ class ArrayRows:
 
     def close(self) -> None:
         pass
+
+
+_UINT8: Final = 0x08
+_GZIP_HEAD: Final = b"\x1f\x8b"
+_FETCH: Final = "rayrec fetch mnist --out {folder} fetches MNIST's"
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images and what they show."""
+
+    images: np.ndarray
+    """(rows, height, width) uint8: 0 is the background."""
+    labels: np.ndarray | None
+    """(rows,) uint8; None where they are not known."""
+
+
+def read_idx(path: str) -> np.ndarray:
+    """The uint8 array of an idx file, plain or gzip, local or a URL. Raises InputError where the file is missing or damaged."""
+    if not storage.exists(path):
+        raise InputError(f"{path}: no such file; {_again(path)}")
+    data = storage.read_bytes(path)
+    if data[:2] == _GZIP_HEAD:
+        data = _unpacked(data, path)
+    if len(data) < 4 or data[:2] != b"\0\0" or not 1 <= data[3] <= 4:
+        raise InputError(f"{path}: not an idx file (it begins with {data[:4].hex(' ') or 'nothing'}); {_again(path)}")
+    if data[2] != _UINT8:
+        raise InputError(f"{path}: holds values of idx type 0x{data[2]:02x}; images and labels are bytes, type 0x08")
+    head_bytes = 4 + 4 * data[3]
+    if len(data) < head_bytes:
+        raise InputError(f"{path}: cut short, ends inside its head of {head_bytes} bytes; {_again(path)}")
+    shape = tuple(int(size) for size in np.frombuffer(data, ">u4", count=data[3], offset=4))
+    wanted = head_bytes + math.prod(shape)
+    if len(data) != wanted:
+        what = "cut short" if len(data) < wanted else "too long"
+        sizes = " x ".join(f"{size:,}" for size in shape)
+        raise InputError(f"{path}: {what}, has {len(data):,} bytes, {wanted:,} hold its {sizes} values; {_again(path)}")
+    return np.frombuffer(data, np.uint8, offset=head_bytes).reshape(shape)
+
+
+def _unpacked(data: bytes, path: str) -> bytes:
+    """At most a piece more than the head of the content says there is, however well that was compressed."""
+    content = bytearray()
+    try:
+        for piece in gunzip([data]):
+            content += piece
+            dimensions = content[3] if len(content) > 3 else 0
+            sizes = np.frombuffer(bytes(content[4 : 4 + 4 * dimensions]), ">u4")
+            if dimensions > 4 or len(content) > 4 + 4 * dimensions + math.prod(map(int, sizes)):
+                break  # too long, or no idx file: the caller says so
+        return bytes(content)
+    except EOFError:
+        raise InputError(f"{path}: cut short, not a whole gzip file; {_again(path)}") from None
+    except zlib.error as error:
+        raise InputError(f"{path}: damaged, not a gzip file to its end ({error}); {_again(path)}") from None
+
+
+def _again(path: str) -> str:
+    return f"get it again ({_FETCH.format(folder=posixpath.dirname(path) or '.')})"
+
+
+def read_images(path: str) -> np.ndarray:
+    """(rows, height, width) uint8 of an idx file. Raises InputError where it is missing, damaged, or holds no images."""
+    images = read_idx(path)
+    if images.ndim != 3 or 0 in images.shape:
+        raise InputError(f"{path}: has shape {images.shape}, not (rows, height, width); name the file of the images")
+    return images
+
+
+def read_labels(path: str, *, num_classes: int) -> np.ndarray:
+    """(rows,) uint8 of an idx file. Raises InputError where it is missing, damaged, or holds other than class numbers."""
+    labels = read_idx(path)
+    if labels.ndim != 1:
+        raise InputError(f"{path}: has shape {labels.shape}, not (rows,); name the file of the labels")
+    if len(labels) and (most := int(labels.max())) >= num_classes:
+        row = int(np.argmax(labels >= num_classes))
+        raise InputError(
+            f"{path}: row {row} has label {labels[row]}, not 0 to {num_classes - 1}; set num_classes to {most + 1} or more, "
+            f"or fix the file"
+        )
+    return labels
+
+
+def find(folder: str, part: str, what: str) -> str | None:
+    """The path of a folder's file of `part` (train or t10k) that holds `what` (images or labels), plain before gzip, under
+    either spelling of its name; None where there is none. Raises InputError where both spellings are there."""
+    dimensions = 3 if what == "images" else 1
+    names = [f"{part}-{what}{separator}idx{dimensions}-ubyte" for separator in "-."]
+    found = [
+        next((path for end in ("", ".gz") if storage.exists(path := storage.join(folder, name + end))), None)
+        for name in names
+    ]
+    paths = [path for path in found if path is not None]
+    if len(paths) > 1:
+        raise InputError(
+            f"{folder}: holds {' and '.join(posixpath.basename(path) for path in paths)}; keep one of them"
+        )
+    return paths[0] if paths else None
+
+
+def read_part(folder: str, part: str, *, num_classes: int) -> LabelledImages:
+    """The images and labels of `train` or `t10k` in a folder with MNIST's names. Raises InputError where a file is missing
+    or damaged, and where their counts differ."""
+    paths = {what: find(folder, part, what) for what in ("images", "labels")}
+    for what, path in paths.items():
+        if path is None:
+            raise missing(folder, part, what)
+    return read_pair(str(paths["images"]), str(paths["labels"]), num_classes=num_classes)
+
+
+def missing(folder: str, part: str, what: str) -> InputError:
+    """What to say of a folder without the file of `part` that holds `what`."""
+    dimensions = 3 if what == "images" else 1
+    return InputError(
+        f"{folder}: holds no {part}-{what}-idx{dimensions}-ubyte, plain or .gz; {_FETCH.format(folder=folder)}"
+    )
+
+
+def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> LabelledImages:
+    """Images and their labels. Raises InputError where a file is missing or damaged, and where their counts differ."""
+    images, labels = read_images(images_path), read_labels(labels_path, num_classes=num_classes)
+    if len(images) != len(labels):
+        raise InputError(
+            f"{images_path}: has {len(images):,} images, but {labels_path} has {len(labels):,} labels; get both again from one "
+            "place"
+        )
+    return LabelledImages(images, labels)

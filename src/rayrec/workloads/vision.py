@@ -12,7 +12,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.bounds import Amount, Count, Natural, Positive, Share
 from rayrec.config import Config, InputError
-from rayrec.data import idx
+from rayrec.data import numbered_rows
 from rayrec.data.engine import Shared
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
@@ -128,16 +128,16 @@ class VisionWorkload(DataParallelWorkload):
             )
         for folder, part in ((config.train_data.path, "train"), (_test_folder(config), "t10k")):
             for what in ("images", "labels"):
-                if idx.find(folder, part, what) is None:
-                    raise idx.missing(folder, part, what)
+                if numbered_rows.find(folder, part, what) is None:
+                    raise numbered_rows.missing(folder, part, what)
         if self.weights is not None and not storage.exists(self.weights):
             raise InputError(f"workload.weights: {self.weights}: no such file")
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
         parts = [(part, what) for part in ("train", "t10k") for what in ("images", "labels")]
-        found = [place for part, what in parts if (place := idx.find(path, part, what)) is not None]
+        found = [place for part, what in parts if (place := numbered_rows.find(path, part, what)) is not None]
         if not found:
-            raise idx.missing(path, *parts[0])
+            raise numbered_rows.missing(path, *parts[0])
         return list(storage.find_files(found).values())
 
     def prepare(self, context: RunContext) -> Prepared:
@@ -145,9 +145,9 @@ class VisionWorkload(DataParallelWorkload):
         config = context.config
         assert config.train_data.path is not None
         classes = self.model.num_classes
-        train = idx.read_part(config.train_data.path, "train", num_classes=classes)
+        train = numbered_rows.read_part(config.train_data.path, "train", num_classes=classes)
         folder = _test_folder(config)
-        test = idx.read_part(folder, "t10k", num_classes=classes)
+        test = numbered_rows.read_part(folder, "t10k", num_classes=classes)
         if train.images.shape[1:] != test.images.shape[1:]:
             raise InputError(
                 f"{folder}: test images have {test.images.shape[1:]} pixels, training images {train.images.shape[1:]}; use "
@@ -252,14 +252,14 @@ class VisionWorkload(DataParallelWorkload):
             raise InputError(
                 f"{images}: its labels are not beside it; call the two files ...-images-idx3-ubyte and ...-labels-idx1-ubyte"
             )
-        return ArrayRows(_arrays(idx.read_pair(images, labels, num_classes=self.model.num_classes)))
+        return ArrayRows(_arrays(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)))
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
         """As `open_labelled`, but where there are no labels, without them."""
         images, labels = _paths(path)
         if labels is None:
-            return ArrayRows({IMAGES: idx.read_images(images)})
-        return ArrayRows(_arrays(idx.read_pair(images, labels, num_classes=self.model.num_classes)))
+            return ArrayRows({IMAGES: numbered_rows.read_images(images)})
+        return ArrayRows(_arrays(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)))
 
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> ResNet:
         return self.model.build()
@@ -293,7 +293,7 @@ def _test_folder(config: TrainConfig) -> str:
     return folder
 
 
-def _data_hash(*parts: idx.LabelledImages) -> str:
+def _data_hash(*parts: numbered_rows.LabelledImages) -> str:
     """16 hex digits; 0.05 s for MNIST's 55 MB."""
     digest = hashlib.sha256()
     for part in parts:
@@ -303,7 +303,7 @@ def _data_hash(*parts: idx.LabelledImages) -> str:
     return digest.hexdigest()[:16]
 
 
-def _arrays(rows: idx.LabelledImages) -> dict[str, np.ndarray]:
+def _arrays(rows: numbered_rows.LabelledImages) -> dict[str, np.ndarray]:
     assert rows.labels is not None
     return {IMAGES: rows.images, LABELS: rows.labels.astype(np.int64)}
 
@@ -313,10 +313,10 @@ def _paths(path: str) -> tuple[str, str | None]:
     if storage.size_of(path) is not None:
         return path, _labels_beside(path)
     for part in ("t10k", "train"):
-        images = idx.find(path, part, "images")
+        images = numbered_rows.find(path, part, "images")
         if images is not None:
-            return images, idx.find(path, part, "labels")
-    raise idx.missing(path, "t10k", "images")
+            return images, numbered_rows.find(path, part, "labels")
+    raise numbered_rows.missing(path, "t10k", "images")
 
 
 def _labels_beside(images: str) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayrec.config import InputError
-from rayrec.data.idx import find, read_idx, read_images, read_labels, read_pair, read_part
+from rayrec.data.numbered_rows import find, read_idx, read_images, read_labels, read_pair, read_part
 from rayrec.datasets import mnist
 
 
