@@ -11,7 +11,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.text import mds, text_blocks
 from rayrec.data.text.mds import INDEX, Index, TokenColumn
-from rayrec.data.text.text_parts import PART_BYTES
+from rayrec.data.text.text_blocks import PART_BYTES
 from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
 from rayrec.observe.console import Console

@@ -22,8 +22,8 @@ from rayrec.config import Config, InputError
 from rayrec.data.engine import Engine
 from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.log_source import plain_files
-from rayrec.data.text import text_blocks, text_parts
-from rayrec.data.text.text_parts import PART_BYTES, Source, TextPart
+from rayrec.data.text import text_blocks
+from rayrec.data.text.text_blocks import PART_BYTES, Source, TextPart
 from rayrec.data.text.tokenizer import (
     LEAST_BPE,
     Files,
@@ -155,7 +155,7 @@ class _Work:
         console: Console,
     ) -> None:
         self.text, self.running, self.engine, self.console = text, running, engine, console
-        self.parts = text_parts.parts_of(
+        self.parts = text_blocks.parts_of(
             sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes
         )
         if not self.parts:
@@ -180,7 +180,7 @@ class _Work:
         every = max(1, -(-sum(part.stop - part.start for part in training) // BPE_SAMPLE_BYTES))
         size = self.text.vocabulary_size or DEFAULT_VOCABULARY_SIZE
         self.console.note(f"learning a byte-level BPE of {size:,} tokens from the training text")
-        return bytes_bpe(map(text_parts.read_part, training[::every]), size)
+        return bytes_bpe(map(text_blocks.read_part, training[::every]), size)
 
     def tokenize(self) -> dict[int, int]:
         """Tokens of each part."""

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.data.job import JobFolder
-from rayrec.data.text.text_parts import TextPart, read_part
+from rayrec.data.text.text_blocks import TextPart, read_part
 from rayrec.data.text.tokenizer import TextTokenizer, load_tokenizer
 
 

@@ -13,6 +13,7 @@ from rayrec import storage
 from rayrec.bounds import Count, Finite, Share
 from rayrec.config import Config, InputError
 from rayrec.data.text.text_blocks import (
+    PART_BYTES,
     TokenFolder,
     copy_tokenizer,
     is_tokens,
@@ -21,7 +22,6 @@ from rayrec.data.text.text_blocks import (
     sets_of_shards,
     text_rows,
 )
-from rayrec.data.text.text_parts import PART_BYTES
 from rayrec.data.text.tokenizer import read_tokenizer
 from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
-from rayrec.data.text import text_parts
-from rayrec.data.text.text_parts import Source, cut, parts_of, read_part
+from rayrec.data.text import text_blocks
+from rayrec.data.text.text_blocks import Source, cut, parts_of, read_part
 from rayrec.data.text.tokenizer import load_tokenizer
 
 WORDS = st.lists(st.sampled_from(["a", "é", "日本", "😀", "\n", "\n\n", "\r\n", " "]), max_size=60).map("".join)
@@ -34,8 +34,8 @@ def test_a_cut_is_the_next_start_of_a_line(text: str) -> None:
 @given(text=WORDS)
 def test_a_line_without_end_is_cut_between_characters(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_parts, "LINE_BYTES", 4)
-        patch.setattr(text_parts, "_LOOK_BYTES", 3)
+        patch.setattr(text_blocks, "LINE_BYTES", 4)
+        patch.setattr(text_blocks, "_LOOK_BYTES", 3)
         content = text.encode()
         found = cuts_of(content, range(len(content) + 1))
     assert found == sorted(found)
