@@ -22,7 +22,7 @@ from rayrec.data.text.text_blocks import open_tokens, text_rows
 from rayrec.data.text.tokenizer import load_tokenizer
 from rayrec.observe.console import Console
 from rayrec.prepare import text as preparing
-from rayrec.prepare.text_tasks import plan_shards
+from rayrec.prepare.text import plan_shards
 
 QUIET = Console(quiet=True)
 LINES = [f"{number} bottles of beer on the wall, {number} bottles — hé!\n" for number in range(400, 0, -1)]
