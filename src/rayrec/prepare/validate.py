@@ -28,7 +28,7 @@ from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
-from rayrec.prepare import report_figures
+from rayrec.prepare import data_report
 from rayrec.prepare.config import PreparationConfig, engine, task_context
 from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
 from rayrec.prepare.log_statistics import Tally, TallyJob, quantile_edges
@@ -98,7 +98,7 @@ def examine_categories(
 def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
     tokens, amounts, _ = counts.kept(number, 2)
     distinct = counts.num_distinct(number)
-    found = report_figures.concentration(int(amounts.sum()) + distinct - len(amounts), distinct, amounts)
+    found = data_report.concentration(int(amounts.sum()) + distinct - len(amounts), distinct, amounts)
     column = {
         "values": found.values,
         "distinct": distinct,
@@ -106,17 +106,17 @@ def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
         "once_rate": found.once,
         "unknown_rate": None,
     }
-    return column, report_figures.most_frequent(tokens, amounts)
+    return column, data_report.most_frequent(tokens, amounts)
 
 
 def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Preset) -> float | None:
     """Share of the latest values whose category came fewer than min_count times before."""
-    tokens, amounts = report_figures.merged(*latest.kept(number)[:2], rules.token_modulo)
+    tokens, amounts = data_report.merged(*latest.kept(number)[:2], rules.token_modulo)
     # Only what came min_count times before and once since matters, unless categories fall together.
     kept = counts.kept(number, 1 if rules.token_modulo else rules.min_count + 1)
-    all_tokens, all_amounts = report_figures.merged(*kept[:2], rules.token_modulo)
+    all_tokens, all_amounts = data_report.merged(*kept[:2], rules.token_modulo)
     both, here, there = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
-    return report_figures.unknown_rate(tokens, amounts, both[all_amounts[there] - amounts[here] >= rules.min_count])
+    return data_report.unknown_rate(tokens, amounts, both[all_amounts[there] - amounts[here] >= rules.min_count])
 
 
 def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
@@ -126,11 +126,11 @@ def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float
     vocabulary = given.vocabulary(number)
     found: dict[str, float | None] = {"unknown_rate": None}
     if column.num_tokens is not None:
-        looked_up = report_figures.merged(tokens, amounts, column.token_modulo)
-        found["unknown_rate"] = report_figures.unknown_rate(*looked_up, np.sort(vocabulary))
+        looked_up = data_report.merged(tokens, amounts, column.token_modulo)
+        found["unknown_rate"] = data_report.unknown_rate(*looked_up, np.sort(vocabulary))
     ids = column.first_id + (column.num_tokens or 0) + (column.gap is not None)
     if column.num_tokens is None or column.token_modulo or ids > column.num_embeddings:
-        found["collision_rate"] = report_figures.collision_rate(column, vocabulary, tokens, amounts)
+        found["collision_rate"] = data_report.collision_rate(column, vocabulary, tokens, amounts)
     return found
 
 
@@ -330,7 +330,7 @@ def examine(
         "slices_by": slices_by,
         "unknown_to": categories.unknown_to,
         "duplicates": {
-            "rate": report_figures.duplicate_rate(hashes),
+            "rate": data_report.duplicate_rate(hashes),
             "rows": len(hashes),
             "sampled": 1 / (1 << job.hash_shift),
         },
@@ -342,16 +342,16 @@ def examine(
 def _tallied(tally: Tally, job: TallyJob, names: Sequence[str], categories: Categories) -> dict[str, Any]:
     """What a report says of labels, slices and columns."""
     schema = job.schema
-    drift = report_figures.drift_of(tally, schema)
-    dense = report_figures.dense_columns(tally, schema, drift)
+    drift = data_report.drift_of(tally, schema)
+    dense = data_report.dense_columns(tally, schema, drift)
     for name, rate in categories.dense_unknown.items():
         dense[name]["unknown_rate"] = rate
     return {
-        "label": report_figures.label_of(tally, schema.label) if schema.label else None,
-        "weight": report_figures.weight_of(tally) if schema.weight else None,
-        "slices": report_figures.slices_of(tally, schema, names, drift),
+        "label": data_report.label_of(tally, schema.label) if schema.label else None,
+        "weight": data_report.weight_of(tally) if schema.weight else None,
+        "slices": data_report.slices_of(tally, schema, names, drift),
         "dense": dense,
-        "sparse": report_figures.sparse_columns(tally, schema, drift, categories.columns),
+        "sparse": data_report.sparse_columns(tally, schema, drift, categories.columns),
     }
 
 

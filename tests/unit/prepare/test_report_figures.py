@@ -19,7 +19,7 @@ from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.text_parser import TextParser, max_rows_in, padded, parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import murmur3
-from rayrec.prepare import report_figures
+from rayrec.prepare import data_report
 from rayrec.prepare.log_statistics import (
     DECILES,
     TOP,
@@ -95,7 +95,7 @@ def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject
             expected = [counts[t] for t in top] + [0] * (TOP - len(top)) + [rest, counts[None]]
             assert sparse[column - 2].tolist() == expected
     logs = [math.copysign(math.log1p(abs(x)), x) for x in present]
-    found = report_figures.mean_and_deviation(tally.moments[0].tolist())
+    found = data_report.mean_and_deviation(tally.moments[0].tolist())
     assert found == (None if not logs else pytest.approx((np.mean(logs), np.std(logs)), abs=2e-6))
     clicks = sum(row[0] for row in rows if row[2] is not None)
     assert tally.sparse_outcomes[0, :-1, [1, 3]].sum() == clicks
@@ -158,7 +158,7 @@ def test_a_sample_of_hashes_keeps_all_copies_of_a_row() -> None:
     tally.count(block_of_rows(rows), job, 0, 0)
     assert 300 < len(tally.hashes) < 700  # a quarter
     assert set(Counter(tally.hashes.tolist()).values()) == {4}
-    assert report_figures.duplicate_rate(tally.hashes) == 0.75
+    assert data_report.duplicate_rate(tally.hashes) == 0.75
 
 
 BAD_LINES = [
@@ -195,7 +195,7 @@ def test_quantiles_are_values_of_the_column() -> None:
     [(10, 100, (0.05523, 0.17437)), (0, 10, (0.0, 0.27753)), (10, 10, (0.72247, 1.0)), (0, 0, None)],
 )
 def test_wilson_interval(clicks: int, rows: int, expected: tuple[float, float] | None) -> None:
-    assert report_figures.wilson_interval(clicks, rows) == (expected and pytest.approx(expected, abs=1e-5))
+    assert data_report.wilson_interval(clicks, rows) == (expected and pytest.approx(expected, abs=1e-5))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_wilson_interval(clicks: int, rows: int, expected: tuple[float, float] |
     [([1, 1, 0], [2, 2, 0], 0), ([4, 0], [0, 9], 1), ([3, 1], [1, 3], 0.5), ([0, 0], [1, 3], None)],
 )
 def test_total_variation(first: list[int], second: list[int], expected: float | None) -> None:
-    found = report_figures.total_variation(np.array(first), np.array(second))
+    found = data_report.total_variation(np.array(first), np.array(second))
     assert (found and found[0]) == expected
 
 
@@ -211,7 +211,7 @@ def test_what_chance_makes_of_total_variation() -> None:
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(50, 0.5))
     drawn = [
-        report_figures.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares)) for _ in range(200)
+        data_report.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares)) for _ in range(200)
     ]
     distances, by_chance = np.array(drawn).T
     assert by_chance.mean() == pytest.approx(distances.mean(), rel=0.05)
@@ -228,24 +228,24 @@ def test_auroc_of_rates_is_that_of_scored_rows(seed: int) -> None:
     labels = np.repeat([0, 1], [held_misses.sum(), held_clicks.sum()])
     of_rows = np.concatenate([np.repeat(scores, held_misses), np.repeat(scores, held_clicks)])
     if min(held_misses.sum(), held_clicks.sum()) >= 20:
-        assert report_figures.auroc_of_rates(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
+        assert data_report.auroc_of_rates(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
 
 
 def test_auroc_of_a_leak_of_nothing_and_of_too_little() -> None:
     leak = np.array([[300, 0, 100, 0], [0, 300, 0, 100]])
-    assert report_figures.auroc_of_rates(leak) == 1
-    assert report_figures.auroc_of_rates(np.full((2, 4), 100)) == 0.5
-    assert report_figures.auroc_of_rates(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
-    assert report_figures.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
+    assert data_report.auroc_of_rates(leak) == 1
+    assert data_report.auroc_of_rates(np.full((2, 4), 100)) == 0.5
+    assert data_report.auroc_of_rates(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
+    assert data_report.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
 
 
 def test_concentration() -> None:
-    found = report_figures.concentration(20, 8, np.array([2, 9, 4]))  # and 5 that come once
+    found = data_report.concentration(20, 8, np.array([2, 9, 4]))  # and 5 that come once
     assert found.top == {1: 0.45, 10: 1.0, 100: 1.0}
     assert found.once == 0.25
-    many = report_figures.concentration(1000, 300, np.array([3] * 250 + [100] * 2))
+    many = data_report.concentration(1000, 300, np.array([3] * 250 + [100] * 2))
     assert many.top == {1: 0.1, 10: (200 + 24) / 1000, 100: (200 + 98 * 3) / 1000}
-    nothing = report_figures.concentration(0, 0, np.zeros(0, np.int64))
+    nothing = data_report.concentration(0, 0, np.zeros(0, np.int64))
     assert (nothing.top, nothing.once) == ({1: None, 10: None, 100: None}, None)
 
 
@@ -255,19 +255,19 @@ def test_the_most_frequent_are_the_same_in_any_order() -> None:
     expected = sorted(zip((-counts).tolist(), tokens.tolist(), strict=True))[:TOP]
     for _ in range(3):
         order = rng.permutation(1000)
-        found = report_figures.most_frequent(tokens[order], counts[order])
+        found = data_report.most_frequent(tokens[order], counts[order])
         assert found.dtype == np.uint64
         assert found.tolist() == [token for _, token in expected]
 
 
 def test_merged_and_unknown() -> None:
     tokens, counts = np.array([12, 2, 7], np.uint32), np.array([5, 1, 3])
-    assert [x.tolist() for x in report_figures.merged(tokens, counts, None)] == [[2, 7, 12], [1, 3, 5]]
-    assert [x.tolist() for x in report_figures.merged(tokens, counts, 10)] == [[2, 7], [6, 3]]
-    assert [x.tolist() for x in report_figures.merged(tokens[:0], counts[:0], 10)] == [[], []]
-    assert report_figures.unknown_rate(tokens, counts, np.array([2, 12], np.uint32)) == 3 / 9
-    assert report_figures.unknown_rate(tokens, counts, tokens[:0]) == 1
-    assert report_figures.unknown_rate(tokens[:0], counts[:0], tokens) is None
+    assert [x.tolist() for x in data_report.merged(tokens, counts, None)] == [[2, 7, 12], [1, 3, 5]]
+    assert [x.tolist() for x in data_report.merged(tokens, counts, 10)] == [[2, 7], [6, 3]]
+    assert [x.tolist() for x in data_report.merged(tokens[:0], counts[:0], 10)] == [[], []]
+    assert data_report.unknown_rate(tokens, counts, np.array([2, 12], np.uint32)) == 3 / 9
+    assert data_report.unknown_rate(tokens, counts, tokens[:0]) == 1
+    assert data_report.unknown_rate(tokens[:0], counts[:0], tokens) is None
 
 
 FOUR = SparseColumn(num_embeddings=4, num_tokens=4)  # ids 2, 3, 4 % 4 = 0, 5 % 4 = 1
@@ -290,7 +290,7 @@ def test_collisions(
     column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type
 ) -> None:
     known, tokens = np.array(vocabulary, dtype), np.array(list(counts), dtype)
-    assert report_figures.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64)) == expected
+    assert data_report.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64)) == expected
 
 
 def test_collisions_by_murmur3() -> None:
@@ -299,9 +299,9 @@ def test_collisions_by_murmur3() -> None:
     places = (murmur3(np.arange(16, dtype=np.uint32)) % 10).tolist()
     ids = Counter(places[1:])
     expected = sum(token for token in range(1, 16) if ids[places[token]] > 1) / sum(range(1, 16))
-    assert report_figures.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected
+    assert data_report.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected
 
 
 def test_duplicates() -> None:
-    assert report_figures.duplicate_rate(np.array([5, 1, 5, 5, 2], np.uint64)) == 0.4
-    assert report_figures.duplicate_rate(np.zeros(0, np.uint64)) is None
+    assert data_report.duplicate_rate(np.array([5, 1, 5, 5, 2], np.uint64)) == 0.4
+    assert data_report.duplicate_rate(np.zeros(0, np.uint64)) is None
