@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 from rayrec.config import InputError
 from rayrec.data import synthetic
-from rayrec.native.formatting import format_rows, max_row_bytes
+from rayrec.data.synthetic import format_rows, max_row_bytes
 
 ROWS = 70_000  # more than one block
 
