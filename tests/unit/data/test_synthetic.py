@@ -15,13 +15,14 @@ from sklearn.metrics import roc_auc_score
 from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.synthetic import format_rows, max_row_bytes
+from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, Plant, Rows
 
 ROWS = 70_000  # more than one block
 
 
-def all_rows(plan: synthetic.Plant, rows: int, days: int) -> list[synthetic.Rows]:
+def all_rows(plan: Plant, rows: int, days: int) -> list[Rows]:
     starts = synthetic.day_starts(rows, days)
-    blocks = range(-(-rows // synthetic.BLOCK_ROWS))
+    blocks = range(-(-rows // BLOCK_ROWS))
     return [r for b in blocks for _, r in plan.rows(b, spans=synthetic.block_spans(b, starts=starts))]
 
 
@@ -34,7 +35,7 @@ def kaggle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 @pytest.fixture(scope="module")
 def planted() -> tuple[np.ndarray, np.ndarray]:
     """Logits and labels of the rows of `kaggle`, drawn again without files."""
-    pieces = all_rows(synthetic.plant("kaggle", 5), ROWS, 3)
+    pieces = all_rows(Plant("kaggle", 5), ROWS, 3)
     return np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
 
 
@@ -46,7 +47,7 @@ def test_same_bytes_whatever_the_parallelism(kaggle: tuple[Path, dict[str, Any]]
 
 
 def test_more_rows_continue_the_same_process() -> None:
-    plan = synthetic.plant("terabyte", 1)
+    plan = Plant("terabyte", 1)
     short, long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
     for name in ("labels", "logits", "missing"):
         joined = np.concatenate([getattr(piece, name) for piece in long])
@@ -55,7 +56,7 @@ def test_more_rows_continue_the_same_process() -> None:
 
 
 def test_seeds_differ() -> None:
-    one, other = (all_rows(synthetic.plant("kaggle", seed), 1_000, 1)[0] for seed in (0, 1))
+    one, other = (all_rows(Plant("kaggle", seed), 1_000, 1)[0] for seed in (0, 1))
     both = (one.tokens != 0) & (other.tokens != 0)  # 0 stands where a token is missing
     assert (one.tokens[both] != other.tokens[both]).mean() > 0.99
 
@@ -69,7 +70,7 @@ def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
     cells = np.array([line.split("\t") for line in lines[:20_000]])
     empty = (cells[:, 1:] == "").mean(axis=0)
     wanted = np.zeros(39)
-    for rate, columns in synthetic.DIALECTS["kaggle"].missing:
+    for rate, columns in DIALECTS["kaggle"].missing:
         wanted[list(columns)] = rate
     assert np.abs(empty - wanted).max() < 0.015
     assert ((cells[:, 1] == "") == (cells[:, 10] == "")).all()  # int_0 and int_9 are missing together
@@ -81,7 +82,7 @@ def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("dialect", "rate"), [("kaggle", 0.256), ("terabyte", 0.03)])
 def test_label_rate_and_auroc_are_the_targets(dialect: str, rate: float) -> None:
-    pieces = all_rows(synthetic.plant(dialect, 2), 100_000, 1)
+    pieces = all_rows(Plant(dialect, 2), 100_000, 1)
     logits, labels = np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
     assert labels.mean() == pytest.approx(rate, rel=0.05)
     assert synthetic.exact_auroc(logits, labels) == pytest.approx(0.80, abs=0.015)
@@ -141,8 +142,8 @@ def test_dated_folders_hold_a_day_each_of_a_law_that_moves_faster(tmp_path: Path
     files = sorted(str(path.relative_to(tmp_path / "dated")) for path in (tmp_path / "dated").rglob("*.*"))
     assert files == [*names, "truth.json"]
     # The truth is that of the rows: theirs are drawn from the law of day 0, 5 and 10.
-    plan = synthetic.plant("kaggle", 4)
-    whole = synthetic.plant("kaggle", 4, 5).rows(0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)])
+    plan = Plant("kaggle", 4)
+    whole = Plant("kaggle", 4, 5).rows(0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)])
     days = [rows for _, rows in whole]
     rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(4, spawn_key=(2, 0))))
     draws = plan._draws(rng)
@@ -174,7 +175,7 @@ def test_a_dated_log_that_cannot_be_written_leaves_no_folder(tmp_path: Path) -> 
 
 
 def test_tokens_drift_and_new_ones_appear() -> None:
-    plan = synthetic.plant("kaggle", 0)
+    plan = Plant("kaggle", 0)
     first, same, later = (plan._tables(day).tokens[2][:-1] for day in (0, 0, 6))
     assert (first == same).all()
     assert len(np.unique(first)) == len(first)  # one-to-one

@@ -1,0 +1,518 @@
+"""The law of a synthetic log: what its columns look like, and the planted truth that its clicks follow.
+
+Every number of a row comes from one 32-bit draw: its upper 16 bits choose one of 65,536 equally likely slots of the
+column's inverse distribution, its lower 16 bits one of the neighbouring values that a slot far out in the tail holds.
+The slots also carry the value's share of the true logit, so a row costs a few table look-ups a column. The constants
+are rounded statistics of the genuine logs: cardinality, popularity of the top tokens, quantiles, missing rates.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rayrec.hashing import GOLDEN, mix64
+
+VERSION = 1  # of the law: raised whenever the same arguments give other bytes
+BLOCK_ROWS = 65_536
+_CHUNK_ROWS = 8_192  # a chunk's columns stay in the second-level cache
+_SLOTS = 65_536
+NUM_DENSE, NUM_SPARSE = 13, 26
+_TARGET_AUROC = 0.80
+_CALIBRATION_CHUNKS = 24  # 196,608 rows: the label rate is then within 0.001
+
+# Cumulative probabilities at which the quantiles of a dense column are given.
+_QUANTILES = (0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What one of the two genuine logs looks like: the constants a plant grows from."""
+
+    label_rate: float
+    dense: tuple[tuple[int, ...], ...]
+    """Values at _QUANTILES of each dense column, among the values that are there and not negative."""
+    negative: dict[int, tuple[tuple[int, float], ...]]
+    """Dense column -> (negative value, share of the values), most negative first."""
+    sparse: tuple[tuple[int, tuple[float, ...], float, float], ...]
+    """Cardinality (at most 100,000), shares of the top tokens, then exponent a and offset q of (rank + q)^-a."""
+    missing: tuple[tuple[float, tuple[int, ...]], ...]
+    """Rate, and the columns (dense 0-12, sparse 13-38) that are empty together."""
+    linked: tuple[tuple[int, ...], ...]
+    """Sparse columns that name the same thing, so that their common tokens occur together."""
+    interacting: tuple[tuple[int, int], ...]
+    """Pairs of sparse columns, of few and popular tokens, whose latent vectors' dot product enters the logit."""
+    shares: tuple[float, float, float]
+    """Of the logit's variance: dense columns, tokens, interactions. The rarer clicks are, the less tokens may carry,
+    or a model could not learn them from a million rows."""
+    shrinkage_rows: float
+    """Occurrences in a million rows at which a token carries half its column's strength."""
+
+
+DIALECTS = {
+    "kaggle": Dialect(
+        label_rate=0.256,
+        dense=(
+            (0, 0, 0, 0, 0, 0, 0, 1, 1, 3, 4, 10, 17, 45, 130, 560),
+            (0, 0, 0, 0, 1, 1, 2, 5, 15, 34, 81, 260, 670, 2500, 3800, 11000),
+            (0, 1, 1, 1, 2, 3, 5, 7, 11, 18, 31, 64, 110, 370, 2700, 22000),
+            (0, 0, 0, 1, 1, 2, 3, 5, 6, 9, 13, 21, 29, 44, 83, 420),
+            (0, 1, 2, 11, 99, 440, 1400, 2200, 4300, 7400, 15000, 33000, 55000, 330000, 860000, 1500000),
+            (0, 0, 0, 2, 6, 13, 23, 37, 59, 96, 160, 340, 610, 1600, 4200, 14000),
+            (0, 0, 0, 0, 0, 1, 2, 3, 5, 8, 15, 33, 64, 230, 770, 8800),
+            (0, 0, 0, 0, 2, 3, 5, 8, 11, 17, 24, 35, 42, 49, 58, 4600),
+            (0, 0, 1, 2, 7, 15, 26, 41, 62, 95, 160, 320, 550, 1300, 3200, 7500),
+            (0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 4, 6),
+            (0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 3, 6, 10, 24, 60, 100),
+            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 4, 17, 66, 490),
+            (0, 0, 0, 1, 1, 2, 3, 5, 7, 11, 17, 28, 39, 82, 220, 4300),
+        ),
+        negative={1: ((-2, 0.001), (-1, 0.1))},
+        sparse=(
+            (1460, (0.5, 0.17, 0.087), 1.95, 0.43),
+            (583, (0.13, 0.068, 0.04), 2.64, 36),
+            (100_000, (0.037, 0.019, 0.019), 0.89, 0.023),
+            (100_000, (0.056, 0.047, 0.033), 1.02, 2.2),
+            (305, (0.67, 0.16, 0.062), 2.56, 0.34),
+            (24, (0.54, 0.22, 0.13), 8, 0.016),
+            (12517, (0.0099, 0.0095, 0.0082), 1.38, 100),
+            (633, (0.6, 0.17, 0.073), 2.23, 0.35),
+            (3, (0.88, 0.119), 1, 0),
+            (93145, (0.27, 0.0094, 0.009), 1.43, 110),
+            (5683, (0.022, 0.015, 0.012), 1.82, 140),
+            (100_000, (0.037, 0.019, 0.019), 0.91, 0.024),
+            (3194, (0.024, 0.017, 0.014), 1.81, 120),
+            (27, (0.37, 0.34, 0.16), 3.6, 0.23),
+            (14992, (0.021, 0.015, 0.01), 1.82, 110),
+            (100_000, (0.037, 0.019, 0.019), 0.96, 0.057),
+            (10, (0.43, 0.13, 0.13), 1, 1),
+            (5652, (0.054, 0.031, 0.025), 2.02, 60),
+            (2173, (0.58, 0.039, 0.019), 1.58, 19),
+            (4, (0.37, 0.32, 0.309), 1, 0),
+            (100_000, (0.037, 0.019, 0.019), 0.93, 0.028),
+            (18, (0.52, 0.38, 0.043), 6.7, 0.05),
+            (15, (0.44, 0.2, 0.12), 6.4, 0.06),
+            (100_000, (0.071, 0.068, 0.062), 1.16, 1.1),
+            (105, (0.31, 0.19, 0.11), 9.6, 30),
+            (100_000, (0.088, 0.039, 0.025), 1.2, 6.6),
+        ),
+        missing=(
+            (0.44, (0, 9)),
+            (0.19, (2,)),
+            (0.20, (3, 12)),
+            (0.049, (4,)),
+            (0.25, (5,)),
+            (0.047, (6, 8, 10)),
+            (0.001, (7,)),
+            (0.77, (11,)),
+            (0.041, (15, 16, 24, 28, 33, 36)),
+            (0.14, (18,)),
+            (0.42, (31, 32, 37, 38)),
+            (0.81, (34,)),
+        ),
+        linked=((2, 11, 15, 20),),
+        interacting=((0, 13), (7, 16), (13, 22)),
+        shares=(0.55, 0.41, 0.04),
+        shrinkage_rows=8_000,
+    ),
+    "terabyte": Dialect(
+        label_rate=0.03,
+        dense=(
+            (1, 1, 1, 1, 2, 3, 5, 7, 11, 17, 32, 60, 96, 280, 1500, 3900),
+            (1, 2, 8, 20, 48, 93, 160, 230, 330, 450, 660, 1100, 1700, 3400, 6500, 7200),
+            (0, 0, 0, 1, 1, 2, 3, 4, 5, 7, 10, 18, 25, 38, 80, 110),
+            (0, 0, 1, 3, 8, 16, 27, 38, 56, 89, 150, 330, 510, 1800, 8000, 9500),
+            (1, 1, 1, 1, 1, 2, 4, 5, 7, 11, 21, 41, 80, 240, 1400, 2200),
+            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 4, 18, 130, 220),
+            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 14, 29),
+            (0, 0, 0, 0, 1, 2, 5, 13, 31, 57, 110, 290, 560, 2300, 3400, 3500),
+            (0, 0, 0, 0, 0, 1, 2, 4, 6, 9, 13, 24, 33, 45, 49, 49),
+            (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 3, 3),
+            (1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 5, 9, 14, 27, 83, 89),
+            (0, 1, 8, 43, 390, 1300, 2000, 4000, 6500, 11000, 19000, 36000, 89000, 370000, 960000, 1000000),
+            (0, 1, 1, 1, 2, 3, 4, 5, 6, 9, 13, 23, 33, 58, 130, 210),
+        ),
+        negative={7: ((-2, 0.0005), (-1, 0.055))},
+        sparse=(
+            (100_000, (0.38, 0.079, 0.076), 1.16, 0.033),
+            (39060, (0.14, 0.096, 0.055), 1.32, 7.7),
+            (17295, (0.03, 0.026, 0.014), 1.15, 11),
+            (7424, (0.27, 0.088, 0.083), 1.49, 0.57),
+            (20265, (0.21, 0.076, 0.055), 1.45, 2.7),
+            (3, (0.87, 0.129), 1, 0),
+            (7122, (0.032, 0.026, 0.02), 1.25, 13),
+            (1543, (0.14, 0.097, 0.094), 1.64, 3.5),
+            (63, (0.53, 0.12, 0.081), 4.58, 0.11),
+            (100_000, (0.38, 0.079, 0.076), 1.18, 0.038),
+            (100_000, (0.38, 0.16, 0.086), 1.25, 0.068),
+            (100_000, (0.26, 0.005, 0.005), 1.16, 19),
+            (10, (0.34, 0.15, 0.12), 1, 1),
+            (2209, (0.88, 0.033, 0.0056), 2.67, 110),
+            (11938, (0.14, 0.096, 0.058), 1.44, 7.2),
+            (155, (0.88, 0.058, 0.026), 2.78, 0.26),
+            (4, (0.85, 0.076, 0.072), 1, 0),
+            (976, (0.51, 0.18, 0.061), 2.21, 0.94),
+            (14, (0.43, 0.37, 0.048), 4.14, 0.12),
+            (100_000, (0.38, 0.079, 0.076), 1.16, 0.033),
+            (100_000, (0.38, 0.15, 0.079), 1.16, 0.53),
+            (100_000, (0.38, 0.079, 0.076), 1.17, 0.037),
+            (100_000, (0.69, 0.033, 0.03), 2.66, 120),
+            (12973, (0.026, 0.023, 0.014), 1.3, 17),
+            (108, (0.52, 0.2, 0.1), 4.51, 0.11),
+            (36, (0.37, 0.29, 0.12), 3.75, 0.23),
+        ),
+        missing=(
+            (0.23, (0,)),
+            (0.09, (1,)),
+            (0.25, (2, 12)),
+            (0.52, (3,)),
+            (0.44, (4, 10)),
+            (0.088, (5, 9)),
+            (0.031, (6,)),
+            (0.014, (11,)),
+            (0.022, (13, 22, 23, 32, 33, 34)),
+            (0.46, (26, 28, 29, 35)),
+        ),
+        linked=((0, 9, 19, 21), (1, 14)),
+        interacting=((8, 17), (12, 25), (12, 18)),
+        shares=(0.75, 0.23, 0.02),
+        shrinkage_rows=60_000,
+    ),
+}
+
+
+def _hash64(values: np.ndarray, salt: int, purpose: int) -> np.ndarray:
+    """SplitMix64 over uint64 values; each purpose has a stream of its own."""
+    return mix64(values.astype(np.uint64) + np.uint64((salt + purpose * GOLDEN) % (1 << 64)))
+
+
+def _permute32(values: np.ndarray) -> np.ndarray:
+    """MurmurHash3's 32-bit finaliser: one-to-one, so that two tokens of a column never share a name."""
+    mixed = values.copy()
+    mixed ^= mixed >> np.uint32(16)
+    mixed *= np.uint32(0x85EBCA6B)
+    mixed ^= mixed >> np.uint32(13)
+    mixed *= np.uint32(0xC2B2AE35)
+    mixed ^= mixed >> np.uint32(16)
+    return mixed
+
+
+@lru_cache(maxsize=1)
+def _normal_quantiles() -> np.ndarray:
+    normal = statistics.NormalDist()
+    return np.array([normal.inv_cdf((i + 0.5) / 4096) for i in range(4096)], dtype=np.float32)
+
+
+def _normals(keys: np.ndarray, salt: int, purpose: int) -> np.ndarray:
+    return _normal_quantiles()[(_hash64(keys, salt, purpose) >> np.uint64(52)).astype(np.intp)]
+
+
+def _slots(edges: np.ndarray) -> np.ndarray:
+    """Packed slots (lowest value | width << 32) from the value at the lower edge of each slot and of the end."""
+    width = np.maximum(np.diff(edges), 1)
+    assert edges.min() >= 0
+    assert width.max() <= 1 << 16
+    return edges[:-1].astype(np.uint64) | (width.astype(np.uint64) << np.uint64(32))
+
+
+@dataclass(frozen=True)
+class _DenseColumn:
+    slots: np.ndarray
+    """uint64 (65,536); values are stored 2 higher, so that -2 is the least."""
+    effects: np.ndarray
+    """float32 (65,537): share of the logit by slot; the last is that of a missing value, which counts as 0."""
+
+
+@dataclass(frozen=True)
+class _SparseColumn:
+    slots: np.ndarray
+    """uint64 (65,536) of ranks, 0 the most popular."""
+    wide: bool
+    """Whether some slot holds several ranks."""
+    popularity: np.ndarray
+    """float64 (cardinality): the share of each rank that `slots` really gives."""
+    strength: np.ndarray
+    """float32 (cardinality): standard deviation of the weight of a token, next to nothing for a rare one."""
+    salt: int
+
+
+@dataclass(frozen=True)
+class _DayTables:
+    bias: float
+    tokens: tuple[np.ndarray, ...]
+    """uint32 (cardinality + 1) a column; the last is the missing one."""
+    weights: tuple[np.ndarray, ...]
+    """float32 (cardinality + 1) a column."""
+    latents: dict[tuple[int, int], tuple[np.ndarray, ...]]
+    """(pair, sparse column) -> latent components, float32 (cardinality + 1) each."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as columns: labels uint8 (n), logits float32 (n), dense int32 (13, n), tokens uint32 (26, n), missing
+    uint64 (n) with bit d for dense column d and bit 13 + s for sparse column s."""
+
+    labels: np.ndarray
+    logits: np.ndarray
+    dense: np.ndarray
+    tokens: np.ndarray
+    missing: np.ndarray
+
+
+def _dense_column(dialect: Dialect, column: int, strength: float, rng: np.random.Generator) -> _DenseColumn:
+    points = np.arange(_SLOTS + 1) / _SLOTS
+    below = 0.0
+    values = np.zeros(_SLOTS + 1, dtype=np.int64)
+    for value, share in dialect.negative.get(column, ()):
+        values[(points >= below) & (points < below + share)] = value
+        below += share
+    rest = points >= below
+    logarithms = np.interp((points[rest] - below) / (1 - below), _QUANTILES, np.log1p(dialect.dense[column]))
+    values[rest] = np.floor(np.expm1(logarithms) + 0.5)
+    slots = _slots(values + 2)
+    middle = values[:-1] + (np.maximum(np.diff(values), 1) - 1) / 2
+    position = np.log1p(np.maximum(np.append(middle, 0.0), 0))  # negative and missing values act as 0 does
+    centred = (position - position[:-1].mean()) / (position[:-1].std() + 1e-9)
+    slope, bump = rng.choice([-1.0, 1.0], 2) * rng.uniform([0.7, 0.2], [1.3, 0.6])
+    effects = strength * (slope * np.tanh(centred / 1.5) + bump * np.exp(-0.5 * centred**2))
+    return _DenseColumn(slots, (effects - effects[:-1].mean()).astype(np.float32))
+
+
+def _sparse_column(
+    law: tuple[int, tuple[float, ...], float, float], strength: float, shrinkage_rows: float, salt: int
+) -> _SparseColumn:
+    cardinality, top, exponent, offset = law
+    tail = (np.arange(len(top), cardinality) + 1.0 + offset) ** -exponent
+    shares = np.sort(np.concatenate([top, tail * ((1 - sum(top)) / tail.sum())]))[::-1]
+    edges = np.searchsorted(np.cumsum(shares), np.arange(_SLOTS + 1) / _SLOTS, side="right")
+    edges = np.minimum(edges, cardinality - 1)
+    edges[-1] = cardinality
+    slots = _slots(edges)
+    width = np.maximum(np.diff(edges), 1)
+    change = np.zeros(cardinality + 1)
+    np.add.at(change, edges[:-1], 1 / (_SLOTS * width))
+    np.add.at(change, edges[:-1] + width, -1 / (_SLOTS * width))
+    popularity = np.maximum(np.cumsum(change)[:-1], 0)
+    seen = 1e6 * popularity
+    weight_strength = np.where(seen < 50, 0, strength * seen / (seen + shrinkage_rows)).astype(np.float32)
+    return _SparseColumn(slots, bool(width.max() > 1), popularity, weight_strength, salt)
+
+
+def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which token holds each rank on a day, and its key: a rank's token may change places or be succeeded by a new one.
+
+    A quarter of the pairs of ranks (r, r with its second highest bit flipped) changes places every 8 days, and 1/32 of
+    the rare tokens is replaced each day; each rank's phase is its own.
+    """
+    cardinality = len(column.popularity)
+    ranks = np.arange(cardinality, dtype=np.int64)
+    flip = np.zeros(cardinality, dtype=np.int64)
+    flip[4:] = np.int64(1) << (np.floor(np.log2(ranks[4:] + 0.5)).astype(np.int64) - 1)
+    partner = ranks ^ flip
+    partner = np.where(partner < cardinality, partner, ranks)
+    chance = _hash64(np.minimum(ranks, partner), column.salt, 1)
+    phase = ((chance >> np.uint64(8)) & np.uint64(7)).astype(np.int64)
+    swapped = ((chance & np.uint64(3)) == 0) & (((day + phase) // 8) % 2 == 1)
+    holder = np.where(swapped, partner, ranks)
+    birth = (_hash64(holder, column.salt, 2) & np.uint64(31)).astype(np.int64)
+    rare = column.popularity[holder] < 3e-4
+    return holder, holder + cardinality * np.where(rare, (day + birth) // 32, 0)
+
+
+class Plant:
+    """The law a synthetic log is drawn from: fixed by dialect, seed and drift, the same whatever the number of rows."""
+
+    def __init__(self, dialect: str, seed: int, drift: int = 1) -> None:
+        """`drift`: from one day of the log to the next, the law changes as much as in so many days; 0: never."""
+        self.dialect, self.seed, self.drift = dialect, seed, drift
+        self._law = law = DIALECTS[dialect]
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0,))))
+        self._missing_rate = np.zeros(NUM_DENSE + NUM_SPARSE)
+        self._missing_group = np.full(NUM_DENSE + NUM_SPARSE, -1)
+        for group, (rate, columns) in enumerate(law.missing):
+            self._missing_rate[list(columns)], self._missing_group[list(columns)] = rate, group
+        present = 1 - self._missing_rate
+        # A column that is often missing says little, so it gets little to say.
+        strengths = np.exp(0.5 * rng.standard_normal(NUM_DENSE + NUM_SPARSE)) * present
+        self._dense = [_dense_column(law, d, strengths[d], rng) for d in range(NUM_DENSE)]
+        salts = rng.integers(1 << 32, 1 << 62, NUM_SPARSE)
+        self._sparse = [
+            _sparse_column(law.sparse[s], strengths[NUM_DENSE + s], law.shrinkage_rows, int(salts[s]))
+            for s in range(NUM_SPARSE)
+        ]
+        # Linked columns share the first one's draw.
+        leader = {s: group[0] for group in law.linked for s in group}
+        leaders = sorted({leader.get(s, s) for s in range(NUM_SPARSE)})
+        first = 1 + NUM_DENSE
+        self._draw_of = [first + leaders.index(leader.get(s, s)) for s in range(NUM_SPARSE)]
+        self._missing_draw = first + len(leaders)
+        self._num_draws = self._missing_draw + len(law.missing)
+        self._days: dict[int, _DayTables] = {}
+        self._lock = threading.Lock()
+        self._bias, self._sparse_scale, self._latent_scale = 0.0, 1.0, 1.0
+        self._normalise(present)
+        self._calibrate()
+
+    def _normalise(self, present: np.ndarray) -> None:
+        """Scale the three parts of the logit to their shares of its variance (taking the columns as independent)."""
+        tables = self._tables(0)
+        dense = sum(present[d] * float(np.var(column.effects[:-1])) for d, column in enumerate(self._dense))
+        sparse = sum(
+            present[NUM_DENSE + s] * float(np.sum(column.popularity * tables.weights[s][:-1] ** 2))
+            for s, column in enumerate(self._sparse)
+        )
+        interaction = 0.0
+        for pair, (left, right) in enumerate(self._law.interacting):
+            for component in range(2):
+                left_variance, right_variance = (
+                    float(np.sum(self._sparse[s].popularity * tables.latents[pair, s][component][:-1] ** 2))
+                    for s in (left, right)
+                )
+                interaction += left_variance * right_variance
+        shares = self._law.shares
+        self._rescale((shares[0] / dense) ** 0.5, (shares[1] / sparse) ** 0.5, (shares[2] / interaction) ** 0.25)
+
+    def _rescale(self, dense: float, sparse: float, latent: float) -> None:
+        self._dense = [_DenseColumn(column.slots, column.effects * np.float32(dense)) for column in self._dense]
+        self._sparse_scale *= sparse
+        self._latent_scale *= latent
+        self._days.clear()
+
+    def _calibrate(self) -> None:
+        """Set scale and bias so that day 0 has the dialect's label rate and the target AUROC, on a fixed sample."""
+        rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(1,))))
+        chunks = [self._rows(self._draws(rng), 0).logits for _ in range(_CALIBRATION_CHUNKS)]
+        # Means of eight neighbours stand for all: the bisections below then take milliseconds.
+        shape = np.sort(np.concatenate(chunks).astype(np.float64)).reshape(-1, 8).mean(axis=1)
+
+        def bias_for(scale: float) -> float:
+            low, high = -30.0, 30.0
+            for _ in range(40):
+                middle = (low + high) / 2
+                rate = float(np.mean(1 / (1 + np.exp(-(scale * shape + middle)))))
+                low, high = (middle, high) if rate < self._law.label_rate else (low, middle)
+            return (low + high) / 2
+
+        low, high = 0.1, 6.0
+        for _ in range(16):
+            scale = (low + high) / 2
+            click = 1 / (1 + np.exp(-(scale * shape + bias_for(scale))))
+            skip_below = np.cumsum(1 - click) - (1 - click) / 2
+            auroc = float(np.sum(click * skip_below) / (np.sum(click) * np.sum(1 - click)))
+            low, high = (scale, high) if auroc < _TARGET_AUROC else (low, scale)
+        scale = round((low + high) / 2, 4)  # rounded: the last bits of exp may differ between machines
+        self._bias = round(bias_for(scale), 4)
+        self._rescale(scale, scale, scale**0.5)
+
+    def _tables(self, day: int) -> _DayTables:
+        """The tables of a day, made once (some 50 ms) and kept while it is among the eight latest."""
+        with self._lock:
+            tables = self._days.get(day)
+            if tables is None:
+                tables = self._make_tables(day)
+                while len(self._days) > 7:
+                    del self._days[next(iter(self._days))]
+                self._days[day] = tables
+            return tables
+
+    def _make_tables(self, day: int) -> _DayTables:
+        wobble = 0.05 * float(_normals(np.array([day]), self.seed, 0)[0]) if day else 0.0
+        tokens, weights = [], []
+        latents: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
+        interacting = [(pair, s) for pair, columns in enumerate(self._law.interacting) for s in columns]
+        for s, column in enumerate(self._sparse):
+            cardinality = len(column.popularity)
+            holder, keys = _identities(column, day)
+            names = _permute32(keys.astype(np.uint32) + np.uint32(column.salt & 0xFFFFFFFF))
+            names = _permute32(names ^ np.uint32((column.salt >> 16) & 0xFFFFFFFF))
+            tokens.append(np.append(names, np.uint32(0)))
+            # Beyond twice the last rank with any strength not even a change of places brings one in.
+            head = min(2 * int(np.count_nonzero(column.strength)), cardinality)
+            strength = column.strength[holder[:head]] * np.float32(self._sparse_scale)
+            weight = np.zeros(cardinality + 1, dtype=np.float32)
+            weight[:head] = strength * _normals(keys[:head], column.salt, 3)
+            # One token in 16 swings by a third of its strength over four weeks.
+            chance = _hash64(keys[:head], column.salt, 4)
+            angle = (chance >> np.uint64(32)).astype(np.float64) * (2 * np.pi / (1 << 32)) + 2 * np.pi * day / 28
+            weight[:head] += np.where((chance & np.uint64(15)) == 0, 0.35 * strength * np.sin(angle), 0)
+            weight[:-1] -= np.float32(np.sum(column.popularity * weight[:-1]))
+            weights.append(weight)
+            for pair in (pair for pair, member in interacting if member == s):
+                components = []
+                for component in range(2):
+                    latent = np.zeros(cardinality + 1, dtype=np.float32)
+                    seen = 1e6 * column.popularity[holder]
+                    latent[:-1] = self._latent_scale * seen / (seen + 5 * self._law.shrinkage_rows)
+                    latent[:-1] *= _normals(keys, column.salt, 5 + 2 * pair + component)
+                    latent[:-1] -= np.float32(np.sum(column.popularity * latent[:-1]))
+                    components.append(latent)
+                latents[pair, s] = tuple(components)
+        return _DayTables(self._bias + wobble, tuple(tokens), tuple(weights), latents)
+
+    def _draws(self, rng: np.random.Generator) -> np.ndarray:
+        """uint32 (draws, chunk rows), straight from the bit generator, whose stream numpy never changes."""
+        raw = rng.bit_generator.random_raw(self._num_draws * _CHUNK_ROWS // 2)
+        return raw.view(np.uint32).reshape(self._num_draws, _CHUNK_ROWS)
+
+    def _rows(self, draws: np.ndarray, day: int) -> Rows:
+        tables = self._tables(day)
+        rows = draws.shape[1]
+        missing = np.zeros(rows, dtype=np.uint64)
+        empty = []
+        for group, (rate, columns) in enumerate(self._law.missing):
+            mask = draws[self._missing_draw + group] < np.uint32(rate * (1 << 32))
+            empty.append(mask)
+            missing |= mask * np.uint64(sum(1 << column for column in columns))
+        logits = np.full(rows, tables.bias, dtype=np.float32)
+        dense = np.empty((NUM_DENSE, rows), dtype=np.int32)
+        tokens = np.empty((NUM_SPARSE, rows), dtype=np.uint32)
+        low_half, high_half = np.uint32(0xFFFF), np.uint32(16)
+        low_word, high_word = np.uint64(0xFFFFFFFF), np.uint64(32)
+        for d, column in enumerate(self._dense):
+            draw = draws[1 + d]
+            slot = (draw >> high_half).astype(np.intp)
+            packed = np.take(column.slots, slot, mode="clip")
+            value = (packed & low_word) + (((packed >> high_word) * (draw & low_half)) >> np.uint64(16))
+            np.subtract(value.astype(np.int32), np.int32(2), out=dense[d])
+            if self._missing_group[d] >= 0:
+                np.putmask(slot, empty[self._missing_group[d]], _SLOTS)
+            logits += np.take(column.effects, slot, mode="clip")
+        ranks: dict[int, np.ndarray] = {}
+        paired = {s for pair in self._law.interacting for s in pair}
+        for s, sparse in enumerate(self._sparse):
+            draw = draws[self._draw_of[s]]
+            packed = np.take(sparse.slots, (draw >> high_half).astype(np.intp), mode="clip")
+            rank = (packed & low_word).view(np.intp)
+            if sparse.wide:
+                rank += (((packed >> high_word) * (draw & low_half)) >> np.uint64(16)).view(np.intp)
+            if self._missing_group[NUM_DENSE + s] >= 0:
+                np.putmask(rank, empty[self._missing_group[NUM_DENSE + s]], len(sparse.popularity))
+            np.take(tables.tokens[s], rank, mode="clip", out=tokens[s])
+            logits += np.take(tables.weights[s], rank, mode="clip")
+            if s in paired:
+                ranks[s] = rank
+        for pair, (left, right) in enumerate(self._law.interacting):
+            for one, other in zip(tables.latents[pair, left], tables.latents[pair, right], strict=True):
+                logits += np.take(one, ranks[left], mode="clip") * np.take(other, ranks[right], mode="clip")
+        # float32 keeps 24 bits of the draw; a label rate off by 2^-24 is nothing.
+        labels = draws[0].astype(np.float32) * np.float32(2.0**-32) * (1 + np.exp(-logits)) < 1
+        return Rows(labels.view(np.uint8), logits, dense, tokens, missing)
+
+    def rows(self, block: int, *, spans: list[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
+        """Pieces (day, rows) of a block, in order; `spans` are its days as (day, number of rows)."""
+        rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(2, block))))
+        used = _CHUNK_ROWS
+        for day, count in spans:
+            left = count
+            while left:
+                if used == _CHUNK_ROWS:
+                    draws, used = self._draws(rng), 0
+                take = min(left, _CHUNK_ROWS - used)
+                yield day, self._rows(draws[:, used : used + take], day * self.drift)
+                used += take
+                left -= take
