@@ -9,16 +9,17 @@ import itertools
 import json
 import os
 import uuid
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from rayrec.config import InputError
+from rayrec.data.engine import in_order
 from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, NUM_DENSE, NUM_SPARSE, VERSION, Plant
+from rayrec.machine import usable_cpus
 from rayrec.native import library
 
 
@@ -170,50 +171,45 @@ class _NewFiles:
         return os.path.join(folder, f".{base}{self._suffix}")
 
 
-def _check(
-    out: str,
-    *,
-    rows: int,
-    dialect: str,
-    days: int,
-    seed: int,
-    drift: int,
-    first_date: str | None,
-    parallelism: int | None,
-) -> list[str]:
-    """The names of the files to write; raises InputError where the arguments cannot be used."""
-    if "://" in out:
-        raise InputError(f"{out}: the log is written to a local folder; generate it there, then copy it")
-    if dialect not in DIALECTS:
-        raise InputError(f"dialect: {dialect!r} is not known; choose from {', '.join(DIALECTS)}")
-    wanted = [("rows", rows, 1), ("days", days, 1), ("seed", seed, 0), ("drift", drift, 0)]
-    if parallelism is not None:
-        wanted.append(("parallelism", parallelism, 1))
-    for name, value, least in wanted:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name}: {value!r} is not a whole number of at least {least}")
-    if days > rows:
-        raise InputError(f"days: {days} days need at least as many rows, not {rows}")
-    if os.path.exists(out) and not os.path.isdir(out):
-        raise InputError(f"{out}: is a file; name a folder to write the log into")
-    names = ["train.txt"] if dialect == "kaggle" else [f"day_{day}" for day in range(days)]
-    if first_date is not None:
-        names = _dated_names(first_date, days)
-    for name in [*names, "truth.json"]:
-        if os.path.lexists(os.path.join(out, name)):
-            raise InputError(f"{out}: already has {name}, which is never overwritten; name another folder")
-    return names
+@dataclass(frozen=True, kw_only=True)
+class SyntheticLog:
+    """A synthetic log; its rows depend on these fields alone. Raises InputError for values that cannot be used."""
+
+    rows: int
+    dialect: str = "kaggle"
+    """kaggle: one file train.txt, all days in order of time; terabyte: a file day_<d> a day."""
+    days: int = 7
+    seed: int = 0
+    drift: int = 1
+    """From one day to the next, the law changes as much as in so many days; 0: never."""
+    first_date: str | None = None
+    """First day, such as 2026-01-31: a folder a day, dt=2026-01-31/train.txt."""
+
+    def __post_init__(self) -> None:
+        if self.dialect not in DIALECTS:
+            raise InputError(f"dialect: {self.dialect!r} is not known; choose from {', '.join(DIALECTS)}")
+        for name, least in (("rows", 1), ("days", 1), ("seed", 0), ("drift", 0)):
+            _check_number(name, getattr(self, name), least)
+        if self.days > self.rows:
+            raise InputError(f"days: {self.days} days need at least as many rows, not {self.rows}")
+
+    def file_names(self) -> list[str]:
+        """The files, of a day each or one. Raises InputError for dates that there are not."""
+        if self.first_date is None:
+            return ["train.txt"] if self.dialect == "kaggle" else [f"day_{day}" for day in range(self.days)]
+        try:
+            first = datetime.date.fromisoformat(self.first_date)
+            dates = [first + datetime.timedelta(day) for day in range(self.days)]
+        except (ValueError, OverflowError):
+            raise InputError(
+                f"first_date: {self.first_date!r} is no date such as 2026-01-31, or too late for {self.days} days"
+            ) from None
+        return [f"dt={date.isoformat()}/train.txt" for date in dates]
 
 
-def _dated_names(first_date: str, days: int) -> list[str]:
-    try:
-        first = datetime.date.fromisoformat(first_date)
-        dates = [first + datetime.timedelta(day) for day in range(days)]
-    except (ValueError, OverflowError):
-        raise InputError(
-            f"first_date: {first_date!r} is no date such as 2026-01-31, or too late for {days} days"
-        ) from None
-    return [f"dt={date.isoformat()}/train.txt" for date in dates]
+def _check_number(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name}: {value!r} is not a whole number of at least {least}")
 
 
 def _write_full(file: BinaryIO, text: memoryview) -> None:
@@ -234,60 +230,33 @@ def _block_text(plan: Plant, block: int, spans: list[tuple[int, int]], logits: n
     return pieces
 
 
-def _blocks_in_order(make: Callable[[int], Any], *, num_blocks: int, parallelism: int) -> Generator[Any, None, None]:
-    """`make(block)` of every block in order, at most two blocks a thread ahead of the one asked for."""
-    if parallelism == 1:
-        yield from map(make, range(num_blocks))
-        return
-    # Threads, not processes: the kernels and numpy leave the GIL, and nothing is forked beside Ray or torch.
-    with ThreadPoolExecutor(parallelism, thread_name_prefix="rayrec-generate") as pool:
-        waiting: deque[Future[Any]] = deque()
-        try:
-            for block in range(num_blocks):
-                waiting.append(pool.submit(make, block))
-                if len(waiting) >= 2 * parallelism:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
 def generate(
     out: str,
     *,
-    rows: int,
-    dialect: str = "kaggle",
-    days: int = 7,
-    seed: int = 0,
-    drift: int = 1,
-    first_date: str | None = None,
     parallelism: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Write a synthetic click log and `truth.json`, the best any model could reach on it; returns the latter's dict.
 
-    kaggle: one file `train.txt`, all days in time order; terabyte: one file `day_<d>` a day; with `first_date` (YYYY-MM-DD) a
-    folder a day, `dt=2026-01-31/train.txt`. The files appear complete or not at all, `truth.json` last. From one day to the
-    next, the law changes as much as in `drift` days (0: never). The rows depend on rows, dialect, days, seed and drift alone;
-    `parallelism` (default: the cores this process may use) sets the threads. `progress(rows done, rows)` is called after every
-    block. Raises InputError where an argument cannot be used or a file is already there.
+    `settings`: the fields of SyntheticLog. The files appear complete or not at all, `truth.json` last. `parallelism`: threads
+    (default: the CPUs this process may use). `progress(rows done, rows)` is called after every block. Raises InputError where a
+    setting cannot be used or a file is already there.
     """
     out = os.fspath(out)
-    names = _check(
-        out,
-        rows=rows,
-        dialect=dialect,
-        days=days,
-        seed=seed,
-        drift=drift,
-        first_date=first_date,
-        parallelism=parallelism,
-    )
-    plan = Plant(dialect, seed, drift)
-    starts = day_starts(rows, days)
+    if "://" in out:
+        raise InputError(f"{out}: the log is written to a local folder; generate it there, then copy it")
+    log = SyntheticLog(**settings)
+    _check_number("parallelism", num_threads := parallelism if parallelism is not None else usable_cpus(), 1)
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise InputError(f"{out}: is a file; name a folder to write the log into")
+    names = log.file_names()
+    for name in [*names, "truth.json"]:
+        if os.path.lexists(os.path.join(out, name)):
+            raise InputError(f"{out}: already has {name}, which is never overwritten; name another folder")
+    rows, plan = log.rows, Plant(log.dialect, log.seed, log.drift)
+    starts = day_starts(rows, log.days)
     logits, labels = np.empty(rows, dtype=np.float32), np.empty(rows, dtype=np.uint8)
-    num_blocks = -(-rows // BLOCK_ROWS)
 
     def make(block: int) -> Any:
         return _block_text(plan, block, block_spans(block, starts=starts), logits, labels)
@@ -295,7 +264,8 @@ def generate(
     os.makedirs(out, exist_ok=True)
     files = _NewFiles(out)
     try:
-        blocks = _blocks_in_order(make, num_blocks=num_blocks, parallelism=parallelism or len(os.sched_getaffinity(0)))
+        numbers = range(-(-rows // BLOCK_ROWS))
+        blocks = in_order(make, numbers, name="generate", num_threads=num_threads, ahead=num_threads)
         with contextlib.closing(blocks), contextlib.ExitStack() as stack:
             current, file = -1, None
             for block, pieces in enumerate(blocks):
