@@ -71,6 +71,27 @@ class Version:
     """Of the whole file, from the server (Google Cloud Storage)."""
 
 
+class Digests:
+    """Number and checksums of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._sha256, self._md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+
+    def add(self, chunk: bytes) -> None:
+        self.size_bytes += len(chunk)
+        self._sha256.update(chunk)
+        self._md5.update(chunk)
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    @property
+    def md5(self) -> str:
+        return self._md5.hexdigest()
+
+
 class Partial:
     """NAME.partial and the digests of its bytes, which are counted while they are written."""
 
@@ -80,30 +101,24 @@ class Partial:
         self.version: Version | None = None
         self.resumed = False
         """Whether the bytes came in more than one piece."""
-        self._begin()
+        self.digests = Digests()
         with contextlib.suppress(OSError, ValueError, TypeError):
             with open(self._state_path, encoding="utf-8") as file:
                 version = Version(**json.load(file))
             with open(self.path, "rb") as data:
                 while chunk := data.read(CHUNK_BYTES):
-                    self._count(chunk)
+                    self.digests.add(chunk)
             self.version, self.resumed = version, True
         if self.version is None:
-            self._begin()
+            self.digests = Digests()
 
     @property
     def _state_path(self) -> str:
         return f"{self.path}.json"
 
-    def _begin(self) -> None:
-        self.size_bytes = 0
-        self.sha256 = hashlib.sha256()
-        self.md5 = hashlib.md5(usedforsecurity=False)
-
-    def _count(self, chunk: bytes) -> None:
-        self.size_bytes += len(chunk)
-        self.sha256.update(chunk)
-        self.md5.update(chunk)
+    @property
+    def size_bytes(self) -> int:
+        return self.digests.size_bytes
 
     @property
     def complete(self) -> bool:
@@ -111,7 +126,7 @@ class Partial:
 
     def restart(self, version: Version | None) -> None:
         """Empties the file, for the bytes of `version` or of one not known yet."""
-        self._begin()
+        self.digests = Digests()
         self.version, self.resumed = version, False
         with writing_to(self.path):
             # The data is emptied first: at no time does a version stand beside bytes of another.
@@ -123,7 +138,7 @@ class Partial:
     def append(self, chunk: bytes) -> None:
         with writing_to(self.path), open(self.path, "ab") as file:
             file.write(chunk)
-        self._count(chunk)
+        self.digests.add(chunk)
 
     def finish(self, target: str | None) -> None:
         """Renames the complete file to `target`; without one, removes it."""

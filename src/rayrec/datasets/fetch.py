@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fcntl
+import functools
 import gzip
 import hashlib
 import lzma
@@ -16,12 +17,23 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.datasets import criteo, mnist
-from rayrec.datasets.download import CHUNK_BYTES, Download, Failed, Partial, RetryConfig, Stopped, Version, writing_to
+from rayrec.datasets.download import (
+    CHUNK_BYTES,
+    Digests,
+    Download,
+    Failed,
+    Partial,
+    RetryConfig,
+    Stopped,
+    Version,
+    writing_to,
+)
 from rayrec.datasets.published_files import RemoteFile
 from rayrec.quantities import size_text
 
@@ -45,8 +57,9 @@ def check_offer(file: RemoteFile, version: Version) -> None:
         raise Failed(f"has md5 {version.md5}, published is {file.md5}", final=True)
 
 
-def check_bytes(file: RemoteFile, path: str, size: int, sha256: str, md5: str, version: Version | None) -> str:
+def check_bytes(file: RemoteFile, path: str, digests: Digests, version: Version | None) -> str:
     """What a whole file was checked by, the best there is. Raises Failed where it is not the published one."""
+    size, sha256, md5 = digests.size_bytes, digests.sha256, digests.md5
     if file.size_bytes is not None and size != file.size_bytes:
         raise Failed(f"has {size:,} bytes, {file.size_bytes:,} are published")
     if file.sha256:
@@ -97,27 +110,27 @@ def check_present(
     if record and not verify:
         return {**record, "status": "present"}
     note(f"{file.name}: checking what is there")
-    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+    digests = Digests()
     with open(path, "rb") as data:
         while chunk := data.read(CHUNK_BYTES):
-            sha256.update(chunk)
-            md5.update(chunk)
+            digests.add(chunk)
     if record:
-        if sha256.hexdigest() != record["sha256"]:
-            raise InputError(f"{path}: has sha256 {sha256.hexdigest()}, {record['sha256']} was fetched; {remedy}")
+        if digests.sha256 != record["sha256"]:
+            raise InputError(f"{path}: has sha256 {digests.sha256}, {record['sha256']} was fetched; {remedy}")
         return {**record, "status": "present"}
     try:
-        verified = check_bytes(file, path, size, sha256.hexdigest(), md5.hexdigest(), None)
+        verified = check_bytes(file, path, digests, None)
     except Failed as error:
         raise InputError(f"{path}: {error}; {remedy}") from None
     if verified in UNCHECKED:
         note(f"{file.name}: was there; {UNCHECKED[verified]}")
-    return result_of(file.name, size, sha256.hexdigest(), None, "present", verified)
+    return result_of(file.name, digests, None, "present", verified)
 
 
-def result_of(name: str, size: int, sha256: str, url: str | None, status: str, verified: str) -> dict[str, Any]:
+def result_of(name: str, digests: Digests, url: str | None, status: str, verified: str) -> dict[str, Any]:
     """What `fetch` returns of a file, and records."""
-    return {"name": name, "bytes": size, "sha256": sha256, "url": url, "status": status, "verified": verified}
+    known = {"name": name, "bytes": digests.size_bytes, "sha256": digests.sha256}
+    return {**known, "url": url, "status": status, "verified": verified}
 
 
 def require_space(folder: str, what: str, needed_bytes: int, *, freed_bytes: int = 0) -> None:
@@ -130,16 +143,23 @@ def require_space(folder: str, what: str, needed_bytes: int, *, freed_bytes: int
         )
 
 
-def extract(
-    archive: str,
-    wanted: Sequence[RemoteFile],
-    folder: str,
-    *,
-    url: str,
-    note: Callable[[str], None],
-    stop: threading.Event,
-) -> list[dict[str, Any]]:
-    """Writes the wanted members of a tar file into a folder; nothing else in it can name a place to write to.
+@dataclass(frozen=True)
+class _Call:
+    """What all transfers of a call of `fetch` share."""
+
+    folder: str
+    base_url: str | None
+    retries: RetryConfig
+    reported: _Progress
+    note: Callable[[str], None]
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def url_of(self, file: RemoteFile) -> str:
+        return file.url if self.base_url is None else f"{self.base_url.rstrip('/')}/{file.name}"
+
+
+def _extract(archive: str, wanted: Sequence[RemoteFile], call: _Call, *, url: str) -> list[dict[str, Any]]:
+    """Writes the wanted members of a tar file into the folder; nothing else in it can name a place to write to.
 
     Raises InputError where the archive is damaged, and where a member is missing, no regular file, or not the published.
     """
@@ -152,8 +172,8 @@ def extract(
                 if file is None or not member.isreg():
                     continue
                 del missing[file.name]
-                note(f"{file.name}: unpacking {size_text(member.size)}")
-                results.append(_extract_member(tar, member, file, os.path.join(folder, file.name), url, stop))
+                call.note(f"{file.name}: unpacking {size_text(member.size)}")
+                results.append(_extract_member(tar, member, file, call, url))
                 if not missing:
                     break
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
@@ -166,11 +186,11 @@ def extract(
 
 
 def _extract_member(
-    tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteFile, target: str, url: str, stop: threading.Event
+    tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteFile, call: _Call, url: str
 ) -> dict[str, Any]:
-    require_space(os.path.dirname(target), file.name, member.size)
-    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-    source = tar.extractfile(member)
+    target = os.path.join(call.folder, file.name)
+    require_space(call.folder, file.name, member.size)
+    digests, source = Digests(), tar.extractfile(member)
     assert source is not None
     with writing_to(target):
         written = open(f"{target}.partial", "wb")  # noqa: SIM115 -- errors of reading are not those of writing
@@ -179,14 +199,11 @@ def _extract_member(
             while chunk := source.read(CHUNK_BYTES):
                 with writing_to(target):
                     written.write(chunk)
-                sha256.update(chunk)
-                md5.update(chunk)
-                if stop.is_set():
+                digests.add(chunk)
+                if call.stop.is_set():
                     raise Stopped
         try:
-            verified = check_bytes(
-                file, target, member.size, sha256.hexdigest(), md5.hexdigest(), Version(url, None, member.size, None)
-            )
+            verified = check_bytes(file, target, digests, Version(url, None, member.size, None))
         except Failed as error:
             raise InputError(f"{file.name} of {url}: {error}; report it, and fetch from another --base-url") from None
         with writing_to(target):
@@ -194,7 +211,7 @@ def _extract_member(
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(f"{target}.partial")
-    return result_of(file.name, member.size, sha256.hexdigest(), url, "fetched", verified)
+    return result_of(file.name, digests, url, "fetched", verified)
 
 
 PUBLISHED: dict[str, tuple[RemoteFile, ...]] = {
@@ -266,25 +283,14 @@ def fetch(
         for terms in dict.fromkeys(file.terms for file in transfers.values() if file.terms):
             note(terms)
         reported = _Progress(list(transfers.values()), progress)
-        stop = threading.Event()
+        call = _Call(folder, base_url, retries or RetryConfig(), reported, note)
 
         def run(transfer: RemoteFile) -> None:
-            done = _transfer(
-                transfer,
-                wanted[transfer.name],
-                partials[transfer.name],
-                url=transfer.url if base_url is None else f"{base_url.rstrip('/')}/{transfer.name}",
-                folder=folder,
-                retries=retries or RetryConfig(),
-                reported=reported,
-                note=note,
-                stop=stop,
-            )
-            for result in done:
+            for result in _transfer(transfer, wanted[transfer.name], partials[transfer.name], call):
                 records.write(result)
                 results[result["name"]] = result
 
-        _in_parallel(run, list(transfers.values()), parallelism, stop)
+        _in_parallel(run, list(transfers.values()), parallelism, call.stop)
     return [results[file.name] for file in files]
 
 
@@ -314,22 +320,12 @@ def _in_parallel(
         raise error
 
 
-def _transfer(
-    file: RemoteFile,
-    wanted: Sequence[RemoteFile],
-    partial: Partial,
-    *,
-    url: str,
-    folder: str,
-    retries: RetryConfig,
-    reported: _Progress,
-    note: Callable[[str], None],
-    stop: threading.Event,
-) -> list[dict[str, Any]]:
+def _transfer(file: RemoteFile, wanted: Sequence[RemoteFile], partial: Partial, call: _Call) -> list[dict[str, Any]]:
     """Fetches a file, and out of an archive the wanted members, after which the archive is removed."""
+    folder, reported, url = call.folder, call.reported, call.url_of(file)
     path = os.path.join(folder, file.name)
-    if file not in wanted and check_present(file, folder, None, verify=True, note=note):
-        return extract(path, wanted, folder, url=path, note=note, stop=stop)  # the user's, who keeps it
+    if file not in wanted and check_present(file, folder, None, verify=True, note=call.note):
+        return _extract(path, wanted, call, url=path)  # the user's, who keeps it
     verified = ""
     reported.advance(file, partial.size_bytes)
 
@@ -341,26 +337,23 @@ def _transfer(
     def check() -> None:
         nonlocal verified
         assert partial.version is not None
-        sha256, md5 = partial.sha256.hexdigest(), partial.md5.hexdigest()
-        verified = check_bytes(file, partial.path, partial.size_bytes, sha256, md5, partial.version)
+        verified = check_bytes(file, partial.path, partial.digests, partial.version)
 
     try:
-        Download(url, partial, retries, accept, check, lambda done: reported.advance(file, done), stop).run()
+        progress = functools.partial(reported.advance, file)
+        Download(url, partial, call.retries, accept, check, progress, call.stop).run()
     except Failed as error:
         where = f"it is published at {file.page}: " if file.page else ""
         raise InputError(
             f"{file.name}: cannot be fetched ({url}: {error}); {where}put it into {folder} by hand or name a mirror with "
             "--base-url"
         ) from None
-    size = partial.size_bytes
-    if verified in UNCHECKED:
-        note(f"{file.name}: {size_text(size)} fetched; {UNCHECKED[verified]}")
-    else:
-        note(f"{file.name}: {size_text(size)} fetched and checked by the {verified}")
+    how = f"; {UNCHECKED[verified]}" if verified in UNCHECKED else f" and checked by the {verified}"
+    call.note(f"{file.name}: {size_text(partial.size_bytes)} fetched{how}")
     if file in wanted:
         partial.finish(path)
-        return [result_of(file.name, size, partial.sha256.hexdigest(), url, "fetched", verified)]
-    results = extract(partial.path, wanted, folder, url=url, note=note, stop=stop)
+        return [result_of(file.name, partial.digests, url, "fetched", verified)]
+    results = _extract(partial.path, wanted, call, url=url)
     partial.finish(None)
     return results
 
