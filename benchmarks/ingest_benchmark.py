@@ -24,10 +24,10 @@ from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import InProcess, Shared, StreamEngine, TaskContext, TaskPlacement, ThreadEngine
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.index import LogIndex
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches, Slicer
-from rayrec.ingest.block_order import Block, BlockOrder, Part
+from rayrec.ingest.block_order import Block, BlockOrder
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import Share
 from rayrec.ingest.ray_engine import (
@@ -97,7 +97,7 @@ def prepare(
 ) -> tuple[BlockOrder, Shared[Preprocessor], Preprocessor]:
     engine = RayEngine(TaskPlacement())
     index = indexed(path, schema, engine, os.path.dirname(path) + "/.cache")
-    parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows))
+    parts = tuple(index.parts(0, index.rows))
     with count_log(preset.counting(schema), parts, engine=engine) as counts:
         preprocessor = make_preprocessor(preset, schema, counts)
     return BlockOrder(parts, "window", 0, 16), share_preprocessor(preprocessor, engine), preprocessor

@@ -28,7 +28,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import ALL, make_preprocessor
 from rayrec.data.engine import InProcess, TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import MAPPED, LogIndex, Part, Segment, select
+from rayrec.data.logs.index import MAPPED, LogIndex, Part, Segment
 from rayrec.data.materialized.writer import preprocess
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.datasets.criteo import SCHEMA as CRITEO
@@ -257,7 +257,7 @@ def adopted(folder: Path) -> Log:
 
 
 def parts_of(index: LogIndex, start: int, stop: int) -> tuple[Part, ...]:
-    return tuple(Part(*part) for part in select(index, start, stop))
+    return tuple(index.parts(start, stop))
 
 
 def order_of(log: Log, shuffle: str, *, but: int = 1) -> BlockOrder:

@@ -15,7 +15,6 @@ from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
-from rayrec.data.logs.splits import parts_of
 from rayrec.data.raw_block import RawBlock
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
@@ -38,7 +37,7 @@ def open_index(
 
 def learn(index: LogIndex, schema: Schema = SCHEMA, preset: Preset = RAYREC) -> Preprocessor:
     """Build the Preprocessor of all rows of a log."""
-    parts = list(parts_of(index.segments, 0, index.rows))
+    parts = list(index.parts(0, index.rows))
     with count_log(preset.counting(schema), parts, engine=LoopEngine()) as counts:
         return make_preprocessor(preset, schema, counts)
 

@@ -25,7 +25,6 @@ from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import Shared, TaskContext, TaskPlacement
 from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
-from rayrec.data.logs.splits import parts_of
 from rayrec.data.logs.text_log import read_segments
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
@@ -58,9 +57,7 @@ def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory, local_ray: 
 
 @pytest.fixture(scope="module")
 def preprocessor(index: LogIndex) -> Preprocessor:
-    counts = count_log(
-        RAYREC.counting(SCHEMA), tuple(parts_of(index.segments, 0, index.rows)), engine=RayEngine(PLACEMENT)
-    )
+    counts = count_log(RAYREC.counting(SCHEMA), tuple(index.parts(0, index.rows)), engine=RayEngine(PLACEMENT))
     return make_preprocessor(RAYREC, SCHEMA, counts)
 
 
@@ -72,7 +69,7 @@ def shared(preprocessor: Preprocessor) -> ray.ObjectRef:
 @pytest.fixture(scope="module")
 def make_loader(index: LogIndex, shared: Shared[Preprocessor]) -> Callable[..., Loader[Any, Any]]:
     def make(rank: int = 0, world_size: int = 1, batch_size: int = 777, **changes: Any) -> Loader[Any, Any]:
-        order = BlockOrder(tuple(parts_of(index.segments, 0, index.rows)), "window", 5, 4)
+        order = BlockOrder(tuple(index.parts(0, index.rows)), "window", 5, 4)
         reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows), SCHEMA)
         return Loader(order, reader, Share(rank, world_size, batch_size), **{"epochs": 1, **changes})
 
@@ -187,7 +184,7 @@ def test_unusable_files_are_refused_in_one_line(tmp_path: Path, name: str | None
 def test_streamed_pieces_come_in_order(
     index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]
 ) -> None:
-    (block, *_) = BlockOrder(tuple(parts_of(index.segments, 0, index.rows)), "none", 0, 3).blocks(0)
+    (block, *_) = BlockOrder(tuple(index.parts(0, index.rows)), "none", 0, 3).blocks(0)
     pieces = [(block, Piece(0, start, start + 100)) for start in (500, 0, 300, 1)]
     encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
     source = TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, max_rows=100)
@@ -205,7 +202,7 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     index = open_here(path, tmp_path)
     path.write_bytes(text[:-5000])
     shared = share_preprocessor(preprocessor, RayEngine(PLACEMENT))
-    order = BlockOrder(tuple(parts_of(index.segments, 0, index.rows)), "none", 0, 4)
+    order = BlockOrder(tuple(index.parts(0, index.rows)), "none", 0, 4)
     reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows, 1), SCHEMA)
     loader = Loader(order, reader, Share(0, 1, 100), epochs=1)
     with pytest.raises(
@@ -215,7 +212,7 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     assert type(caught.value) is InputError
     assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match=r"^[^\n]*log\.txt: bytes [^\n]* changed since [^\n]*$"):
-        count_log(RAYREC.counting(SCHEMA), tuple(parts_of(index.segments, 0, index.rows)), engine=RayEngine(PLACEMENT))
+        count_log(RAYREC.counting(SCHEMA), tuple(index.parts(0, index.rows)), engine=RayEngine(PLACEMENT))
 
 
 def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rayrec import recipes
 from rayrec.data.encoded import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.logs.index import LogIndex, Part, select
+from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference.config import ExportConfig
@@ -100,7 +100,7 @@ def checkpoint(
 @pytest.fixture(scope="module")
 def trained(model: torch.nn.Module, preprocessor: Preprocessor, index: LogIndex) -> np.ndarray:
     """The logits as training has them: rows shuffled, encoded in data tasks, sent through Arrow, in TorchRec's batches."""
-    parts = [Part(*part) for part in select(index, 0, index.rows)]
+    parts = list(index.parts(0, index.rows))
     logits = np.full(ROWS, np.nan, np.float32)
     for block in blocks_of_epoch(parts, shuffle="window", seed=5, epoch=1, segments_per_block=3):
         first_rows = np.concatenate(
@@ -119,7 +119,7 @@ def trained(model: torch.nn.Module, preprocessor: Preprocessor, index: LogIndex)
 def test_predict(
     trained: np.ndarray, checkpoint: str, config: TrainConfig, preprocessor: Preprocessor, index: LogIndex
 ) -> None:
-    parts = [Part(*part) for part in select(index, 0, index.rows)]
+    parts = list(index.parts(0, index.rows))
     blocks = [
         ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), lines_known=True)
         for block in blocks_of_epoch(parts, shuffle="none", seed=0, epoch=0, segments_per_block=2)

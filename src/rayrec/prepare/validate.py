@@ -22,7 +22,7 @@ from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, Part, Segment
 from rayrec.data.logs.reading import read_raw
-from rayrec.data.logs.splits import Slice, parts_of, slices_of
+from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
@@ -68,7 +68,7 @@ def examine_categories(
     def count(start: int, what: str) -> Counts:
         return count_log(
             job,
-            list(parts_of(index.segments, start, index.rows)),
+            list(index.parts(start, index.rows)),
             engine=engine,
             memory_bytes=config.memory_bytes,
             progress=lambda rows: progress(what, rows, index.rows - start),
@@ -218,7 +218,7 @@ def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.
         length = _EDGE_ROWS // _EDGE_STRETCHES
         starts = [first.start + (rows - length) * i // (_EDGE_STRETCHES - 1) for i in range(_EDGE_STRETCHES)]
         stretches = [(start, start + length) for start in starts]
-    items = [tuple(parts_of(index.segments, *stretch)) for stretch in stretches] if rows and schema.dense else []
+    items = [tuple(index.parts(*stretch)) for stretch in stretches] if rows and schema.dense else []
     tables = list(engine.run("quantiles", functools.partial(_values_task, schema=schema), items))
     values = [
         np.concatenate([numpy_of(table.column(name).drop_null()) for table in tables]) if tables else np.zeros(0)
@@ -230,7 +230,7 @@ def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.
 def _tally(
     index: LogIndex, job: TallyJob, slices: Sequence[Slice], engine: Engine, progress: Callable[[int], None]
 ) -> tuple[Tally, np.ndarray]:
-    items = [(n, part) for n, piece in enumerate(slices) for part in parts_of(index.segments, piece.start, piece.stop)]
+    items = [(n, part) for n, piece in enumerate(slices) for part in index.parts(piece.start, piece.stop)]
     limit = max(1, min(_TASK_ROWS, index.rows // 8))
     tasks = _tasks(_batches(items, min(limit, _READ_ROWS)), limit)
     total = Tally.empty(job)

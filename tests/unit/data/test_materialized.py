@@ -26,9 +26,9 @@ from rayrec.data.encoding.presets import ALL, RAYREC
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import LogIndex, select
+from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.reading import read_raw
-from rayrec.data.logs.splits import Split, parts_of
+from rayrec.data.logs.splits import Split
 from rayrec.data.materialized import dataset, row_maps
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
@@ -90,7 +90,7 @@ def write(index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, *
 
 
 def order_of(index: LogIndex, start: int, stop: int, shuffle: str = "none") -> BlockOrder:
-    return BlockOrder(tuple(parts_of(index.segments, start, stop)), shuffle, 5, 4)
+    return BlockOrder(tuple(index.parts(start, stop)), shuffle, 5, 4)
 
 
 def arrays(rows: EncodedRows) -> list[np.ndarray | None]:
@@ -320,7 +320,7 @@ def test_parquet_is_one_row_group_a_segment(days: LogIndex, preprocessor: Prepro
             assert metadata.row_group(0).column(3).statistics.has_min_max
             assert metadata.row_group(0).column(3).compression == "ZSTD"
             assert metadata.schema.names == list(SCHEMA.columns)
-        assert groups == [high - low for _, low, high in select(days, start, stop)]
+        assert groups == [part.stop - part.start for part in days.parts(start, stop)]
     table = pyarrow.dataset.dataset(tmp_path / "out", partitioning="hive", exclude_invalid_files=True).to_table()
     assert table.num_rows == days.rows == dataset.index.rows
 

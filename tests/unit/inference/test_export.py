@@ -29,7 +29,7 @@ from rayrec.data.encoded import Bags
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.logs.index import Segment
+from rayrec.data.logs.index import Part, Segment
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.raw_block import RawList
 from rayrec.inference.config import ExportConfig
@@ -690,7 +690,7 @@ def test_compare_counts_the_worst_row() -> None:
 
 
 def test_rows_are_spread_over_the_log() -> None:
-    found = [(Segment("a", 0, 1, 100 * n, 100), 0, 100) for n in range(50)]
+    found = [Part(Segment("a", 0, 1, 100 * n, 100), 0, 100) for n in range(50)]
     parts = spread(found, rows=1000)
     assert sum(part.stop - part.start for part in parts) == 1000
     assert [part.segment.first_row for part in parts] == list(range(0, 5000, 500))

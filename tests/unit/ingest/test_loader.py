@@ -25,7 +25,6 @@ from rayrec.data.encoded import Bags, EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import InProcess, ThreadEngine
 from rayrec.data.logs.index import LogIndex, Part
-from rayrec.data.logs.splits import parts_of
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import ClickBatches, Slicer, sparse_features
@@ -55,7 +54,7 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepa
 
 
 def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window") -> BlockOrder:
-    return BlockOrder(tuple(parts_of(index.segments, start, stop)), shuffle, 3, 3)
+    return BlockOrder(tuple(index.parts(start, stop)), shuffle, 3, 3)
 
 
 def source_of(prepared: Prepared) -> TaskSource:

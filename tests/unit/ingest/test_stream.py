@@ -18,9 +18,8 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.data.engine import InProcess, ThreadEngine
-from rayrec.data.logs.index import Block
+from rayrec.data.logs.index import Block, Part
 from rayrec.data.logs.reading import read_raw
-from rayrec.data.logs.splits import parts_of
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
 from rayrec.ingest.block_order import Piece
@@ -35,8 +34,8 @@ Pieces = list[tuple[Block, Piece]]
 
 @pytest.fixture
 def pieces(click_log: Path) -> Pieces:
-    parts = parts_of(open_index(click_log / "train.txt").segments[:BLOCKS], 0, 20_000)
-    blocks = [Block((part,), (3, number)) for number, part in enumerate(parts)]
+    segments = open_index(click_log / "train.txt").segments[:BLOCKS]
+    blocks = [Block((Part(each, 0, each.rows),), (3, number)) for number, each in enumerate(segments)]
     return [(block, Piece(number, 5, block.rows)) for number, block in enumerate(blocks)]
 
 

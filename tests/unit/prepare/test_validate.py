@@ -21,7 +21,7 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
-from rayrec.data.logs.splits import MAX_SLICES, parts_of, slices_of
+from rayrec.data.logs.splits import MAX_SLICES, slices_of
 from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 from rayrec.prepare import validate as module
@@ -435,20 +435,6 @@ def test_the_division_does_not_matter(tmp_path: Path, monkeypatch: pytest.Monkey
         expected = expected or found
         assert found == expected
     assert expected["faults"]["by_kind"] == {"too few columns": 30}
-
-
-def test_parts_of_a_log() -> None:
-    segments = numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)])
-    assert [(p.segment.first_row, p.start, p.stop) for p in parts_of(segments, 0, 9)] == [
-        (0, 0, 3),
-        (3, 0, 4),
-        (7, 0, 2),
-    ]
-    for start in range(9):
-        for stop in range(start, 10):
-            rows = [p.segment.first_row + r for p in parts_of(segments, start, stop) for r in range(p.start, p.stop)]
-            assert rows == list(range(start, stop))
-    assert list(parts_of((), 0, 0)) == []
 
 
 def test_duplicates_are_sampled_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

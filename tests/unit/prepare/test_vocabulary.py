@@ -15,7 +15,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import make_preprocessor
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, select
+from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_parser import TextParser
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index
@@ -55,7 +55,7 @@ def separately(path: Path, config: PreparationConfig, rows: tuple[int, int] | No
     """The Preprocessor of some rows of a log (None: all), counted from an index that is there."""
     engine = ThreadEngine(1)
     index: LogIndex = raw_index(str(path), config, engine, CONSOLE)
-    parts = [Part(*part) for part in select(index, *(rows or (0, index.rows)))]
+    parts = list(index.parts(*(rows or (0, index.rows))))
     with count_log(config.rules.counting(config.schema), parts, engine=engine) as counts:
         return make_preprocessor(config.rules, config.schema, counts)
 

@@ -17,7 +17,7 @@ from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, Counts, Packer,
 from rayrec.data.engine import Engine, TaskContext
 from rayrec.data.log_source import CHUNK_BYTES
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Part, numbered, said_of, select
+from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered, said_of
 from rayrec.data.logs.text_log import Chunk, cut, parsed_segments
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
@@ -176,7 +176,7 @@ class CountingIndexer:
             found.counts.close()
             found = None
         missing = [(start, stop)] if found is None else [(start, found.start), (found.stop, stop)]
-        parts = [Part(*part) for low, high in missing for part in select(index, low, high)]
+        parts = [part for low, high in missing for part in index.parts(low, high)]
         return count_log(
             self._counting,
             parts,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -129,6 +130,16 @@ class LogIndex:
         lines = self.rows + self.faults.total
         return self.faults.total / lines if lines else 0.0
 
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """Rows [start, stop) of the log."""
+        place = max(bisect_right(self.segments, start, key=lambda segment: segment.first_row) - 1, 0)
+        while place < len(self.segments) and self.segments[place].first_row < stop:
+            segment = self.segments[place]
+            low, high = max(start - segment.first_row, 0), min(stop - segment.first_row, segment.rows)
+            if low < high:
+                yield Part(segment, low, high)
+            place += 1
+
     def check(self, max_bad_fraction: float, path: str) -> None:
         """Raises InputError if the log has no rows or more faulty ones than allowed; it names the likely cause."""
         if self.rows and self.bad_fraction <= max_bad_fraction:
@@ -229,16 +240,6 @@ def partition_names(folder: str) -> list[str]:
             break
         names.insert(0, name)
     return names
-
-
-def select(index: LogIndex, start: int, stop: int) -> list[tuple[Segment, int, int]]:
-    """The segments holding rows [start, stop) of the log, each with the range of its own rows that is meant."""
-    parts = []
-    for segment in index.segments:
-        low, high = max(start - segment.first_row, 0), min(stop - segment.first_row, segment.rows)
-        if low < high:
-            parts.append((segment, low, high))
-    return parts
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from rayrec.config import Config, InputError
-from rayrec.data.logs.index import LogIndex, Part, Segment, source_of
+from rayrec.data.logs.index import LogIndex, source_of
 
 NAMES = ("train", "validation", "test")
 
@@ -292,14 +291,3 @@ def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
     edges = [i * size + min(i, longer) for i in range(8)]
     named = [Slice(f"seventh {i + 1}", edges[i], edges[i + 1]) for i in range(7)]
     return "seventh", [piece for piece in named if piece.stop > piece.start]
-
-
-def parts_of(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Part]:
-    """Rows [start, stop) of the log."""
-    place = max(bisect_right(segments, start, key=lambda segment: segment.first_row) - 1, 0)
-    while place < len(segments) and segments[place].first_row < stop:
-        segment = segments[place]
-        low, high = max(start - segment.first_row, 0), min(stop - segment.first_row, segment.rows)
-        if low < high:
-            yield Part(segment, low, high)
-        place += 1

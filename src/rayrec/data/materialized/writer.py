@@ -22,7 +22,7 @@ from rayrec.data.encoding.derivation import file_key
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.job import ResumableJob, resumable_job
-from rayrec.data.logs.index import LogIndex, Part, select, source_of, sources_in_order
+from rayrec.data.logs.index import LogIndex, Part, source_of, sources_in_order
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
 from rayrec.data.materialized.formats import FilePlan, check, create_files, finish_files, plan_files, row_bytes
 from rayrec.data.materialized.write_tasks import Job, Task, gather_rows, scatter_rows, write_rows
@@ -320,7 +320,7 @@ def _tasks(index: LogIndex, layout: Layout, segments_per_task: int, shuffle: str
         first_rows.setdefault(segment.path, segment.first_row)
     tasks: list[Task] = []
     for name, start, stop in layout.ranges:
-        parts = [Part(*part) for part in select(index, start, stop)]
+        parts = list(index.parts(start, stop))
         size = segments_per_task
         if shuffle == "full":
             size = max(size, -(-len(parts) // MOST_SHUFFLE_TASKS))

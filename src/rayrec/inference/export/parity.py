@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import LogIndex, Part, Segment, select
+from rayrec.data.logs.index import LogIndex, Part
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.reading import good_lines, line_starts
 from rayrec.data.logs.table_parser import parse_table
@@ -121,20 +121,20 @@ def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: Expor
 def _read(
     index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor, settings: ExportConfig, *, origin: str
 ) -> ParityRows:
-    parts = tuple(spread(select(index, *rows), rows=settings.parity_rows))
+    parts = tuple(spread(list(index.parts(*rows)), rows=settings.parity_rows))
     return ParityRows(origin, tuple(encoded_parts(parts, preprocessor)), parts=parts)
 
 
-def spread(found: Sequence[tuple[Segment, int, int]], *, rows: int) -> list[Part]:
+def spread(found: Sequence[Part], *, rows: int) -> list[Part]:
     """At most `rows` rows, from segments at even distances. Pure."""
-    total = sum(stop - start for _, start, stop in found)
+    total = sum(part.stop - part.start for part in found)
     wanted = max(1, math.ceil(len(found) * min(1.0, rows / total)))
     chosen = [found[place * len(found) // wanted] for place in range(wanted)]
     parts, left = [], rows
-    for number, (segment, start, stop) in enumerate(chosen):
-        take = min(stop - start, -(-left // (len(chosen) - number)))
+    for number, part in enumerate(chosen):
+        take = min(part.stop - part.start, -(-left // (len(chosen) - number)))
         if take:
-            parts.append(Part(segment, start, start + take))
+            parts.append(replace(part, stop=part.start + take))
         left -= take
     return parts
 

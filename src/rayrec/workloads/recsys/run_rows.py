@@ -10,7 +10,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.data.engine import TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import Block, LogIndex, Part, select
+from rayrec.data.logs.index import Block, LogIndex, Part
 from rayrec.ingest.stream import open_block
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def open_run_log(
 
 def encoded(index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
     """Rows [start, stop) of a log in their order, `BATCH_ROWS` or fewer at once."""
-    return encoded_parts((Part(*found) for found in select(index, *rows)), preprocessor)
+    return encoded_parts((index.parts(*rows)), preprocessor)
 
 
 def encoded_parts(parts: Iterable[Part], preprocessor: Preprocessor) -> Iterator[EncodedRows]:

@@ -18,7 +18,7 @@ from rayrec.data.encoding.known_categories import bucket_names, buckets_of, toke
 from rayrec.data.encoding.preprocessor import Preprocessor, share_preprocessor
 from rayrec.data.engine import Shared, TaskContext
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.index import Block, LogIndex, Part, select
+from rayrec.data.logs.index import Block, LogIndex
 from rayrec.data.logs.reading import first_lines, good_lines, stretch_of, values_of
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import blocks_of_epoch
@@ -140,7 +140,7 @@ def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[Sco
             max_bad_fraction=context.config.max_bad_fraction,
         )
         lines = first_lines(index, segments_per_task=data.segments_per_block, engine=engine)
-    parts = [Part(segment, start, stop) for segment, start, stop in select(index, 0, index.rows)]
+    parts = list(index.parts(0, index.rows))
     rows_follow = not index.faults.total or index.is_preprocessed
     return index, [
         ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow)

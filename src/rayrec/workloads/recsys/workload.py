@@ -13,7 +13,7 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource, index_log
-from rayrec.data.logs.index import LogIndex, Part, select
+from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, open_teacher
@@ -297,7 +297,7 @@ def _check_mixed(path: str) -> None:
 
 
 def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) -> BlockOrder:
-    parts = tuple(Part(segment, start, stop) for segment, start, stop in select(index, *rows))
+    parts = tuple(index.parts(*rows))
     return BlockOrder(parts, data.shuffle, seed, data.segments_per_block)
 
 

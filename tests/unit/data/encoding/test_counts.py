@@ -42,8 +42,8 @@ from rayrec.data.encoding.one_pass import CountingIndexer
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import index_log
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, Part
-from rayrec.data.logs.splits import parts_of
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA as CRITEO
@@ -88,7 +88,7 @@ def parts_in(folder: Path, schema: Schema, text: bytes, segment_bytes: int = 500
     path = folder / "log.txt"
     path.write_bytes(text)
     index = open_index(path, schema, segment_bytes=segment_bytes)
-    return list(parts_of(index.segments, 0, index.rows))
+    return list(index.parts(0, index.rows))
 
 
 def everything(counts: Counts, min_count: int = 1) -> dict[str, Any]:
@@ -191,16 +191,16 @@ def test_labels_and_the_least_integer_of_each_file(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text)
     index = open_index(tmp_path, schema)
     for start, least, labels in ((0, {"a.txt": 0, "b.txt": 3, "c.txt": -2}, [2, 4]), (4, {"c.txt": 0}, [1, 1])):
-        counts = count_log(CountingJob(schema), list(parts_of(index.segments, start, 6)), engine=HERE)
+        counts = count_log(CountingJob(schema), list(index.parts(start, 6)), engine=HERE)
         assert (counts.file_minimum, counts.labels.tolist()) == (least, labels)
 
 
 def test_only_the_chosen_rows_of_a_segment_count(tmp_path: Path) -> None:
     text = b"".join(b"%d\t%08x\t\n" % (i, i) for i in range(100))
-    segments = [part.segment for part in parts_in(tmp_path, SCHEMA, text, 200)]
+    index = LogIndex(tuple(part.segment for part in parts_in(tmp_path, SCHEMA, text, 200)), Faults())
     job = CountingJob(SCHEMA, first_rows=True)
     counts = job.empty()
-    counts.add(count_parts(list(parts_of(segments, 13, 77)), counting=job))
+    counts.add(count_parts(list(index.parts(13, 77)), counting=job))
     assert (counts.rows, counts.dense_moments[0, 0], counts.missing.tolist()) == (64, 64, [[0, NO_ROW], [64, 13]])
     assert found(counts.kept(0)) == {i: (1, i) for i in range(13, 77)}
 
@@ -324,7 +324,7 @@ def open_spill_files(folder: Path) -> int:
 @pytest.fixture
 def clicks(click_log: Path) -> list[Part]:
     index = open_index(click_log / "train.txt", segment_bytes=1 << 20)
-    return list(parts_of(index.segments, 0, index.rows))
+    return list(index.parts(0, index.rows))
 
 
 def spilled(parts: Sequence[Part], folder: Path) -> Counts:
@@ -419,7 +419,7 @@ def test_the_chosen_rows_are_counted_while_the_log_is_indexed(
         assert index == index_log(files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, place))
     start, stop = chosen(index)
     assert rows_again < (stop - start) / 4 if read_again is None else rows_again == read_again
-    wanted = list(parts_of(index.segments, start, stop))
+    wanted = list(index.parts(start, stop))
     assert made == everything(count_log(job, wanted, engine=HERE))
     assert counted() == (index, made, stop - start)  # the index is in the cache now, so all rows are counted from it
 

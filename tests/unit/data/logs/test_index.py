@@ -20,7 +20,7 @@ from rayrec.config import InputError
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import index as log_index
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, numbered, select
+from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, numbered
 from rayrec.data.logs.text_log import cut, index_chunk, read_lines, read_segments
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
 from rayrec.schema import Schema
@@ -162,12 +162,15 @@ def test_a_damaged_index_in_the_cache_is_made_again(tmp_path: Path, damaged: str
     assert cache.read() is None
 
 
-def test_select_finds_every_row_range(tmp_path: Path) -> None:
-    made = index(write(tmp_path, b"\n".join((LINES + BAD_LINES) * 5)), 100, 50)
-    for start in range(made.rows + 1):
-        for stop in range(start, made.rows + 1):
-            rows = [s.first_row + row for s, low, high in select(made, start, stop) for row in range(low, high)]
+def test_parts_are_found_for_every_row_range() -> None:
+    made = LogIndex(numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)]), Faults())
+    found = [(part.segment.first_row, part.start, part.stop) for part in made.parts(0, 9)]
+    assert found == [(0, 0, 3), (3, 0, 4), (7, 0, 2)]
+    for start in range(9):
+        for stop in range(start, 10):
+            rows = [p.segment.first_row + r for p in made.parts(start, stop) for r in range(p.start, p.stop)]
             assert rows == list(range(start, stop))
+    assert list(LogIndex((), Faults()).parts(0, 0)) == []
 
 
 def test_a_changed_file_is_noticed(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from rayrec.data.logs import csv_reader, parquet
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, UNMATCHED, CsvRange, read_csv, row_start
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, select
+from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
@@ -198,14 +198,14 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
     shuffled = random.Random(0).sample(index.segments, len(index.segments))
     wanted = [row for s in shuffled for row in rows[s.first_row : s.first_row + s.rows]]
     check_movies(read_tables(shuffled, MOVIES), wanted)
-    assert len(select(index, 0, 100)) == len(index.segments)
+    assert len(list(index.parts(0, 100))) == len(index.segments)
     assert LogIndex.from_dict(index.to_dict()) == index
 
 
 def test_chosen_rows_of_segments_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(as_csv(movies(300)))
     index, job = index_of([tmp_path / "a.csv"], MOVIES, tmp_path / "cache", 3000), CountingJob(MOVIES, first_rows=True)
-    counts = count_log(job, [Part(*part) for part in select(index, 10, 290)], engine=LoopEngine())
+    counts = count_log(job, list(index.parts(10, 290)), engine=LoopEngine())
     expected = job.empty()
     expected.add_source(chosen := read_tables(index.segments, MOVIES).cut(10, 290), "a.csv")
     expected.add_rows(chosen, 10)
