@@ -221,6 +221,7 @@ def preprocess(
     tokens; `options` are then the fields of `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an
     unusable log or text, a format that cannot hold it, or where `out` exists.
     """
+    from rayrec.prepare.preprocess import RowOutput
     from rayrec.prepare.preprocess import preprocess as run
     from rayrec.prepare.text import TextConfig
 
@@ -228,10 +229,7 @@ def preprocess(
     return run(
         path,
         out=out,
-        format=format,
-        preprocessor=preprocessor,
-        shuffle=shuffle,
-        seed=seed,
+        rows=RowOutput(format=format, preprocessor=preprocessor, shuffle=shuffle, seed=seed),
         config=_preparation(rest),
         text=TextConfig().updated(of_text),
         console=_console(console),

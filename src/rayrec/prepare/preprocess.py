@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrec import storage
-from rayrec.config import Config, InputError
+from rayrec.config import InputError
 from rayrec.data.encoding.extension import Extension, preprocessor_folder, rules_of
 from rayrec.data.encoding.extension import extend as extend_preprocessor
 from rayrec.data.encoding.one_pass import CountingIndexer
@@ -161,45 +162,43 @@ def _counted(
 Format = Literal["parquet", "npy", "binary", "mds"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowOutput:
+    """How rows are written."""
+
+    format: Format
+    preprocessor: str | None = None
+    """Folder of the Preprocessor; None: it is counted from the log."""
+    shuffle: Literal["none", "full"] = "none"
+    seed: int = 0
+
+
 def preprocess(
     path: str,
     *,
     out: str,
-    format: Format,
-    preprocessor: str | None = None,
-    shuffle: Literal["none", "full"] = "none",
-    seed: int = 0,
+    rows: RowOutput,
     config: PreparationConfig,
     text: TextConfig | None = None,
     console: Console,
 ) -> dict[str, Any]:
     """Writes the log's rows as model inputs into folder `out`, which appears complete or not at all; called again after
-    it was interrupted, it resumes where it stopped. The Preprocessor is that of a folder, or counted from the log. With
-    format `mds`, `path` is plain text instead, see rayrec.prepare.text.preprocess_text.
+    it was interrupted, it resumes where it stopped. With format `mds`, `path` is plain text instead, see
+    rayrec.prepare.text.preprocess_text.
 
     Raises InputError for an unusable log, a Preprocessor of another schema, a format that cannot hold the rows, an option
     that means nothing for the format, or where `out` exists.
     """
     text = text or TextConfig()
-    if format == "mds":
+    if rows.format == "mds":
         _refuse(_changed(config, PreparationConfig(), but=("address", "files")), "for click logs, not for --format mds")
-        log_options = {"preprocessor": preprocessor is not None, "shuffle": shuffle != "none", "seed": seed != 0}
-        _refuse([name for name, given in log_options.items() if given], "for click logs, not for --format mds")
+        _refuse(_changed(rows, RowOutput(format="mds")), "for click logs, not for --format mds")
         return preprocess_text(path, out=out, text=text, config=config, console=console)
-    _refuse(_changed(text, TextConfig()), f"for text (--format mds), not for --format {format}")
-    return _preprocess_log(
-        path,
-        out=out,
-        format=format,
-        preprocessor=preprocessor,
-        shuffle=shuffle,
-        seed=seed,
-        config=config,
-        console=console,
-    )
+    _refuse(_changed(text, TextConfig()), f"for text (--format mds), not for --format {rows.format}")
+    return _preprocess_log(path, out, rows, config, console)
 
 
-def _changed(config: Config, default: Config, *, but: Sequence[str] = ()) -> list[str]:
+def _changed(config: object, default: object, *, but: Sequence[str] = ()) -> list[str]:
     return [name for name, value in vars(config).items() if value != getattr(default, name) and name not in but]
 
 
@@ -209,21 +208,13 @@ def _refuse(names: Sequence[str], why: str) -> None:
 
 
 def _preprocess_log(
-    path: str,
-    *,
-    out: str,
-    format: str,
-    preprocessor: str | None,
-    shuffle: Literal["none", "full"],
-    seed: int,
-    config: PreparationConfig,
-    console: Console,
+    path: str, out: str, output: RowOutput, config: PreparationConfig, console: Console
 ) -> dict[str, Any]:
     config = config.adapted(path)
-    given = Preprocessor.load(preprocessor) if preprocessor else None
+    given = Preprocessor.load(output.preprocessor) if output.preprocessor else None
     if given is not None and given.schema != config.schema:
         raise InputError(
-            f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
+            f"{output.preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
         )
     if given is None:
         config.rules.check(config.schema)
@@ -246,12 +237,12 @@ def _preprocess_log(
             index,
             preprocessor=used,
             out=out,
-            format=format,
+            format=output.format,
             engine=running,
             sets=sets,
             segments_per_task=config.segments_per_block,
-            shuffle=shuffle,
-            seed=seed,
+            shuffle=output.shuffle,
+            seed=output.seed,
             labelled=labelled,
             progress=lambda rows: console.progress("preprocess (rows)", rows, index.rows),
             note=console.note,

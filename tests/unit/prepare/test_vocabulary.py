@@ -19,7 +19,7 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_parser import TextParser
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, raw_index
-from rayrec.prepare.preprocess import preprocess, vocabulary
+from rayrec.prepare.preprocess import RowOutput, preprocess, vocabulary
 from rayrec.prepare.validate import validate
 from rayrec.schema import Schema, load_schema
 
@@ -96,7 +96,9 @@ def test_preprocessing_parses_text_once_for_the_vocabulary_and_once_to_write_it(
     path = str(click_log / "train.txt")
     config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, split="sevenths")
     parsed = Parsed(monkeypatch)
-    made = preprocess(path, out=str(tmp_path / "ready"), format="binary", config=config, console=CONSOLE)
+    made = preprocess(
+        path, out=str(tmp_path / "ready"), rows=RowOutput(format="binary"), config=config, console=CONSOLE
+    )
     assert 0 < parsed.beyond(2) <= 0.08  # segments at the borders of sets are read for both
     expected = separately(Path(path), config, (0, 20_000 - 20_000 // 7))
     assert made["preprocessor"] == expected.hash()
@@ -104,8 +106,7 @@ def test_preprocessing_parses_text_once_for_the_vocabulary_and_once_to_write_it(
     again = preprocess(
         path,
         out=str(tmp_path / "again"),
-        format="binary",
-        preprocessor=str(tmp_path / "given"),
+        rows=RowOutput(format="binary", preprocessor=str(tmp_path / "given")),
         config=config,
         console=CONSOLE,
     )
@@ -121,7 +122,13 @@ def test_rules_that_a_log_cannot_follow_are_refused_before_it_is_read(tmp_path: 
         preset="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any")
     )
     with pytest.raises(InputError, match="need a log of hexadecimal tokens"):
-        preprocess(str(tmp_path / "log.csv"), out=str(tmp_path / "out"), format="npy", config=config, console=CONSOLE)
+        preprocess(
+            str(tmp_path / "log.csv"),
+            out=str(tmp_path / "out"),
+            rows=RowOutput(format="npy"),
+            config=config,
+            console=CONSOLE,
+        )
 
 
 COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("shop",)}
@@ -154,7 +161,7 @@ def test_a_schema_without_tokens_reads_text_without_a_header_as_before(tmp_path:
         config, out = PreparationConfig(schema=Schema(**COLUMNS, **tokens)), tmp_path / str(number)
         vocabulary(str(log_path), out=str(out), config=config, console=CONSOLE)
         made.append(Preprocessor.load(str(out)).hash())
-        preprocess(str(log_path), out=f"{out}-data", format="binary", config=config, console=CONSOLE)
+        preprocess(str(log_path), out=f"{out}-data", rows=RowOutput(format="binary"), config=config, console=CONSOLE)
         assert validate(str(log_path), config=config, console=CONSOLE).to_dict()["rows"] == 60
         recipe = recipes.clicks().replace(workload={"schema": config.schema})
         for path in (str(log_path), f"{out}-data"):

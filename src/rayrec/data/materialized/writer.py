@@ -28,72 +28,73 @@ from rayrec.data.materialized.formats import FilePlan, check, create_files, fini
 from rayrec.data.materialized.write_tasks import Job, Task, gather_rows, scatter_rows, write_rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a log is written as."""
+
+    format: str
+    sets: dict[str, tuple[int, int]] | None = None
+    """Row ranges, as a Split gives them; parquet keeps them in folders."""
+    segments_per_task: int = 8
+    shuffle: Literal["none", "full"] = "none"
+    """full: the rows of `train` (without sets, all rows) are put in a random order; those of the others stay where they are."""
+    seed: int = 0
+    """Of that order."""
+    labelled: bool = True
+
+
 def preprocess(
     index: LogIndex,
     *,
     preprocessor: Preprocessor,
     out: str,
-    format: str,
     engine: Engine,
-    sets: dict[str, tuple[int, int]] | None = None,
-    segments_per_task: int = 8,
-    shuffle: Literal["none", "full"] = "none",
-    seed: int = 0,
-    labelled: bool = True,
     progress: Callable[[int], None] = lambda rows: None,
     note: Callable[[str], None] = lambda text: None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Writes the log of `index` to the new folder `out` and returns rows, out, format, hash, bytes, seconds and rows_per_s.
 
-    `sets`: row ranges, as a Split gives them; parquet keeps them in folders, and shuffle `full` puts the rows of `train`
-    (without sets, all rows) in a random order given by `seed`, those of the others staying where they are. `progress` gets
-    the rows done so far. The bytes do not depend on who ran the tasks, nor on interruptions.
-    Raises InputError where the format cannot hold the log, `out` exists, an unfinished run there had other inputs, or the
-    disk is too small.
+    `settings`: the fields of Output. `progress` gets the rows done so far. The bytes do not depend on who ran the tasks, nor on
+    interruptions. Raises InputError where the format cannot hold the log, `out` exists, an unfinished run there had other inputs,
+    or the disk is too small.
     """
     begun = time.perf_counter()
-    out = storage.absolute(out).rstrip("/")
-    _check_target(index, out, format, shuffle)
-    check(format, preprocessor, labelled=labelled)
-    layout = lay_out(
-        index,
-        preprocessor=preprocessor,
-        format=format,
-        sets=sets,
-        segments_per_task=segments_per_task,
-        shuffle=shuffle,
-    )
+    out, output = storage.absolute(out).rstrip("/"), Output(**settings)
+    _check_target(index, out, output)
+    check(output.format, preprocessor, labelled=output.labelled)
+    layout = lay_out(index, preprocessor, output)
     sources = _sources(index)
-    settings = {
+    known = {
         "version": VERSION,
-        "format": format,
+        "format": output.format,
         "preprocessor": preprocessor.hash(),
-        "sets": {name: list(rows) for name, rows in (sets or {}).items()},
-        "labelled": labelled,
-        "shuffle": shuffle,
-        "seed": seed if shuffle == "full" else None,
+        "sets": {name: list(rows) for name, rows in (output.sets or {}).items()},
+        "labelled": output.labelled,
+        "shuffle": output.shuffle,
+        "seed": output.seed if output.shuffle == "full" else None,
     }
-    made_of = {**settings, "log": _identity(index, sources), "segments_per_task": segments_per_task}
-    schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
+    made_of = {**known, "log": _identity(index, sources), "segments_per_task": output.segments_per_task}
+    schema = preprocessor.schema if output.labelled else preprocessor.schema.unlabelled()
     with resumable_job(out, made_of, last_file=MANIFEST) as running:
         folder = running.folder
         if not storage.is_url(out):
-            _check_disk(folder.path, layout, preprocessor, index.rows, shuffle)
+            _check_disk(folder.path, layout, preprocessor, index.rows, output)
         if not running.resumed:
             with folder.disk_errors():
                 create_files(folder.path, layout.all_plans)
                 preprocessor.save(storage.join(folder.path, "preprocessor"))
-        job = Job(folder, format, schema, _shared(preprocessor, engine, folder.path))
+        job = Job(folder, output.format, schema, _shared(preprocessor, engine, folder.path))
         found = running.finished("write", layout.tasks)
         done = before = sum(of_task["rows"] for of_task in found.values())
         if running.resumed:
             note(f"{folder.path}: going on, {done:,} of {index.rows:,} rows were done")
-        for of_task in _run(running, engine, job, layout, set(found), shuffle, seed):
+        for of_task in _run(running, engine, job, layout, set(found), output):
             found[of_task["number"]] = of_task
             done += of_task["rows"]
             progress(done)
         description = {
-            **settings,
+            **known,
             "preset": preprocessor.preset,
             "schema": preprocessor.schema.to_dict(),
             "rows": index.rows,
@@ -106,7 +107,7 @@ def preprocess(
     return {
         "rows": index.rows,
         "out": out,
-        "format": format,
+        "format": output.format,
         "hash": hash_of(files),
         "bytes": sum(file["bytes"] for file in files),
         "seconds": seconds,
@@ -114,18 +115,18 @@ def preprocess(
     }
 
 
-def _check_target(index: LogIndex, out: str, format: str, shuffle: str) -> None:
+def _check_target(index: LogIndex, out: str, output: Output) -> None:
     if index.is_preprocessed:
         raise InputError(f"the log is preprocessed already, in format {index.format}; give the raw log")
     if not index.rows:
         raise InputError("the log has no rows to write; give one that has")
     if storage.is_url(out):
-        if format != "parquet":
+        if output.format != "parquet":
             raise InputError(
-                f"{out}: format {format} is written at any row, which only a file system can do; give --out a folder and copy "
-                "it there, or choose --format parquet"
+                f"{out}: format {output.format} is written at any row, which only a file system can do; give --out a folder and "
+                "copy it there, or choose --format parquet"
             )
-        if shuffle != "none":
+        if output.shuffle != "none":
             raise InputError(
                 f"{out}: a full shuffle needs a file system to shuffle in; give --out a folder and copy it there"
             )
@@ -145,11 +146,11 @@ def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:
     return hashlib.sha256(json.dumps([files, index.to_dict()], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int, shuffle: str) -> None:
+def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int, output: Output) -> None:
     """Raises InputError where the disk has less room than what is still to be written takes."""
     # Parquet's size is not known before; Criteo's is a third of the plain one.
     needed = sum(plan.size_bytes for plan in layout.all_plans) or rows * row_bytes(preprocessor) // 2
-    if shuffle == "full":
+    if output.shuffle == "full":
         needed += sum(task.rows for task in layout.shuffled) * (row_bytes(preprocessor) + 8)
     needed += preprocessor.tokens.nbytes
     for folder, _, names in os.walk(work):
@@ -170,10 +171,10 @@ def _shared(preprocessor: Preprocessor, engine: Engine, work: str) -> Any:
 
 
 def _run(
-    running: ResumableJob, engine: Engine, job: Job, layout: Layout, finished: set[int], shuffle: str, seed: int
+    running: ResumableJob, engine: Engine, job: Job, layout: Layout, finished: set[int], output: Output
 ) -> Iterator[dict[str, Any]]:
     """What the tasks that are not finished found, as they are done."""
-    moved = layout.shuffled if shuffle == "full" else []
+    moved = layout.shuffled if output.shuffle == "full" else []
     numbers = {task.number for task in moved}
     pending = [task for task in layout.tasks if task.number not in finished]
     plain = [task for task in pending if task.number not in numbers]
@@ -182,7 +183,7 @@ def _run(
     if not later:
         return
     rows = sum(task.rows for task in moved)
-    scatter = functools.partial(scatter_rows, job=job, first_row=moved[0].first_row, rows=rows, seed=seed)
+    scatter = functools.partial(scatter_rows, job=job, first_row=moved[0].first_row, rows=rows, seed=output.seed)
     for _ in running.run("scatter", scatter, moved, engine):
         pass
     gather = functools.partial(gather_rows, job=job, runs=[task.number for task in moved])
@@ -255,15 +256,7 @@ class Layout:
         }
 
 
-def lay_out(
-    index: LogIndex,
-    *,
-    preprocessor: Preprocessor,
-    format: str,
-    sets: dict[str, tuple[int, int]] | None,
-    segments_per_task: int,
-    shuffle: str,
-) -> Layout:
+def lay_out(index: LogIndex, preprocessor: Preprocessor, output: Output) -> Layout:
     """Raises InputError for sets that overlap or reach beyond the log."""
     rows_of: dict[str, int] = {}
     for segment in index.segments:
@@ -272,11 +265,13 @@ def lay_out(
     raw_files = sorted(rows_of, key=lambda path: (rank[source_of(path)], path))
     file_rows = [rows_of[path] for path in raw_files]
     plans: list[list[FilePlan]] = []
-    if format != "parquet":
+    if output.format != "parquet":
         stems = _stems(raw_files)
-        plans = [plan_files(format, preprocessor, stem, rows) for stem, rows in zip(stems, file_rows, strict=True)]
-    layout = Layout(raw_files, file_rows, plans, _ranges(sets, index.rows), [])
-    layout.tasks.extend(_tasks(index, layout, segments_per_task, shuffle))
+        plans = [
+            plan_files(output.format, preprocessor, stem, rows) for stem, rows in zip(stems, file_rows, strict=True)
+        ]
+    layout = Layout(raw_files, file_rows, plans, _ranges(output.sets, index.rows), [])
+    layout.tasks.extend(_tasks(index, layout, output))
     return layout
 
 
@@ -312,7 +307,7 @@ def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[st
     return [*ranges, ("other", done, rows)] if done < rows else ranges
 
 
-def _tasks(index: LogIndex, layout: Layout, segments_per_task: int, shuffle: str) -> list[Task]:
+def _tasks(index: LogIndex, layout: Layout, output: Output) -> list[Task]:
     number_of = {path: number for number, path in enumerate(layout.raw_files)}
     matrices = [tuple(matrix for plan in plans for matrix in plan.matrices) for plans in layout.plans]
     first_rows: dict[str, int] = {}
@@ -321,8 +316,8 @@ def _tasks(index: LogIndex, layout: Layout, segments_per_task: int, shuffle: str
     tasks: list[Task] = []
     for name, start, stop in layout.ranges:
         parts = list(index.parts(start, stop))
-        size = segments_per_task
-        if shuffle == "full":
+        size = output.segments_per_task
+        if output.shuffle == "full":
             size = max(size, -(-len(parts) // MOST_SHUFFLE_TASKS))
         for begin in range(0, len(parts), size):
             chosen = tuple(parts[begin : begin + size])
