@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import itertools
 import json
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
-from rayrec.data.encoding import presets
+from rayrec.data.encoding import encoder, presets
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -31,6 +32,7 @@ from rayrec.inference.export.write import encoder_program
 from rayrec.schema import Feature, Schema
 
 CHECKED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+KNOWN = np.zeros(16, np.uint64)
 NUMBERS = st.integers(-(10**18) + 1, 10**18 - 1) | st.integers(-20, 3000)
 
 
@@ -92,6 +94,35 @@ def test_kernels_match_the_rule_for_every_field(wide: bool, data: st.DataObject)
     assert found.dtype == wanted.dtype
     assert found.tolist() == wanted.tolist()
     assert ((found >= 0) & (found < column.num_embeddings)).all()
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        (
+            SparseColumn(90, 3),
+            {
+                **{"num_embeddings": 4, "num_tokens": None, "first_id": 7, "unknown_id": 9, "missing_id": 8, "gap": 3},
+                **{"token_modulo": 6, "murmur3": True, "mixed": True},
+            },
+        ),
+        (
+            DenseColumn(kind="log"),
+            {"kind": "identity", "shift": 4.0, "lowest": 0, "mean": 0.5, "scale": 2.0, "missing_value": 1.5},
+        ),
+    ],
+)
+def test_every_field_of_a_rule_reaches_the_kernel(rule: SparseColumn | DenseColumn, changes: dict[str, Any]) -> None:
+    def in_c(column: SparseColumn | DenseColumn) -> bytes:
+        """What the kernel gets: its column, and the table of ids."""
+        if isinstance(column, DenseColumn):
+            return bytes(encoder.c_dense_column(column))
+        table = b"" if column.num_tokens is None else column.ids().tobytes()
+        return bytes(encoder._c_sparse_column(column, None if column.num_tokens is None else KNOWN)) + table
+
+    assert set(changes) == {field.name for field in dataclasses.fields(rule)}
+    for name, value in changes.items():
+        assert in_c(dataclasses.replace(rule, **{name: value})) != in_c(rule), name
 
 
 @given(st.lists(NUMBERS, max_size=20))
