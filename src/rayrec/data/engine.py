@@ -158,6 +158,22 @@ class ThreadEngine:
         return in_order(task, items, name=name, num_threads=self.num_threads, ahead=ahead)
 
 
+def grouped(
+    items: Iterable[_Item], size_of: Callable[[_Item], int], *, most_bytes: int, most_items: int
+) -> list[list[_Item]]:
+    """The items in order, small ones together: up to `most_items` of them, of `most_bytes` in all."""
+    groups: list[list[_Item]] = []
+    room = 0
+    for item in items:
+        size = size_of(item)
+        if not groups or size > room or len(groups[-1]) == most_items:
+            groups.append([])
+            room = most_bytes
+        groups[-1].append(item)
+        room -= size
+    return groups
+
+
 def in_order(
     function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, ahead: int
 ) -> Generator[_Result, None, None]:

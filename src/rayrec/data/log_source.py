@@ -16,10 +16,10 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.engine import Engine, TaskContext
+from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import LABEL_FAULT, Faults
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered, said_of
+from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered
 from rayrec.data.logs.parquet import is_parquet, open_parquet
 from rayrec.data.logs.table_log import SUFFIXES, column_names, index_tables, is_table
 from rayrec.data.logs.table_parser import check_types, label_faults
@@ -86,20 +86,6 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     return json_reply({"entries": entries, "faults": total.to_dict()})
 
 
-def _grouped(chunks: Sequence[Chunk], group_bytes: int) -> list[list[Chunk]]:
-    """The chunks in order, small ones together: up to CHUNKS_PER_TASK of them, of `group_bytes` in all."""
-    groups: list[list[Chunk]] = []
-    room = 0
-    for chunk in chunks:
-        size = chunk.stop - chunk.start
-        if size > room or len(groups[-1]) == CHUNKS_PER_TASK:
-            groups.append([])
-            room = group_bytes
-        groups[-1].append(chunk)
-        room -= size
-    return groups
-
-
 def index_log(
     files: Sequence[storage.File],
     schema: Schema,
@@ -116,7 +102,8 @@ def index_log(
     if cached := cache.read():
         return cached
     group_bytes = max(CHUNK_BYTES, segment_bytes)
-    groups = _grouped(cut(files, group_bytes), group_bytes)
+    chunks = cut(files, group_bytes)
+    groups = grouped(chunks, lambda chunk: chunk.stop - chunk.start, most_bytes=group_bytes, most_items=CHUNKS_PER_TASK)
     entries: list[Entry] = []
     faults, done, size = Faults(), 0, sum(file.size_bytes for file in files)
     function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
@@ -127,11 +114,7 @@ def index_log(
         faults.add(Faults.from_dict(result["faults"]))
         done += sum(entry.stop - entry.start for entry in found)
         context.progress("index (bytes)", done, size)
-    index = LogIndex(numbered(entries), faults)
-    edited = cache.write(index)
-    if edited:
-        context.note(said_of(edited))
-    return index
+    return cache.keep(LogIndex(numbered(entries), faults), context.note)
 
 
 class TextIndexer(Protocol):

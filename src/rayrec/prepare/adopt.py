@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import Config, InputError
+from rayrec.data.arrow import json_of
 from rayrec.data.encoding.extension import preprocessor_folder
 from rayrec.data.encoding.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.engine import Engine
@@ -244,11 +244,10 @@ def _scan(days: Sequence[Day], running: Engine, console: Console) -> Scanned:
     def results() -> Iterator[dict[str, Any]]:
         nonlocal done
         for table in running.run("adopt", partial(scan, days=days), stretches(days), block_bytes=1 << 16):
-            for text in table.column("found").to_pylist():
-                found = json.loads(text)
-                done += found["rows"]
-                console.progress("adopt (rows)", done, total)
-                yield found
+            found = json_of(table)
+            done += found["rows"]
+            console.progress("adopt (rows)", done, total)
+            yield found
 
     return Scanned.of(days, results())
 

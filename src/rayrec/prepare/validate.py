@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.config import InputError
-from rayrec.data.arrow import arrow_numbers, arrow_texts, numpy_of
+from rayrec.data.arrow import arrow_numbers, json_of, json_reply, numpy_of
 from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -203,7 +202,7 @@ def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
         size = segment.stop - segment.start
         faults = TextParser(schema, max_rows_in(schema, size)).parse(read_text(segment), size, most_faults=size)
         found.update((fault.kind, fault.column) for fault in faults.first)
-    return pa.table({"found": arrow_texts([json.dumps([[*place, rows] for place, rows in found.items()])])})
+    return json_reply([[*place, rows] for place, rows in found.items()])
 
 
 # The passes ----------------------------------------------------------------------------------------------------------
@@ -248,8 +247,7 @@ def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[s
         size = max(1, len(index.segments) // 64)
         items = [index.segments[i : i + size] for i in range(0, len(index.segments), size)]
         for table in engine.run("faults", functools.partial(_faults_task, schema=schema), items, block_bytes=1 << 16):
-            for text in table.column("found").to_pylist():
-                found.update({(kind, column): rows for kind, column, rows in json.loads(text)})
+            found.update({(kind, column): rows for kind, column, rows in json_of(table)})
     else:
         found.update((fault.kind, fault.column) for fault in index.faults.first)
     by_kind: dict[str, dict[str, int]] = {}

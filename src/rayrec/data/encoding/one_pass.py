@@ -17,7 +17,7 @@ from rayrec.data.encoding.counts import TASK_BYTES, CountingJob, Counts, Packer,
 from rayrec.data.engine import Engine, TaskContext
 from rayrec.data.log_source import CHUNK_BYTES
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered, said_of
+from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered
 from rayrec.data.logs.text_log import Chunk, cut, parsed_segments
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
@@ -149,10 +149,7 @@ class CountingIndexer:
             memory_bytes=self._memory_bytes,
             task_bytes=self._task_bytes,
         )
-        edited = cache.write(index)
-        if edited:
-            context.note(said_of(edited))
-        return index
+        return cache.keep(index, context.note)
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
         """Bytes [start, stop) of each file that contain chosen rows only, if all rows are about as long: the margin is left out

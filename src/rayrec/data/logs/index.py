@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -287,6 +287,13 @@ class CachedIndex:
             storage.remove_file(file.path)
         return None if old is None else _edited(old, index)
 
+    def keep(self, index: LogIndex, note: Callable[[str], None]) -> LogIndex:
+        """Writes the index, and tells the user where the log was edited since it was indexed before."""
+        edited = self.write(index)
+        if edited:
+            note(f"{edited} changed since the log was indexed before; runs that began with the old rows cannot resume")
+        return index
+
     def _stored(self) -> tuple[str | None, LogIndex | None]:
         """The version of the files and their index; None if there is none, or a damaged one."""
         if self.path is None or not storage.exists(self.path):
@@ -296,11 +303,6 @@ class CachedIndex:
             return stored["version"], LogIndex.from_dict(stored)
         except (ValueError, TypeError, LookupError, AttributeError):  # not JSON, or JSON of another shape
             return None, None
-
-
-def said_of(edited: str) -> str:
-    """What to tell the user of a log that was edited, as `CachedIndex.write` returns it."""
-    return f"{edited} changed since the log was indexed before; runs that began with the old rows cannot resume"
 
 
 def _edited(old: LogIndex, new: LogIndex) -> str | None:

@@ -7,19 +7,18 @@ enough to be shuffled, and otherwise, as CSV files always, written again once, w
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.engine import TaskContext
+from rayrec.data.arrow import json_of, json_reply
+from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.csv_reader import csv_columns
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Segment, changed, numbered, said_of
+from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, Segment, changed, numbered
 from rayrec.data.logs.parquet import VERSION, Part, is_parquet, open_parquet, partitions_of, prepared, read_rows
 from rayrec.data.logs.table_parser import good_rows_of, parse_table
 from rayrec.data.raw_block import RawBlock
@@ -70,8 +69,9 @@ def index_tables(
     prepare = functools.partial(_prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder)
     parts: list[Part] = []
     total = 0
-    for result in _results(context.engine.run("tables", prepare, _groups(files), block_bytes=1 << 16), "parts"):
-        new = [Part(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in result]
+    groups = grouped(files, lambda file: file.size_bytes, most_bytes=_TASK_BYTES, most_items=_TASK_FILES)
+    for table in context.engine.run("tables", prepare, groups, block_bytes=1 << 16):
+        new = [Part(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in json_of(table)]
         parts += new
         total += sum(part.rows for part in new)
         context.progress("tables (rows)", total, None)
@@ -84,49 +84,28 @@ def index_tables(
         )
     if written:
         remove_older(folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in written})
-    tasks = list(_check_tasks(parts, segment_bytes))
+    chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
+    sized = grouped(chunks, lambda chunk: chunk[1], most_bytes=_TASK_SEGMENTS * segment_bytes, most_items=_TASK_FILES)
+    tasks = [[chunk for chunk, _ in task] for task in sized]
     entries: list[Entry] = []
     faults, done = Faults(), 0
     check = functools.partial(_check_task, schema=schema)
-    results = _results(context.engine.run("index", check, tasks, block_bytes=1 << 16), "checked")
-    for task, result in zip(tasks, results, strict=True):
+    results = context.engine.run("index", check, tasks, block_bytes=1 << 16)
+    for task, result in zip(tasks, map(json_of, results), strict=True):
         ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
         found = zip(ranges, result["rows"], result["checksums"], strict=True)
         entries.extend(Entry(*range_, rows, sum_) for range_, rows, sum_ in found)
         faults.add(Faults.from_dict(result["faults"]))
         done += sum(stop - start for _, start, stop in ranges)
         context.progress("index (rows)", done, total)
-    index = LogIndex(numbered(entries, "table"), faults)
-    edited = cache.write(index)
-    if edited:
-        context.note(said_of(edited))
-    return index
-
-
-def _groups(files: Sequence[storage.File]) -> list[list[storage.File]]:
-    """The files in order, small ones together."""
-    groups: list[list[storage.File]] = []
-    room = 0
-    for file in files:
-        if not groups or file.size_bytes > room or len(groups[-1]) == _TASK_FILES:
-            groups.append([])
-            room = _TASK_BYTES
-        groups[-1].append(file)
-        room -= file.size_bytes
-    return groups
+    return cache.keep(LogIndex(numbered(entries, "table"), faults), context.note)
 
 
 def _prepare_task(files: Sequence[storage.File], *, schema: Schema, segment_bytes: int, folder: str) -> pa.Table:
     """A large file, or several small ones whose requests to a store run in parallel."""
     prepare = functools.partial(prepared, schema=schema, segment_bytes=segment_bytes, folder=folder)
     parts = [part for found in storage.in_parallel(prepare, files, of=files[0].path) for part in found]
-    return pa.table({"parts": [json.dumps([vars(part) for part in parts])]})
-
-
-def _results(tables: Iterable[pa.Table], name: str) -> Iterator[Any]:
-    for table in tables:
-        for text in table.column(name).to_pylist():
-            yield json.loads(text)
+    return json_reply([vars(part) for part in parts])
 
 
 Chunk = tuple[Part, list[tuple[int, int]]]
@@ -152,21 +131,6 @@ def _chunks(part: Part, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
         yield (part, ranges[first:last]), sum(sizes[first:last])
 
 
-def _check_tasks(parts: Sequence[Part], segment_bytes: int) -> Iterator[list[Chunk]]:
-    """All chunks in order; those of small files share a task."""
-    task: list[Chunk] = []
-    task_bytes = 0
-    for part in parts:
-        for chunk, size in _chunks(part, segment_bytes):
-            if task and (task_bytes + size > _TASK_SEGMENTS * segment_bytes or len(task) == _TASK_FILES):
-                yield task
-                task, task_bytes = [], 0
-            task.append(chunk)
-            task_bytes += size
-    if task:
-        yield task
-
-
 def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
     rows, sums, faults = [], [], Faults()
     places = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
@@ -176,7 +140,7 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
         rows.append(raw.rows)
         sums.append(sum_)
         faults.add(found)
-    return pa.table({"checked": [json.dumps({"rows": rows, "checksums": sums, "faults": faults.to_dict()})]})
+    return json_reply({"rows": rows, "checksums": sums, "faults": faults.to_dict()})
 
 
 # Reading -------------------------------------------------------------------------------------------------------------

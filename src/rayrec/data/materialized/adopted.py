@@ -7,7 +7,6 @@ day_N_dense.npy float32 (rows, 13), day_N_sparse.npy int32 or int64 (rows, 26) a
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
@@ -22,7 +21,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow import arrow_texts
+from rayrec.data.arrow import json_reply
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.faults import LABEL_FAULT, Fault, Faults, distinct_labels
@@ -268,7 +267,7 @@ def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
         "unlabelled": unlabelled,
         "labels": labels,
     }
-    return pa.table({"found": arrow_texts([json.dumps(found)])})
+    return json_reply(found)
 
 
 def _read_rows(matrix: Matrix, path: str, stretch: Stretch) -> tuple[np.ndarray, np.ndarray]:
