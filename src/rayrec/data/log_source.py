@@ -18,7 +18,7 @@ from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
-from rayrec.data.logs.faults import LABEL_FAULT, Faults
+from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, Entry, LogIndex, numbered
 from rayrec.data.logs.parquet import is_parquet, open_parquet
 from rayrec.data.logs.table_log import SUFFIXES, column_names, index_tables, is_table
@@ -260,7 +260,6 @@ def _refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
         )
 
 
-_HEAD_BYTES: Final = 1 << 16
 _HEAD_ROWS: Final = 1000
 _MANY_WRONG_LABELS: Final = 0.2
 """Share of the first rows from which on wrong labels are no accident."""
@@ -307,7 +306,7 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
                 head = None if batch is None else pa.table(batch)
     else:
         check_columns(csv_columns(path, schema), schema.columns, path=path, optional=schema.optional)
-        head = next(read_csv(path, schema, read_bytes=_HEAD_BYTES), None)
+        head = next(read_csv(path, schema, read_bytes=HEAD_BYTES), None)
     if label is None or head is None:
         return 0, Faults()
     faults = label_faults(head, label, path=path)
@@ -316,27 +315,15 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
 
 def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
     """Return the good rows at the beginning, and the faults of the others."""
-    stop = min(_HEAD_BYTES, file.size_bytes)
-    entries, faults = index_chunk(Chunk(file.path, 0, stop, file.size_bytes), schema, _HEAD_BYTES)
-    rows, cause = sum(entry.rows for entry in entries), _cause(file.path, schema)
-    if not rows and (cause or not faults.wrong_labels()):
-        raise InputError(f"{file.path}: no line at its beginning can be read{cause}; {faults.describe()}")
+    stop = min(HEAD_BYTES, file.size_bytes)
+    entries, faults = index_chunk(Chunk(file.path, 0, stop, file.size_bytes), schema, HEAD_BYTES)
+    rows = sum(entry.rows for entry in entries)
+    if not rows:
+        cause = likely_cause(head_of(file.path, HEAD_BYTES))
+        if cause or not faults.wrong_labels():
+            why = f"{faults.describe()}; {cause}" if cause else faults.describe()
+            raise InputError(f"{file.path}: no line at its beginning can be read; {why}")
     return rows, faults
-
-
-def _cause(path: str, schema: Schema) -> str:
-    with open(path, "rb") as stream:
-        head = stream.read(_HEAD_BYTES)
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return ": it is UTF-16 text, save it as UTF-8"
-    if b"\0" in head:
-        return ": it is a binary file"
-    line = head.partition(b"\n")[0]
-    delimiter, columns = schema.delimiter.encode(), len(schema.columns)
-    for other, name in ((b"\t", "tabs"), (b",", "commas"), (b";", "semicolons"), (b"|", "bars")):
-        if other != delimiter and line.count(other) >= columns - 2 > line.count(delimiter):
-            return f": its columns are separated by {name}, and the schema's delimiter is {schema.delimiter!r}"
-    return ""
 
 
 def has_label_column(files: Sequence[storage.File], schema: Schema) -> bool:
