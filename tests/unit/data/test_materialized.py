@@ -18,6 +18,7 @@ from builders.engines import LoopEngine
 from builders.logs import learn, open_index
 from builders.torchrec_scripts import torchrec_criteo
 
+from rayrec import machine
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.data.encoding.encoder import MultiHot
@@ -29,7 +30,7 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.splits import Split
-from rayrec.data.materialized import dataset, row_maps
+from rayrec.data.materialized import dataset
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.materialized.formats import WRITTEN
@@ -348,7 +349,7 @@ def test_what_does_not_fit_into_memory_says_so(
     days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
-    monkeypatch.setattr(row_maps, "free_memory", lambda: 1000)
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)
     with pytest.raises(InputError, match=r"do not fit into .* free memory; leave in_memory off"):
         next(RowStream(MappedSource(preprocessor, in_memory=True), [(block, whole([block])[0])]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rayrec import storage
+from rayrec import machine, storage
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows, Ids
 from rayrec.data.encoding.encoder import CDenseColumn, c_dense_column
@@ -42,15 +42,6 @@ def damaged(path: str, name: str, what: str) -> InputError:
     )
 
 
-def free_memory() -> int:
-    """Bytes, with those that cached files fill and give up for anything else where the system says so."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 @dataclass(frozen=True)
 class RowMaps:
     """The files of one preprocessed dataset. They stay mapped, or in memory, as long as this object."""
@@ -66,7 +57,7 @@ class RowMaps:
         """Reads the rows of raw files wholly into memory. Raises InputError where that is not enough."""
         names = {matrix[1] for number in files for matrix in self.manifest["matrices"][number]}
         wanted = {name: size for name, size in self._sizes() if name in names and not self._is_held(name)}
-        needed, free = sum(wanted.values()), free_memory()
+        needed, free = sum(wanted.values()), machine.memory().available
         if needed > free:
             raise InputError(
                 f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory; leave in_memory "

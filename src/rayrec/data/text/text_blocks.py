@@ -10,9 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from rayrec import storage
+from rayrec import machine, storage
 from rayrec.config import InputError
-from rayrec.data.materialized.row_maps import free_memory
 from rayrec.data.numbered_rows import ArrayRows, RowSource
 from rayrec.data.text.mds import COLUMN, INDEX, TokenColumn
 from rayrec.data.text.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
@@ -238,7 +237,7 @@ def decoded(content: bytes, name: str, start: int) -> str:
 def _unpacked(content: bytes, path: str) -> bytes:
     """Raises InputError before the text fills the memory."""
     text = bytearray()
-    most = free_memory() // 4  # the text, its parts and their tokens are in memory at the same time
+    most = machine.memory().available // 4  # the text, its parts and their tokens are in memory at the same time
     for piece in gunzip([content]):
         text += piece
         if len(text) > most:
