@@ -222,18 +222,23 @@ def _matches(day: str, pattern: str) -> bool:
 def _days(index: LogIndex) -> list[Slice]:
     """The days of a log in its order: folders KEY=VALUE if all files are in one, else files."""
     sources = [source_of(segment.path) for segment in index.segments]
-    in_partitions = bool(sources) and all("/" in name for _, name in sources)
-    days: list[Slice] = []
-    last: object = None
-    for segment, (key, name) in zip(index.segments, sources, strict=True):
-        unit: object = name.rpartition("/")[0] if in_partitions else key
+    if sources and all("/" in name for _, name in sources):
+        sources = [(folder := name.rpartition("/")[0], folder) for _, name in sources]
+    return _stretches(index, sources)
+
+
+def _stretches(index: LogIndex, units: Sequence[tuple[str, str]]) -> list[Slice]:
+    """The rows of neighbouring segments of one unit. `units`: (key, name) of each segment's."""
+    found: list[Slice] = []
+    last = None
+    for segment, (key, name) in zip(index.segments, units, strict=True):
         stop = segment.first_row + segment.rows
-        if days and unit == last:
-            days[-1] = replace(days[-1], stop=stop)
+        if key == last:
+            found[-1] = replace(found[-1], stop=stop)
         else:
-            days.append(Slice(name.rpartition("/")[0] if in_partitions else name, segment.first_row, stop))
-        last = unit
-    return days
+            found.append(Slice(name, segment.first_row, stop))
+        last = key
+    return found
 
 
 def _partition(path: str) -> str:
@@ -269,16 +274,7 @@ MAX_SLICES = 64
 
 def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
     """What the slices are (file, files, seventh), and the slices in the order of the log."""
-    files: list[Slice] = []
-    last = None
-    for segment in index.segments:
-        key, name = source_of(segment.path)
-        stop = segment.first_row + segment.rows
-        if key == last:
-            files[-1] = replace(files[-1], stop=stop)
-        else:
-            files.append(Slice(name, segment.first_row, stop))
-        last = key
+    files = _stretches(index, [source_of(segment.path) for segment in index.segments])
     if len(files) > MAX_SLICES:
         ends = [len(files) * (i + 1) // MAX_SLICES for i in range(MAX_SLICES)]
         groups = [files[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
