@@ -106,16 +106,6 @@ def most_frequent(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return tokens[np.lexsort((tokens, -counts))[:TOP]].astype(np.uint64)
 
 
-def merged(tokens: np.ndarray, counts: np.ndarray, modulo: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens in rising order, taken modulo a number first where there is one, and their counts."""
-    if modulo:
-        tokens = tokens % tokens.dtype.type(modulo)
-    order = np.argsort(tokens)
-    tokens, counts = tokens[order], counts[order]
-    starts = np.flatnonzero(np.concatenate([[True], tokens[1:] != tokens[:-1]])) if len(tokens) else order
-    return tokens[starts], np.add.reduceat(counts, starts) if len(starts) else counts
-
-
 def unknown_rate(tokens: np.ndarray, counts: np.ndarray, vocabulary: np.ndarray) -> float | None:
     """Share of the values whose token the vocabulary (in rising order) does not hold."""
     place = np.searchsorted(vocabulary, tokens)

@@ -16,7 +16,7 @@ from rayrec.data.arrow import arrow_numbers, json_of, json_reply, numpy_of
 from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import RAYREC, Preset
+from rayrec.data.encoding.presets import RAYREC, Preset, merged
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, Part, Segment
@@ -108,12 +108,18 @@ def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
     return column, data_report.most_frequent(tokens, amounts)
 
 
+def _merged(tokens: np.ndarray, amounts: np.ndarray, modulo: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens in rising order, taken modulo a number first where there is one, and their counts."""
+    tokens, amounts, _ = merged(tokens % tokens.dtype.type(modulo) if modulo else tokens, amounts)
+    return tokens, amounts
+
+
 def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Preset) -> float | None:
     """Share of the latest values whose category came fewer than min_count times before."""
-    tokens, amounts = data_report.merged(*latest.kept(number)[:2], rules.token_modulo)
+    tokens, amounts = _merged(*latest.kept(number)[:2], rules.token_modulo)
     # Only what came min_count times before and once since matters, unless categories fall together.
     kept = counts.kept(number, 1 if rules.token_modulo else rules.min_count + 1)
-    all_tokens, all_amounts = data_report.merged(*kept[:2], rules.token_modulo)
+    all_tokens, all_amounts = _merged(*kept[:2], rules.token_modulo)
     both, here, there = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
     return data_report.unknown_rate(tokens, amounts, both[all_amounts[there] - amounts[here] >= rules.min_count])
 
@@ -125,7 +131,7 @@ def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float
     vocabulary = given.vocabulary(number)
     found: dict[str, float | None] = {"unknown_rate": None}
     if column.num_tokens is not None:
-        looked_up = data_report.merged(tokens, amounts, column.token_modulo)
+        looked_up = _merged(tokens, amounts, column.token_modulo)
         found["unknown_rate"] = data_report.unknown_rate(*looked_up, np.sort(vocabulary))
     ids = column.first_id + (column.num_tokens or 0) + (column.gap is not None)
     if column.num_tokens is None or column.token_modulo or ids > column.num_embeddings:

@@ -201,7 +201,7 @@ def known_tokens(preset: Preset, counts: Counts, number: int) -> KnownTokens:
     tokens, amounts, first_rows = counts.kept(number, preset.min_count, always=always)
     missing_count, missing_row = (int(value) for value in counts.missing[number])
     if preset.missing == "zero" and missing_count:
-        tokens, amounts, first_rows = _merged(
+        tokens, amounts, first_rows = merged(
             np.append(tokens, tokens.dtype.type(0)),
             np.append(amounts, missing_count),
             None if first_rows is None else np.append(first_rows, missing_row),
@@ -263,10 +263,10 @@ def _missing_id(preset: Preset, known: KnownTokens, unknown_id: int) -> int:
     return unknown_id
 
 
-def _merged(
-    tokens: np.ndarray, amounts: np.ndarray, first_rows: np.ndarray | None
+def merged(
+    tokens: np.ndarray, amounts: np.ndarray, first_rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Adds up what came under one token several times."""
+    """Adds up what came under one token several times; tokens in rising order."""
     if not len(tokens):
         return tokens, amounts, first_rows
     order = np.argsort(tokens, kind="stable")
