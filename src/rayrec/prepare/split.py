@@ -28,17 +28,14 @@ from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index
+from rayrec.prepare.events import DigitTask, UsersTask, count_digits, key_path, mark_last
 from rayrec.prepare.split_tasks import (
     PARTS,
     By,
-    DigitTask,
     SplitJob,
     SplitTask,
-    UsersTask,
-    count_digits,
     cut_files,
     examine,
-    mark_last,
     table_tasks,
     text_tasks,
     time_of,
@@ -273,10 +270,12 @@ class _Work:
             for chunk in chunks:
                 for of_partition, count in zip(events, chunk, strict=True):
                     if count:
-                        of_partition.append((self.job.place("keys", task.number), begin, count, task.first_row))
+                        of_partition.append(
+                            (key_path(self.job.folder, "keys", task.number), begin, count, task.first_row)
+                        )
                     begin += count
         users = [UsersTask(number, tuple(each), starts) for number, each in enumerate(events)]
-        found = self._run("marks", functools.partial(mark_last, job=self.job), users)
+        found = self._run("marks", functools.partial(mark_last, folder=self.job.folder), users)
         edges = [marker["edges"] for marker in found]
         return [
             replace(task, marks=tuple((of[place], of[place + 1] - of[place]) for of in edges))
@@ -302,7 +301,7 @@ class _Work:
         prefixes, places = [0] * len(wanted), list(wanted)
         for shift in (48, 32, 16, 0):
             items = [
-                DigitTask(self.job.place("keys", task.number), task.rows, tuple(prefixes), shift)
+                DigitTask(key_path(self.job.folder, "keys", task.number), task.rows, tuple(prefixes), shift)
                 for task in tasks
                 if task.rows
             ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import IO, Final, Literal
 
@@ -31,22 +31,15 @@ from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
+from rayrec.prepare.events import MARK, Keys, Numbers, key_path, read_array, times_of
 from rayrec.schema import Schema
 from rayrec.storage.cache import is_gzip
 
 PARTS: Final = ("train", "validation", "test")
 By = Literal["rows", "group", "time", "last-out"]
 BATCH_ROWS: Final = 1 << 15
-CHUNK_ROWS: Final = 1 << 20
-"""Rows whose keys a task has in memory."""
 GROUP_BYTES: Final = 2 << 20
 """Bytes of a row group that is written: small enough to be shuffled as it is."""
-EVENT: Final = np.dtype([("user", np.int64), ("time", np.int64), ("row", np.int64)])
-"""A row of a user; `row` counts from the first row of its task."""
-MARK: Final = np.dtype([("row", np.int64), ("part", np.uint8)])
-"""A row of the log that a user's last rows are, and its part: a place of PARTS."""
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -83,9 +76,6 @@ class SplitJob:
     """time: microseconds from which on rows are for validation, and for the test (None: no test)."""
     partitions: int = 1
     """last-out: parts of the users."""
-
-    def place(self, kind: str, number: int) -> str:
-        return self.folder.aid(kind, f"{number:06d}.bin")
 
     def begin(self) -> None:
         """Prepares a task's process. Raises InputError if it does not see the folder."""
@@ -160,7 +150,10 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
         task = replace(task, start=row_start(task.file, task.start), start_known=True)
     rows, missing, faults, first = 0, 0, Faults(), 0
     with job.folder.disk_errors(), ExitStack() as opened:
-        keys = _Keys(task, job, opened) if job.by in ("time", "last-out") else None
+        keys = None
+        if job.by in ("time", "last-out"):
+            path = key_path(job.folder, "keys", task.number)
+            keys = Keys(path, opened, partitions=job.partitions if job.by == "last-out" else None)
         tables = Tables(task, job.schema)
         for table in tables:
             raw, wrong = parse_table(table, job.schema, path=task.file, first_row=first)
@@ -185,125 +178,6 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
     return job.folder.done("examine", task.number, found)
 
 
-class _Keys:
-    """The file of what a task's rows are chosen by: times, or events in chunks that are each in the order of the partitions."""
-
-    def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
-        self._job = job
-        path = opened.enter_context(storage.writing(job.place("keys", task.number)))
-        self._file = opened.enter_context(open(path, "wb"))  # noqa: SIM115  closed with the others
-        self._waiting: list[np.ndarray] = []
-        self._rows = 0
-        self.sizes: list[list[int]] = []
-        """For last-out, of each chunk: the events of every partition."""
-
-    def add(self, raw: RawBlock, first_row: int) -> None:
-        """Adds rows that begin with number `first_row` of the task."""
-        if self._job.by == "time":
-            self._file.write(np.ascontiguousarray(_times(raw)).data)
-            return
-        users = raw.group_keys()
-        events = np.empty(raw.rows, EVENT)
-        events["user"], events["time"] = users, _times(raw)
-        events["row"] = np.arange(first_row, first_row + raw.rows)
-        self._waiting.append(events[users != 0])
-        self._rows += raw.rows
-        if self._rows >= CHUNK_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes the events that wait as one chunk."""
-        events = np.concatenate([np.empty(0, EVENT), *self._waiting])
-        self._waiting, self._rows = [], 0
-        if len(events):
-            partition_of = _partitions(events["user"], self._job.partitions)
-            self._file.write(events[np.argsort(partition_of, kind="stable")].view(np.uint8).data)
-            self.sizes.append(np.bincount(partition_of, minlength=self._job.partitions).tolist())
-
-
-def _times(raw: RawBlock) -> Numbers:
-    assert raw.times is not None
-    return raw.times
-
-
-def _partitions(users: Numbers, partitions: int) -> npt.NDArray[np.intp]:
-    return (mix64(users.view(np.uint64)) % np.uint64(partitions)).astype(np.intp)
-
-
-def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-    """Items [start, start + count) of a file of them."""
-    data = np.empty(count * dtype.itemsize, np.uint8)
-    if count and storage.read_into(path, start * dtype.itemsize, data) != len(data):
-        raise InputError(f"{path}: is shorter than it was; remove its folder and split again")
-    return data.view(dtype)
-
-
-@dataclass(frozen=True)
-class DigitTask:
-    """The times of one task, of which those with the leading bits `prefix` are counted by their next 16 bits."""
-
-    path: str
-    rows: int
-    prefixes: tuple[int, ...]
-    shift: int
-
-
-def count_digits(task: DigitTask) -> pa.Table:
-    """A histogram for each prefix, one after the other: int64 (65,536 each)."""
-    counts = np.zeros((len(task.prefixes), 1 << 16), np.int64)
-    for start in range(0, task.rows, CHUNK_ROWS):
-        times = read_array(task.path, np.dtype(np.int64), start, min(CHUNK_ROWS, task.rows - start))
-        bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # in the order of the times
-        for of_prefix, prefix in zip(counts, task.prefixes, strict=True):
-            chosen = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
-            digits = (chosen >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF
-            of_prefix += np.bincount(digits, minlength=1 << 16)
-    return pa.table({"counts": counts.reshape(-1)})
-
-
-@dataclass(frozen=True)
-class UsersTask:
-    """One partition of the users: of each task with rows, where their events are in its file, and its first row in the log."""
-
-    number: int
-    events: tuple[tuple[str, int, int, int], ...]
-    """(path, first event, events, first row)"""
-    starts: tuple[int, ...] = field(repr=False)
-    """First row in the log of every task."""
-
-
-def mark_last(task: UsersTask, *, job: SplitJob) -> pa.Table:
-    """Writes which rows are the last one (test) and the second last one (validation) of each user, by the row's number."""
-    job.begin()
-    pieces = [np.empty(0, EVENT)]
-    for path, start, count, first_row in task.events:
-        piece = read_array(path, EVENT, start, count).copy()
-        piece["row"] += first_row
-        pieces.append(piece)
-    events = np.concatenate(pieces)
-    marks = last_rows(events["user"], events["time"], events["row"])
-    edges = np.searchsorted(marks["row"], [*task.starts, np.iinfo(np.int64).max]).tolist()
-    with job.folder.disk_errors():
-        storage.write_bytes(job.place("marks", task.number), marks.view(np.uint8).data)
-        return job.folder.done(
-            "marks", task.number, {"edges": edges, "users": len(np.unique(events["user"])), "marks": len(marks)}
-        )
-
-
-def last_rows(users: Numbers, times: Numbers, rows: Numbers) -> np.ndarray:
-    """MARK, by row: of each user with two rows or more the last one is for the test, of each with three or more the one before it
-    for validation. Of rows with the same time, that with the larger number is later. Pure."""
-    order = np.lexsort((rows, times, users))
-    users, rows = users[order], rows[order]
-    is_last = np.append(users[1:] != users[:-1], True)[: len(users)]
-    ends = np.flatnonzero(is_last)
-    sizes = np.diff(np.append(-1, ends))
-    marks = np.empty(int((sizes >= 2).sum() + (sizes >= 3).sum()), MARK)
-    marks["row"] = rows[np.concatenate([ends[sizes >= 2], ends[sizes >= 3] - 1])]
-    marks["part"] = np.repeat([2, 1], [int((sizes >= 2).sum()), int((sizes >= 3).sum())])
-    return marks[np.argsort(marks["row"], kind="stable")]
-
-
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +198,7 @@ class _Chooser:
         if job.by == "last-out":
             for number, (start, count) in enumerate(task.marks):
                 if count:
-                    marks.append(read_array(job.place("marks", number), MARK, start, count))
+                    marks.append(read_array(key_path(job.folder, "marks", number), MARK, start, count))
         self._marks = np.sort(np.concatenate(marks), order="row")
 
     def __call__(self, raw: RawBlock) -> npt.NDArray[np.uint8]:
@@ -338,7 +212,7 @@ class _Chooser:
             return np.where(keys == 0, 0, part_of_hash(keys.view(np.uint64), job)).astype(np.uint8)
         if job.by == "time":
             validation, test = job.times
-            times = _times(raw)
+            times = times_of(raw)
             parts = (times >= validation).astype(np.uint8)
             if test is not None:
                 parts[times >= test] = 2

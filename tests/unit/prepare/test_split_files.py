@@ -28,10 +28,11 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console
+from rayrec.prepare import events, split_tasks
 from rayrec.prepare import split as splitting
-from rayrec.prepare import split_tasks
+from rayrec.prepare.events import last_rows
 from rayrec.prepare.split import RowSplit
-from rayrec.prepare.split_tasks import cut_files, last_rows
+from rayrec.prepare.split_tasks import cut_files
 from rayrec.schema import Schema
 
 CONSOLE = Console(quiet=True)
@@ -51,7 +52,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "_PARTITION_BYTES", 1 << 13)
     monkeypatch.setattr(split_tasks, "GROUP_BYTES", 1 << 14)
     monkeypatch.setattr(split_tasks, "BATCH_ROWS", 64)
-    monkeypatch.setattr(split_tasks, "CHUNK_ROWS", 100)
+    monkeypatch.setattr(events, "CHUNK_ROWS", 100)
 
 
 def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
