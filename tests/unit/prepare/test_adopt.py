@@ -148,10 +148,9 @@ def test_the_folder_gets_a_manifest_and_a_preprocessor_and_nothing_else(arrays: 
     assert made["num_embeddings"] == (ids.max(axis=0) + 1).tolist()
     assert made["modulo"] == []
     rows = read(folder)
-    assert rows.labels is not None
     np.testing.assert_array_equal(np.array(rows.ids), ids.T)
     np.testing.assert_array_equal(rows.dense, np.concatenate([loaded(folder, f"day_{n}")[0] for n in range(3)]))
-    np.testing.assert_array_equal(rows.labels, np.concatenate([loaded(folder, f"day_{n}")[2] for n in range(3)])[:, 0])
+    np.testing.assert_array_equal(rows.label, np.concatenate([loaded(folder, f"day_{n}")[2] for n in range(3)])[:, 0])
     with pytest.raises(InputError, match=r"has a dataset\.json already, .*remove its dataset\.json"):
         rayrec.adopt(str(folder), console=QUIET)
 
