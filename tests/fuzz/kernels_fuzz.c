@@ -1,7 +1,6 @@
 /* Fuzzes the kernels under AddressSanitizer and UndefinedBehaviorSanitizer (`make fuzz`): random and mutated inputs in buffers of
  * exactly the promised size, and results that two ways must agree on. Arguments: seconds, seed. */
 
-#include "format.h"
 #include "kernels.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
 /* Formats columns of clicks as tab-separated text, the fastest part of the synthetic click log's way to the disk. */
-#include "format.h"
+#include "kernels.h"
 
 #include <stddef.h>
 #include <string.h>
