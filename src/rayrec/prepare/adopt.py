@@ -40,7 +40,7 @@ from rayrec.data.text.text_blocks import PART_BYTES, sets_of_shards
 from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine
+from rayrec.prepare.config import PreparationConfig, engine, refuse_options
 from rayrec.prepare.text import hash_of as hash_of_tokens
 
 _OF_SHARDS = ("tokenizer", "column", "token_dtype")
@@ -121,7 +121,8 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     """
     begun = time.perf_counter()
     if sets_of_shards(path):
-        _refuse(config, but=_OF_SHARDS, why="for arrays of TorchRec's scripts, not for MDS shards")
+        why = "an option for arrays of TorchRec's scripts, not for MDS shards"
+        refuse_options(config, AdoptionConfig(), why, but=_OF_SHARDS)
         if out is not None and storage.exists(out):
             raise InputError(f"{out}: exists already; remove it or choose another --out")
         return adopt_tokens(
@@ -133,7 +134,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
             console=console,
         )
     own = [name for name in vars(config) if name not in _OF_SHARDS]
-    _refuse(config, but=own, why="for MDS shards, not for arrays of TorchRec's scripts")
+    refuse_options(config, AdoptionConfig(), "an option for MDS shards, not for arrays of TorchRec's scripts", but=own)
     folders = [path, *([config.sparse_path] if config.sparse_path else [])]
     for folder in folders:
         _check_folder(folder)
@@ -193,14 +194,6 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         "seconds": seconds,
         "rows_per_s": index.rows / seconds,
     }
-
-
-def _refuse(config: AdoptionConfig, *, but: Sequence[str], why: str) -> None:
-    """Raises InputError for an option other than `but` that is given."""
-    default = AdoptionConfig()
-    for name, value in vars(config).items():
-        if name not in but and value != getattr(default, name):
-            raise InputError(f"--{name.replace('_', '-')}: an option {why}; leave it out")
 
 
 def _check_folder(path: str) -> None:

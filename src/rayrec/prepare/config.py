@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from rayrec import machine, storage
 from rayrec.config import Config, InputError
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, by_name
 from rayrec.data.engine import Engine, TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource, TextIndexer, index_log
@@ -139,6 +140,21 @@ def raw_index(
         max_bad_fraction=config.max_bad_fraction,
         index_text=index_text,
     )
+
+
+def refuse_options(options: object, default: object, why: str, *, but: Sequence[str] = ()) -> None:
+    """Raises InputError for a field that is set and that a command does not read; `but`: those that it does."""
+    for name, value in vars(options).items():
+        if name not in but and value != getattr(default, name):
+            raise InputError(f"--{name.replace('_', '-')}: {why}; leave it out")
+
+
+def given_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | None:
+    """The Preprocessor in a folder that a command names. Raises InputError for one of another schema than the log's."""
+    given = Preprocessor.load(folder) if folder else None
+    if given is not None and given.schema != schema:
+        raise InputError(f"{folder}: made for columns {given.schema.columns}, the log has {schema.columns}")
+    return given
 
 
 def task_context(engine: Engine, console: Console) -> TaskContext:

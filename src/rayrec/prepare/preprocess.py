@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,7 @@ from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized import writer as writing
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine, raw_index
+from rayrec.prepare.config import PreparationConfig, engine, given_preprocessor, raw_index, refuse_options
 from rayrec.prepare.text import TextConfig, preprocess_text
 
 if TYPE_CHECKING:
@@ -191,31 +191,19 @@ def preprocess(
     """
     text = text or TextConfig()
     if rows.format == "mds":
-        _refuse(_changed(config, PreparationConfig(), but=("address", "files")), "for click logs, not for --format mds")
-        _refuse(_changed(rows, RowOutput(format="mds")), "for click logs, not for --format mds")
+        why = "an option for click logs, not for --format mds"
+        refuse_options(config, PreparationConfig(), why, but=("address", "files"))
+        refuse_options(rows, RowOutput(format="mds"), why)
         return preprocess_text(path, out=out, text=text, config=config, console=console)
-    _refuse(_changed(text, TextConfig()), f"for text (--format mds), not for --format {rows.format}")
+    refuse_options(text, TextConfig(), f"an option for text (--format mds), not for --format {rows.format}")
     return _preprocess_log(path, out, rows, config, console)
-
-
-def _changed(config: object, default: object, *, but: Sequence[str] = ()) -> list[str]:
-    return [name for name, value in vars(config).items() if value != getattr(default, name) and name not in but]
-
-
-def _refuse(names: Sequence[str], why: str) -> None:
-    if names:
-        raise InputError(f"--{names[0].replace('_', '-')}: an option {why}; leave it out")
 
 
 def _preprocess_log(
     path: str, out: str, output: RowOutput, config: PreparationConfig, console: Console
 ) -> dict[str, Any]:
     config = config.adapted(path)
-    given = Preprocessor.load(output.preprocessor) if output.preprocessor else None
-    if given is not None and given.schema != config.schema:
-        raise InputError(
-            f"{output.preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
-        )
+    given = given_preprocessor(output.preprocessor, config.schema)
     if given is None:
         config.rules.check(config.schema)
     with (

@@ -27,7 +27,7 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine, raw_index
+from rayrec.prepare.config import PreparationConfig, engine, raw_index, refuse_options
 from rayrec.prepare.events import DigitTask, UsersTask, count_digits, key_path, mark_last
 from rayrec.prepare.split_tasks import (
     PARTS,
@@ -148,13 +148,7 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
     bytes and, within a part, their order. Returns what split.json says: of each part rows, share and files, faulty rows, and rows
     without a group. Raises InputError for an unusable log, a part without rows, or where `out` exists.
     """
-    others = [
-        name
-        for name, value in vars(config).items()
-        if name not in _READS and value != getattr(PreparationConfig(), name)
-    ]
-    if others:
-        raise InputError(f"--{others[0].replace('_', '-')}: not an option of a split; leave it out")
+    refuse_options(config, PreparationConfig(), "not an option of a split", but=_READS)
     out = storage.absolute(out).rstrip("/")
     source = LogSource.at(path, config.files)
     source.require_raw()

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers, json_of, json_reply, numpy_of
 from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.derivation import Derivation
@@ -28,7 +27,7 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
 from rayrec.prepare import data_report
-from rayrec.prepare.config import PreparationConfig, engine, task_context
+from rayrec.prepare.config import PreparationConfig, engine, given_preprocessor, task_context
 from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
 from rayrec.prepare.log_statistics import Tally, TallyJob, quantile_edges
 from rayrec.schema import Schema
@@ -281,11 +280,7 @@ def validate(
     source = LogSource.at(path, config.files)
     source.require_raw()
     config = config.adapted(path)
-    given = Preprocessor.load(preprocessor) if preprocessor else None
-    if given is not None and given.schema != config.schema:
-        raise InputError(
-            f"{preprocessor}: made for columns {given.schema.columns}, the log has {config.schema.columns}"
-        )
+    given = given_preprocessor(preprocessor, config.schema)
     with console.preparing(), engine(config, console, paths=(path,)) as running:
         context = task_context(running, console)
         index = source.index(config.schema, segment_bytes=config.segment_bytes, context=context)
