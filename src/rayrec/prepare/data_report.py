@@ -13,8 +13,8 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from rayrec.config import Config, InputError
+from rayrec.data.encoding.counts import mean_and_variance
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import DENSE_LOW_BITS, DENSE_UNITS
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.faults import Fault, Faults
 from rayrec.observe.console import Console
@@ -56,11 +56,10 @@ def total_variation(first: np.ndarray, second: np.ndarray) -> tuple[float, float
 
 def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
     """Of sign(x) ln(1 + |x|), from one row of Tally.moments; None of no values."""
-    present, total, high, low = (int(value) for value in moments)
-    if not present:
+    if not moments[0]:
         return None
-    variance = (present * ((high << DENSE_LOW_BITS) + low) - total * total) / (present * DENSE_UNITS) ** 2
-    return total / (present * DENSE_UNITS), math.sqrt(variance)
+    mean, variance = mean_and_variance(moments)
+    return mean, math.sqrt(variance)
 
 
 def auroc_of_rates(outcomes: np.ndarray) -> float | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.data.arrow import arrow_bytes
-from rayrec.data.encoding.counts import DENSE_LOW_BITS, DENSE_UNITS
+from rayrec.data.encoding.counts import add_logarithms
 from rayrec.data.encoding.encoder import build_slots, look_up, num_slots
 from rayrec.data.raw_block import RawBlock, RawList
 from rayrec.schema import Schema
@@ -133,10 +133,7 @@ class Tally:
         present = values[~missing]
         self.missing[number, d] += len(values) - len(present)
         self._count_range(d, present)
-        fixed = np.rint(np.copysign(np.log1p(np.abs(present)), present) * DENSE_UNITS).astype(np.int64)
-        squares = fixed * fixed
-        low = squares & ((1 << DENSE_LOW_BITS) - 1)
-        self.moments[d] += len(fixed), fixed.sum(), (squares >> DENSE_LOW_BITS).sum(), low.sum()
+        add_logarithms(self.moments[d], np.copysign(np.log1p(np.abs(present)), present))
         codes = np.searchsorted(job.edges[d], values)
         codes[missing] = _DENSE_CODES - 1
         table = _table(codes, outcome, _DENSE_CODES)

@@ -275,10 +275,22 @@ class Counts:
 def _add_moments(moments: np.ndarray, numbers: np.ndarray) -> None:
     """Add numbers of any kind to a row of Counts.dense_moments; logarithms are rounded to float32 as for integer columns."""
     logarithms = np.copysign(np.log1p(np.abs(numbers)), numbers).astype(np.float32)
-    fixed = np.rint(logarithms.astype(np.float64) * DENSE_UNITS).astype(np.int64)
+    add_logarithms(moments, logarithms.astype(np.float64))
+
+
+def add_logarithms(moments: np.ndarray, logarithms: np.ndarray) -> None:
+    """Add float64 numbers to a row of Counts.dense_moments."""
+    fixed = np.rint(logarithms * DENSE_UNITS).astype(np.int64)
     squares = fixed * fixed
     low = squares & ((1 << DENSE_LOW_BITS) - 1)
     moments += len(fixed), fixed.sum(), (squares >> DENSE_LOW_BITS).sum(), low.sum()
+
+
+def mean_and_variance(moments: Sequence[int]) -> tuple[float, float]:
+    """Return the mean and variance of the numbers of a row of Counts.dense_moments, exact up to the division."""
+    present, total, high, low = (int(value) for value in moments)
+    squares = (high << DENSE_LOW_BITS) + low
+    return total / (present * DENSE_UNITS), (present * squares - total * total) / (present * DENSE_UNITS) ** 2
 
 
 def problems_of(counts: Counts, inputs: Schema) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from rayrec.config import Config, InputError
-from rayrec.data.encoding.counts import DENSE_LOW_BITS, DENSE_UNITS, CountingJob, Counts
+from rayrec.data.encoding.counts import CountingJob, Counts, mean_and_variance
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.known_categories import ENDS, frequency_ends
@@ -168,11 +168,8 @@ def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
     assert preset.dense != "buckets"
     lowest = LOWEST_INTEGER if preset.dense_lowest is None else preset.dense_lowest
     mean, scale = 0.0, 1.0
-    present, total, high, low = moments
-    if preset.dense_standardized and present:
-        mean = total / (present * DENSE_UNITS)
-        squares = (high << DENSE_LOW_BITS) + low
-        variance = (present * squares - total * total) / (present * DENSE_UNITS) ** 2  # exact up to the division
+    if preset.dense_standardized and moments[0]:
+        mean, variance = mean_and_variance(moments)
         scale = 1.0 / math.sqrt(variance) if variance > 1e-12 else 1.0
     plain = DenseColumn(preset.dense, preset.dense_shift, lowest, mean, scale)
     missing_value = float(plain.apply(np.zeros(1))[0])
