@@ -152,9 +152,8 @@ def _report_ingest(workload: str, searched: Searched) -> None:
     """Of all trials, which read the log once, against that of one."""
     opened = [_opened_s(events) for events in searched.events()]
     alone = searched.prepare_s + statistics.median(opened)
-    ingest = searched.prepare_s + len(opened) * statistics.median(
-        opened
-    )  # the first ones in a process import modules too
+    # The first ones in a process import modules too
+    ingest = searched.prepare_s + len(opened) * statistics.median(opened)
     emit(
         "tune",
         peer="one trial",

@@ -148,9 +148,8 @@ def _rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, ro
 
 
 def _model_settings(name: str, budget: int) -> list[dict[str, float]]:
-    if (
-        name == "linear"
-    ):  # one setting decides how far weights of rare categories move, as the penalty of logistic regression does
+    # One setting decides how far weights of rare categories move, as the penalty of logistic regression does
+    if name == "linear":
         return [{}, *({"category_scale": float(scale)} for scale in np.geomspace(0.6, 2.4, budget - 1))]
     draw = np.random.default_rng(0)
     ranges = {"network": (3e-4, 1e-2), "tables": (0.01, 0.3), "penalty": (3e-5, 3e-3)}

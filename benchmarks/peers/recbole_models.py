@@ -10,9 +10,8 @@ import sys
 import time
 import types
 
-sys.modules["ray"] = types.ModuleType(
-    "ray"
-)  # RecBole imports Ray for its own search of settings, which is not used here
+# RecBole imports Ray for its own search of settings, which is not used here
+sys.modules["ray"] = types.ModuleType("ray")
 sys.modules["ray.tune"] = sys.modules["ray"].tune = types.ModuleType("ray.tune")  # type: ignore[attr-defined]
 
 import numpy as np  # noqa: E402

@@ -95,9 +95,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    return (
-        str(value) if isinstance(value, str) else value
-    )  # YAML has no subclasses, such as the path of a result's checkpoint
+    # YAML has no subclasses, such as the path of a result's checkpoint
+    return str(value) if isinstance(value, str) else value
 
 
 def _tuples(value: Any) -> Any:

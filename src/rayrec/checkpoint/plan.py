@@ -18,9 +18,8 @@ from rayrec.quantities import size_text
 
 _logger = logging.getLogger(__name__)
 
-if (
-    TYPE_CHECKING
-):  # torch.distributed.checkpoint takes a second to import, which a process that saves nothing need not do
+# torch.distributed.checkpoint takes a second to import, which a process that saves nothing need not do
+if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 

@@ -68,9 +68,8 @@ def run(arguments: list[str]) -> int:
         mendable = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
         if mendable and error.filename is not None:
             return _fail(f"rayrec {name}: {error.filename}: {error.strerror}")
-        return _fail(
-            f"rayrec {name}: {str(error) or type(error).__name__}", status=1
-        )  # a store that is out, a disk that is full
+        # A store that is out, a disk that is full
+        return _fail(f"rayrec {name}: {str(error) or type(error).__name__}", status=1)
     except ModuleNotFoundError as error:
         if error.name in ("torchrec", "fbgemm_gpu", "torch", "ray"):
             return _fail(f"rayrec {name}: {error.name} is not installed; `rayrec doctor` says how to fix it")

@@ -53,9 +53,8 @@ exec "$rays" "$@" """
 def main() -> None:
     if any(each.startswith(_LANGUAGE) and each != f"{_LANGUAGE}PYTHON" for each in sys.argv):
         _become(sys.argv[1:])
-    arguments = [
-        argument for argument in sys.argv[1:] if argument not in ("-s", "-S")
-    ]  # flags that Ray means for Python
+    # Flags that Ray means for Python
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("-s", "-S")]
     context: dict[str, Any] = next(
         (json.loads(each[len(_CONTEXT) :]) for each in arguments if each.startswith(_CONTEXT)), {}
     )

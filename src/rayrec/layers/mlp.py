@@ -192,9 +192,8 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 def _has_onednn(inputs: torch.Tensor) -> bool:
-    return (
-        inputs.is_cpu and inputs.numel() > 0 and torch.backends.mkldnn.is_available()
-    )  # oneDNN knows no empty product
+    # oneDNN knows no empty product
+    return inputs.is_cpu and inputs.numel() > 0 and torch.backends.mkldnn.is_available()
 
 
 def linear_stack(

@@ -18,9 +18,8 @@ from rayrec.native import library
 Quantization = Literal["fp32", "fp16", "int8", "int4"]
 """How a table's values are stored. int8 and int4: integers with a scale and an offset each row."""
 
-QUANTIZATIONS: Final[tuple[Quantization, ...]] = get_args(
-    Quantization
-)  # in the order of rayrec_table_kind in kernels.h
+# In the order of rayrec_table_kind in kernels.h
+QUANTIZATIONS: Final[tuple[Quantization, ...]] = get_args(Quantization)
 
 _LARGEST_HALF = 65504.0
 

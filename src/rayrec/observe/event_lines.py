@@ -14,9 +14,8 @@ from rayrec.config import Config, InputError
 
 TORN_LINE: Final = "torn_line"  # kind of the event that follows, and excuses, a line that a crash left incomplete
 _SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential|signature")
-_TOKEN: Final = re.compile(
-    r"token(_|$)|.tokens$"
-)  # hf_token, token_file; not tokenizer, tokens_per_s, tokens (of a text)
+# hf_token, token_file; not tokenizer, tokens_per_s, tokens (of a text)
+_TOKEN: Final = re.compile(r"token(_|$)|.tokens$")
 _SECRET_VALUE: Final = re.compile(  # what the keys of well-known services look like, whatever they are called here
     r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b|gh[opsru]_\w{36,}|github_pat_\w{22,}|hf_[A-Za-z0-9]{30,}|xox[abprs]-[\w-]{10,}"
     r"|sk-[\w-]{20,}|AIza[\w-]{35}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"

@@ -192,9 +192,8 @@ class RemoteEvents:
             latest_s = 0.0
             for line, event in lines_and_events(data.splitlines(keepends=True), path):
                 latest_s = max(latest_s, event.get("time") or 0.0)
-                number = hash(
-                    line
-                )  # a million events take 60 MB so, and two are taken for one in one of 10**7 such runs
+                # A million events take 60 MB so, and two are taken for one in one of 10**7 such runs
+                number = hash(line)
                 if number not in self._seen and number not in seen:
                     seen.add(number)
                     found.append((latest_s, line, event))

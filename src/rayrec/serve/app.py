@@ -105,9 +105,8 @@ class ScoringApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if given := scope.get(
-            "root_path"
-        ):  # Starlette takes neither a slash at its end nor a path that is the root alone
+        # Starlette takes neither a slash at its end nor a path that is the root alone
+        if given := scope.get("root_path"):
             root, path = given.rstrip("/"), scope["path"]
             scope = {**scope, "root_path": root, "path": root + "/" if path == root else path}
         scope["app"] = self  # Starlette then raises HTTPException if no route matches

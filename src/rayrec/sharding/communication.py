@@ -195,9 +195,8 @@ def traffic_of(
         ranks = sorted(table.bytes_of_rank)
         by_rows = table.sharding_type in ("row_wise", "table_row_wise")
         parts = len(ranks) if by_rows else 1  # of a row's ids
-        wanted = sum(
-            _LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted) for one in found
-        )  # lengths go to every part
+        # Lengths go to every part
+        wanted = sum(_LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted) for one in found)
         ids.add_all_to_all(_of_ranks(num_workers, dict.fromkeys(ranks, wanted * batch_size)), to_owner=True)
         pooled = sum(one.pooled for one in found) * dim
         vectors = pooled + sum(one.ids for one in found if not one.pooled) * dim
@@ -205,9 +204,8 @@ def traffic_of(
             for flow in (forward, backward):  # reduce-scatter and all-gather of sums
                 flow.add_ring((num_workers - 1) * pooled)
             vectors -= pooled
-        if (
-            table.sharding_type == "table_row_wise"
-        ):  # sums inside the node, then each worker sends its share to other nodes
+        # Sums inside the node, then each worker sends its share to other nodes
+        if table.sharding_type == "table_row_wise":
             for flow in (forward, backward):
                 flow.add_rings_inside((len(ranks) - 1) * num_workers / len(ranks) * pooled, ranks)
         held = _of_ranks(

@@ -237,9 +237,8 @@ def worker_memories(
 ) -> list[WorkerMemory]:
     """The memory of every worker, by rank, that holds its part of the tables `rows`, a network of so many weights, the state of
     its optimizer, and `batch_bytes` for a step's rows."""
-    data_parallel_bytes = sum(
-        row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel"
-    )  # every rank holds them all; one rank saves each
+    # Every rank holds them all; one rank saves each
+    data_parallel_bytes = sum(row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel")
     dense_saved = dense_weights * FLOAT_BYTES + dense_state_bytes
     found = []
     for rank in range(world_size):

@@ -81,9 +81,8 @@ class ShardCache:
         with self._locked(f"{name}.lock"):  # no shard's lock has the name of the one below
             if os.path.exists(target):
                 return 0
-            for left in glob.glob(
-                f"{glob.escape(target)}.*.partial"
-            ):  # by a process that was killed: the lock was free
+            # By a process that was killed: the lock was free
+            for left in glob.glob(f"{glob.escape(target)}.*.partial"):
                 os.remove(left)
             self._make_room(self._sizes_bytes[name])
             with storage.writing(target) as local:

@@ -194,9 +194,8 @@ def _sent(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     def put(filesystem: arrow_fs.FileSystem, inner: str) -> None:
         nonlocal failed
         if failed:
-            filesystem.get_file_info(
-                inner
-            )  # fails while the store is out, and makes no stream that `_abandon` must keep
+            # Fails while the store is out, and makes no stream that `_abandon` must keep
+            filesystem.get_file_info(inner)
         failed = True
         _put(filesystem, inner, head)
 
@@ -422,9 +421,8 @@ def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
 
 
 def _opened(filesystem: arrow_fs.FileSystem, inner: str) -> NativeFile:
-    if not isinstance(
-        filesystem, arrow_fs.S3FileSystem | arrow_fs.GcsFileSystem
-    ):  # they would make an empty object of it
+    # They would make an empty object of it
+    if not isinstance(filesystem, arrow_fs.S3FileSystem | arrow_fs.GcsFileSystem):
         filesystem.create_dir(os.path.dirname(inner), recursive=True)
     return filesystem.open_output_stream(inner, compression=None)
 

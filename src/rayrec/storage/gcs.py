@@ -56,9 +56,8 @@ class GcsPlace:
             endpoint, default = os.environ.get("STORAGE_EMULATOR_HOST"), "http"
         if endpoint and "://" not in endpoint:
             endpoint = f"{scheme or default}://{endpoint}"
-        plain = endpoint is not None and endpoint.startswith(
-            "http://"
-        )  # an emulator; a token must not travel unencrypted
+        # An emulator; a token must not travel unencrypted
+        plain = endpoint is not None and endpoint.startswith("http://")
         anonymous = bool(at) or plain or options.get("anonymous") == "true"
         return cls(body.removeprefix("anonymous@").rstrip("/"), endpoint or None, anonymous)
 

@@ -65,9 +65,8 @@ def read_url(path: str, start: int, buffer: np.ndarray) -> int:
         key = id(filesystem), inner
         file = _opened(filesystem, inner)
         try:
-            if (
-                file.closed
-            ):  # Google's library sends its first request for the content here, and only says that it failed
+            # Google's library sends its first request for the content here, and only says that it failed
+            if file.closed:
                 raise OSError("the store did not send the file")
             count = _read_at(file, start, buffer)
             if count < len(buffer):  # the end of the file, or it has grown since it was opened

@@ -203,9 +203,8 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         if shape.gpu_rows_per_s is None:
             _require_gpu()
     else:
-        per_node = max(
-            -(-shares.num_workers // shape.nodes), min(2, shares.num_workers)
-        )  # two show what an exchange costs
+        # Two show what an exchange costs
+        per_node = max(-(-shares.num_workers // shape.nodes), min(2, shares.num_workers))
         local_workers = min(per_node, machine.usable_cpus())
     measured_speed = config.workload.probe_speed(
         config,

@@ -79,9 +79,8 @@ class TensorBoardTracker:
         self._records = RecordWriter(f"{_SCHEME}:{self._path}")
         self._write(Record(wall_time=time_s, file_version="brain.Event:2"))
         self._write(Record(wall_time=time_s, step=0, session_log=_START))
-        fenced = "\n".join(
-            f"    {line}" for line in self._config.splitlines()
-        )  # Markdown's way of leaving text as it is
+        # Markdown's way of leaving text as it is
+        fenced = "\n".join(f"    {line}" for line in self._config.splitlines())
         self._write(Record(wall_time=time_s, step=0, summary=text("config", fenced)))
 
     def _write(self, record: Record) -> None:

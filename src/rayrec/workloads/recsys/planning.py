@@ -415,9 +415,8 @@ class SliceRows:
         return setup, self._batches(context, workload, preprocessor, size=setup.described["batch_size"])
 
     def _prepared(self, preprocessor: Preprocessor) -> Prepared:
-        order = BlockOrder(
-            (Part(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1
-        )  # only its number of rows counts
+        # Only its number of rows counts
+        order = BlockOrder((Part(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1)
         shared, inputs = InProcess(preprocessor), preprocessor.inputs
         sets = {"train": order}
         return Prepared(shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None)
