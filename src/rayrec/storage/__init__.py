@@ -1,5 +1,7 @@
 """Reads and writes files by path or URL (local, s3://, gs://, az://), whole or not at all."""
 
+# ruff: noqa: F401  # what this room is to others
+
 from rayrec.storage.files import (
     clone_file,
     copy_file,
@@ -35,44 +37,3 @@ from rayrec.storage.ranges import ahead, in_parallel
 from rayrec.storage.scratch import Scratch
 from rayrec.storage.stores import resolve
 from rayrec.storage.urls import absolute, folder_of, is_url, join, name_of
-
-__all__ = [
-    "OUTAGE_S",
-    "PARTITION",
-    "File",
-    "Scratch",
-    "absolute",
-    "ahead",
-    "clone_file",
-    "copy_file",
-    "copy_files",
-    "exists",
-    "files_in",
-    "find_files",
-    "folder_of",
-    "in_parallel",
-    "is_url",
-    "join",
-    "json_text",
-    "list_files",
-    "list_folder",
-    "make_folder",
-    "name_of",
-    "outage_s",
-    "patience",
-    "read_bytes",
-    "read_into",
-    "read_json",
-    "read_stream",
-    "read_text",
-    "remove_file",
-    "remove_folder",
-    "resolve",
-    "size_of",
-    "sync",
-    "write_bytes",
-    "write_json",
-    "write_stream",
-    "writing",
-    "writing_folder",
-]
