@@ -35,29 +35,11 @@ from rayrec.cluster.forked_worker import STARTED
 from rayrec.storage import Scratch
 
 LIBRARIES: Final = (
-    "pandas",
-    "pyarrow.dataset",
-    "pyarrow.parquet",
-    "fsspec",
-    "pydantic",
-    "requests",
-    "jsonschema",
-    "yaml",
-    "psutil",
-    "click",
-    "tqdm",
-    "msgpack",
-    "uvloop",
-    "colorama",
-    "filelock",
-    "google.protobuf.json_format",
-    "google.protobuf.descriptor_pb2",
-    "packaging.version",
-    "multiprocessing.connection",
-    "unittest.mock",
-    "http.server",
-    "rayrec.data.logs.text_parser",
-)
+    "pandas", "pyarrow.dataset", "pyarrow.parquet", "fsspec", "pydantic", "requests", "jsonschema", "yaml", "psutil",
+    "click", "tqdm", "msgpack", "uvloop", "colorama", "filelock", "google.protobuf.json_format",
+    "google.protobuf.descriptor_pb2", "packaging.version", "multiprocessing.connection", "unittest.mock",
+    "http.server", "rayrec.data.logs.text_parser",
+)  # fmt: skip
 """What Ray, Ray Data and Ray Train import."""
 _FILES: Final = 4
 """Of a request: what `forked_worker.ask` sends."""

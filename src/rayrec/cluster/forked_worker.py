@@ -30,18 +30,8 @@ MOST_SERVERS = 3
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 _READ_AT_START = (
-    "PYTHON",
-    "LD_",
-    "MALLOC_",
-    "GLIBC_",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "KINETO_",
-    "TORCH_",
-    "PYTORCH_",
-)
+    "PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "KINETO_", "TORCH_", "PYTORCH_",
+)  # fmt: skip
 """Beginnings of the names of variables that a process reads when it starts or imports libraries."""
 _COMMAND = r"""if [ -x {own} ] && [ -r {program} ]; then exec {own} -S {program} "$@"; fi
 rays=$(tr '\0' '\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=//p')
