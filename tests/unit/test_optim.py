@@ -126,17 +126,6 @@ def _quadratic(torch: Any) -> Any:
     return torch.nn.Parameter(torch.tensor([3.0, -2.0]))
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw", "lamb", "lars"])
-def test_every_dense_kind_trains(torch: Any, kind: Any) -> None:
-    parameter = _quadratic(torch)
-    optimizer = DenseOptimizerConfig(kind=kind, learning_rate=0.3, trust_coefficient=0.5).build([parameter])
-    for _ in range(60):
-        optimizer.zero_grad()
-        parameter.square().sum().backward()
-        optimizer.step()
-    assert parameter.square().sum() < 0.5
-
-
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
 def test_fused_equals_the_plain_rule(torch: Any, kind: Any) -> None:
     config = DenseOptimizerConfig(kind=kind, learning_rate=0.1, eps=1e-3, weight_decay=0.2, betas=(0.5, 0.75))

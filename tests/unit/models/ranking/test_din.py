@@ -6,21 +6,15 @@ import dataclasses
 
 import pytest
 import torch
-from builders.whole_click_model import whole_model
 from torch import nn
 
-from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.data.encoded import Bags, EncodedRows
-from rayrec.ingest.batches import sparse_features
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.tower import Dice
 from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.models.cost import network_multiply_adds
 from rayrec.models.ranking.din import DIN, DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
-from rayrec.models.scoring_tables import RowFormat
-from rayrec.workloads.recsys.scorer import PlainModel, make_scorer
 
 DIM, ROWS = 4, 9
 INPUTS = ModelInputs(
@@ -34,9 +28,9 @@ SMALL = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5))
 LENGTHS = torch.tensor([3, 0, 5, 1, 2, 0, 4, 5, 1])
 
 
-def network(config: DINConfig = SMALL) -> DIN:
+def network(*, precision: str = "fp32") -> DIN:
     torch.manual_seed(0)
-    built = config.build(INPUTS)
+    built = SMALL.build(INPUTS, precision=precision)
     assert isinstance(built, DIN)
     for module in built.modules():
         if isinstance(module, Dice):
@@ -46,9 +40,11 @@ def network(config: DINConfig = SMALL) -> DIN:
     return built
 
 
-def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor) -> Embedded:
+def embedded(
+    values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, lengths: torch.Tensor = LENGTHS
+) -> Embedded:
     """Delivered in another order than the features'."""
-    history = Sequences(values, LENGTHS)
+    history = Sequences(values, lengths)
     return Embedded(
         INPUTS.features, DIM, lambda: (torch.cat([tags, item], dim=1), (2, 0)), sequences=lambda: {"history": history}
     )
@@ -93,68 +89,17 @@ def test_aligned_lists_share_an_attention_unit() -> None:
     assert SMALL.units(dataclasses.replace(inputs, aligned=())) == (("items",), ("shops",))
 
 
-def rows(count: int) -> tuple[Batch, EncodedRows]:
-    """Rows whose click depends on whether the item is among the last of the history."""
-    chance = torch.Generator().manual_seed(count)
-    lengths = torch.randint(0, 6, (count,), generator=chance).int()
-    history = torch.randint(0, 12, (int(lengths.sum()),), generator=chance).int()
-    item = torch.randint(0, 12, (count,), generator=chance).int()
-    known = torch.zeros(count)
-    for row, part in enumerate(history.split(lengths.tolist())):
-        known[row] = (part == item[row]).any()
-    bags = Bags(history.numpy(), lengths.numpy())
-    tags = Bags(torch.zeros(count, dtype=torch.int32).numpy(), torch.ones(count, dtype=torch.int32).numpy())
-    dense = torch.rand(count, 2, generator=chance)
-    batch = Batch(
-        {"dense": dense},
-        1 / max(count, 1),
-        sparse_features(["tags"], [tags], count),
-        {"click": known},
-        sequence_features=sparse_features(["item", "history"], [item.numpy(), bags], count),
-    )
-    return batch, EncodedRows(dense.numpy(), [item.numpy(), bags, tags])
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_learns_and_scores_as_it_trains(precision: str) -> None:
-    model = whole_model(
-        DINConfig(embedding_dim=DIM, attention=(8,), mlp=(16,), embedding_penalty=1e-6),
-        [12, 12, 3],
-        inputs=INPUTS,
-        precision=precision,
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    batch, encoded = rows(400)
-    losses = []
-    for _ in range(120):
-        optimizer.zero_grad()
-        loss, _ = model(batch)
-        loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]  # a model of sums cannot tell
-    model.eval()
-    trained = model.score(batch.tensors["dense"], batch.sparse_features, batch.sequence_features)
-    plain = PlainModel(
-        model.head.network,
-        INPUTS,
-        SMALL.output_heads(INPUTS),
-        width=DIM,
-        sequences=("history",),
-        unpooled=("item", "history"),
-    ).requires_grad_(requires_grad=False)
-    weights = model.state_dict()
-    tables = [weights[name] for name in plain.table_weights().values()]
-    assert list(plain.table_weights().values()) == ["sequences.embeddings.item.weight"] * 2 + [
-        "embeddings.embedding_bags.tags.weight"
-    ]
-    scorer = make_scorer(plain, tables, row_format=RowFormat("fp32", DIM), device="cpu")
-    tolerance = 1e-5 if precision == "fp32" else 0.05
-    torch.testing.assert_close(
-        torch.from_numpy(scorer.score(encoded)), trained.detach(), atol=tolerance, rtol=tolerance
-    )
-    assert model(rows(0)[0])[0].item() == 0.0
+def test_bf16_is_close_and_no_rows_give_no_logits() -> None:
+    """That DIN learns and is scored as it trains: test_every_model.py."""
+    values, item, tags = torch.randn(int(LENGTHS.sum()), DIM), torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
+    dense, nothing = torch.randn(ROWS, 2), torch.zeros(0, DIM)
+    exact, rough = (network(precision=kind).eval() for kind in ("fp32", "bf16"))
+    expected = exact(dense, embedded(values, item, tags))["click"]
+    close = rough(dense, embedded(values, item, tags))["click"]
+    torch.testing.assert_close(close, expected, atol=0.05 * expected.abs().max().item(), rtol=0.05)
+    no_rows = embedded(nothing, nothing, nothing, lengths=LENGTHS[:0])
+    for net in (exact.train(), rough.train()):
+        assert net(dense[:0], no_rows)["click"].shape == (0,)
 
 
 def test_cost_counts_a_list_as_long_as_it_may_be() -> None:

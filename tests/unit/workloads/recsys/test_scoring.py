@@ -203,14 +203,9 @@ def test_config_text_gives_the_same_config(config: TrainConfig) -> None:
     [
         ("", "names no recipe.*criteo_demo"),
         ("- 1\n", "names no recipe"),
-        ("steps: 3\n", "names no recipe"),
-        ("recipe: criteo_dem\n", "no recipe 'criteo_dem'; did you mean 'criteo_demo'.*criteo_kaggle"),
         ("recipe: [1]\n", "no recipe"),
-        ("recipe: criteo_demo\nstepps: 3\n", "stepps: TrainConfig has no such field; did you mean 'steps'"),
         ("recipe: criteo_demo\nworkload: {model: {embeding_dim: 3}}\n", "workload.model.embeding_dim"),
-        ("recipe: criteo_demo\nsteps: many\n", "TrainConfig.steps: 'many' does not fit"),
         ("recipe: criteo_demo\n3: 4\n", "3 is no field's name"),
-        ("recipe: {a\n", "not YAML"),
         ("recipe: !!python/object/apply:os.getcwd []\n", "not YAML"),
     ],
 )
