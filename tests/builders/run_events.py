@@ -98,6 +98,17 @@ def run(*, finished: bool = True) -> list[dict[str, Any]]:
     return events.all
 
 
+def cut(events: list[dict[str, Any]]) -> int:
+    """The place of the failure."""
+    return next(number for number, event in enumerate(events) if event["kind"] == "failure")
+
+
+def ended(events: list[dict[str, Any]], **metrics: float) -> list[dict[str, Any]]:
+    """The events without their end, and one that has other final metrics."""
+    end = {"kind": "finish", "time": events[-1]["time"], "step": 200, "metrics": metrics}
+    return [*(event for event in events if event["kind"] not in ("finish", "summary")), end]
+
+
 SUMMARY: dict[str, Any] = {
     "steps": 200,
     "chosen_step": 150,

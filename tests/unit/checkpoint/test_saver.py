@@ -20,7 +20,7 @@ from hosts.slow_store import SlowStore
 from ranks.checkpoint import raised, same, writes
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, Lease, Retention, Saver, acquire_lease, saver
+from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquire_lease, saver
 from rayrec.config import InputError
 
 
@@ -285,10 +285,6 @@ def test_closing(run: Run) -> None:
         saver.close()  # the save under way is brought to its end
     assert run.steps() == [1]
     saver.close()
-
-
-def test_a_claim_is_a_plain_value(tmp_path: Path) -> None:
-    assert acquire_lease(str(tmp_path)) == Lease(str(tmp_path), os.listdir(tmp_path / "claims")[0])
 
 
 def test_what_a_start_passed_over_goes_first_and_stands_in_for_no_good_one(run: Run) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import until
 
 from rayrec import recipes, storage
 from rayrec.config import InputError
@@ -194,43 +195,26 @@ def test_a_run_that_does_not_train_is_not_asked(tmp_path: Path) -> None:
     assert not (tmp_path / "profile").exists()
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        "no JSON",
-        "[]",
-        '{"name": "../../elsewhere", "first": 1, "end": 2}',
-        '{"name": "/etc", "first": 1, "end": 2}',
-        '{"name": "..", "first": 1, "end": 2}',
-        '{"name": "x", "first": 2, "end": 2}',
-        '{"name": "x", "first": 2, "end": 203}',
-        '{"name": "x", "first": "many", "end": 2}',
-    ],
-)
+OTHER_REQUESTS: list[Any] = [{"name": name, "first": 1, "end": 2} for name in ("../../elsewhere", "/etc", "..")]
+OTHER_REQUESTS += [{"name": "x", "first": first, "end": end} for first, end in ((2, 2), (2, 203), ("many", 2))]
+
+
+@pytest.mark.parametrize("request_", ["no JSON", "[]", *map(json.dumps, OTHER_REQUESTS)])
 def test_other_requests_are_refused(tmp_path: Path, request_: str) -> None:
     heard: list[dict[str, Any]] = []
     folder = tmp_path / "profile"
     folder.mkdir()
     (folder / "request.json").write_text(request_)
     with watched_requests(str(tmp_path), channel_to(heard.append)):
-        deadline_s = time.monotonic() + 60
-        while (folder / "request.json").exists() and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+        until(lambda: not (folder / "request.json").exists())
         storage.write_json(str(folder / "request.json"), {"name": "good", "first": 1, "end": 2})  # whole or not at all
-        deadline_s = time.monotonic() + 60
-        while not heard and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+        until(lambda: heard)
     assert heard == [{"name": "good", "first": 1, "end": 2}]
 
 
 def test_variables_of_kineto_go_to_workers() -> None:
-    environment = {
-        "KINETO_USE_DAEMON": "1",
-        "KINETO_DAEMON_INIT_DELAY_S": "3",
-        "HOME": "x",
-        "AWS_SECRET_ACCESS_KEY": "y",
-    }
     passed = {"KINETO_USE_DAEMON": "1", "KINETO_DAEMON_INIT_DELAY_S": "3"}
+    environment = {**passed, "HOME": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     assert worker_variables(environment) == passed
     assert worker_variables({"KINETO_DAEMON_INIT_DELAY_S": "3"}) == {}
     interface = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}

@@ -48,15 +48,13 @@ def history(store: str, run: Any, key: str) -> list[tuple[int, float]]:
 
 
 def test_a_run_and_the_driver_that_went_on(store: str) -> None:
-    events = [event for event in run_events.run() if event["kind"] != "finish"]
-    cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
-    track(store, events[: cut + 1])
+    events = run_events.run()
+    track(store, events[: run_events.cut(events) + 1])
     (run,) = runs(store)
     assert run.info.status == "FAILED"
     assert run.info.run_name == "run"
     assert history(store, run, "train/loss")[-1] == (120, 9.0)
-    end = {"kind": "finish", "time": events[-1]["time"], "step": 200, "metrics": {"loss": 0.5}}
-    track(store, [*events, end])
+    track(store, run_events.ended(events, loss=0.5))
     (run,) = runs(store)
     assert run.info.status == "FINISHED"
     steps = [step for step, _ in history(store, run, "train/loss")]

@@ -14,47 +14,20 @@ from rayrec import recipes
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.log_files import IterationTracker, MlLogTracker, optimizer_lines
 
-EXACTLY_ONE = [
-    "submission_benchmark",
-    "submission_org",
-    "submission_division",
-    "submission_platform",
-    "init_stop",
-    "run_start",
-    "run_stop",
-    "train_samples",
-    "eval_samples",
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "opt_name",
-    "opt_base_learning_rate",
-    "opt_adagrad_learning_rate_decay",
-    "opt_weight_decay",
-    "opt_adagrad_initial_accumulator_value",
-    "opt_adagrad_epsilon",
-    "opt_learning_rate_warmup_steps",
-    "opt_learning_rate_decay_start_step",
-    "opt_learning_rate_decay_steps",
-    "seed",
-]
 AT_LEAST_ONE = ["cache_clear", "init_start", "eval_accuracy", "eval_start", "eval_stop", "epoch_start", "epoch_stop"]
-VALUES = {
-    "submission_division": "open",
-    "submission_benchmark": "dlrm_dcnv2",
-    "opt_name": "adagrad",
-    "opt_weight_decay": 0,
-    "opt_adagrad_learning_rate_decay": 0,
-    "opt_adagrad_initial_accumulator_value": 0,
-    "opt_adagrad_epsilon": 1e-8,
-    "opt_learning_rate_warmup_steps": 0,
-    "opt_learning_rate_decay_start_step": 0,
-    "opt_learning_rate_decay_steps": 0,
-    "gradient_accumulation_steps": 1,
-    "global_batch_size": 64,
-    "train_samples": 6400,
-    "eval_samples": 640,
-}
+VALUES: dict[str, object] = {"submission_division": "open", "submission_benchmark": "dlrm_dcnv2", "opt_name": "adagrad"}
+ZERO = [
+    "weight_decay",
+    "adagrad_learning_rate_decay",
+    "adagrad_initial_accumulator_value",
+    "learning_rate_warmup_steps",
+]
+ZERO += ["learning_rate_decay_start_step", "learning_rate_decay_steps"]
+VALUES |= {f"opt_{name}": 0 for name in ZERO} | {"opt_adagrad_epsilon": 1e-8, "gradient_accumulation_steps": 1}
+VALUES |= {"global_batch_size": 64, "train_samples": 6400, "eval_samples": 640}
 """What closed_dlrm_dcnv2 of the rules 6.0 asks for, as far as the run made up here fulfils it."""
+EXACTLY_ONE = [*VALUES, "submission_org", "submission_platform", "init_stop", "run_start", "run_stop", "seed"]
+EXACTLY_ONE += ["opt_base_learning_rate"]
 
 
 def parse(path: Path) -> list[dict[str, Any]]:

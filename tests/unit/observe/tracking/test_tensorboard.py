@@ -73,14 +73,11 @@ def test_curves_are_those_of_the_events(tmp_path: Path) -> None:
 
 def test_a_driver_that_goes_on_doubles_nothing(tmp_path: Path) -> None:
     events = run_events.run()
-    cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
-    track(tmp_path, events[:cut])
+    track(tmp_path, events[: run_events.cut(events)])
     other = tmp_path / "tensorboard" / "events.out.tfevents.of.somebody"
     other.write_bytes(b"")
     before = set((tmp_path / "tensorboard").iterdir())
-    track(
-        tmp_path, [*events[:-3], {"kind": "finish", "time": events[-1]["time"], "step": 200, "metrics": {"auroc": 0.5}}]
-    )
+    track(tmp_path, run_events.ended(events, auroc=0.5))
     after = set((tmp_path / "tensorboard").iterdir())
     assert len(before) == len(after) == 2
     assert before & after == {other}

@@ -64,13 +64,11 @@ def kept(folder: Path) -> tuple[Any, list[dict[str, float]]]:
 
 
 def test_an_offline_run_and_the_driver_that_went_on(tmp_path: Path) -> None:
-    events = [event for event in run_events.run() if event["kind"] != "finish"]
-    cut = next(number for number, event in enumerate(events) if event["kind"] == "failure")
-    track(tmp_path, events[: cut + 1])
+    events = run_events.run()
+    track(tmp_path, events[: run_events.cut(events) + 1])
     first, rows = kept(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row][-1] == 120
-    end = {"kind": "finish", "time": events[-1]["time"], "step": 200, "metrics": {"loss": 0.5}}
-    track(tmp_path, [*events, end])
+    track(tmp_path, run_events.ended(events, loss=0.5))
     run, rows = kept(tmp_path)  # one folder: the first is gone
     assert run.run_id == first.run_id
     assert (run.project, run.display_name) == ("rayrec", "run")
@@ -172,21 +170,11 @@ print("threads", [thread.name for thread in threading.enumerate() if thread.name
 
 
 def test_a_server_out_of_reach_does_not_keep_the_process(tmp_path: Path) -> None:
-    port = free_ports(1)  # nobody listens there
-    environment = {
-        **os.environ,
-        "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
-        "WANDB_API_KEY": "0" * 40,
-        "WANDB_INIT_TIMEOUT": "86400",  # W&B would try for a day
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    # Nobody listens there, and W&B would try for a day.
+    unreachable = {"WANDB_BASE_URL": f"http://127.0.0.1:{free_ports(1)}", "WANDB_INIT_TIMEOUT": "86400"}
+    environment = {**os.environ, **unreachable, "WANDB_API_KEY": "0" * 40}
+    command = [sys.executable, "-c", UNREACHABLE, str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "not done" in run.stdout
     assert "threads []" in run.stdout  # none that the interpreter's end would find within W&B's code
