@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Literal, Unpack, final
 
 import torch
 from torch import nn
 
 from rayrec.layers.mlp import Precision, compute_dtype, linear_stack, start_values
-from rayrec.layers.tower import LogitTower, Tower, xavier_linear
+from rayrec.layers.tower import LogitTower, Tower, TowerSettings, xavier_linear
 
 Structure = Literal["parallel", "stacked", "stacked_parallel"]
 
@@ -106,14 +106,12 @@ class CrossAndDeep(nn.Module):
         mlp: Sequence[int],
         stacked_mlp: Sequence[int] = (),
         structure: Structure,
-        dropout: float = 0.0,
-        batch_norm: bool = False,
-        precision: Precision = "fp32",
+        **settings: Unpack[TowerSettings],
     ) -> None:
         """`mlp`: the only one, or the parallel one beside `stacked_mlp`."""
         super().__init__()
         self.crosses = crosses
-        settings: dict[str, Any] = {"dropout": dropout, "batch_norm": batch_norm, "precision": precision}
+        precision = settings.get("precision", "fp32")
         self.deep: Tower | None = None
         self.stacked: Tower | None = None
         if structure == "stacked" or not mlp:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Literal, TypedDict, Unpack, final
 
 import torch
 from torch import nn
@@ -35,6 +35,14 @@ class Dice(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         share = self.norm(inputs.float()).sigmoid()
         return (inputs * (share + (1 - share) * self.slope)).to(inputs.dtype)
+
+
+class TowerSettings(TypedDict, total=False):
+    """What layers of a `Tower` take besides their inputs."""
+
+    dropout: float
+    batch_norm: bool
+    precision: Precision
 
 
 @final
@@ -77,17 +85,9 @@ class Tower(nn.Module):
 class LogitTower(nn.Module):
     """A `Tower` and a linear layer to one logit: (rows, in_features) -> float32 (rows,)."""
 
-    def __init__(
-        self,
-        in_features: int,
-        sizes: Sequence[int],
-        *,
-        dropout: float = 0.0,
-        batch_norm: bool = False,
-        precision: Precision = "fp32",
-    ) -> None:
+    def __init__(self, in_features: int, sizes: Sequence[int], **settings: Unpack[TowerSettings]) -> None:
         super().__init__()
-        self.tower = Tower(in_features, sizes, dropout=dropout, batch_norm=batch_norm, precision=precision)
+        self.tower = Tower(in_features, sizes, **settings)
         self.logit = xavier_linear(self.tower.out_features, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -98,20 +98,9 @@ class LogitTower(nn.Module):
 class Experts(nn.Module):
     """Towers of one form: (rows, in_features) -> (rows, count, sizes[-1]) of the precision's type."""
 
-    def __init__(
-        self,
-        in_features: int,
-        sizes: Sequence[int],
-        count: int,
-        *,
-        dropout: float,
-        batch_norm: bool = False,
-        precision: Precision = "fp32",
-    ) -> None:
+    def __init__(self, in_features: int, sizes: Sequence[int], count: int, **settings: Unpack[TowerSettings]) -> None:
         super().__init__()
-        self.towers = nn.ModuleList(
-            Tower(in_features, sizes, dropout=dropout, batch_norm=batch_norm, precision=precision) for _ in range(count)
-        )
+        self.towers = nn.ModuleList(Tower(in_features, sizes, **settings) for _ in range(count))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return torch.stack([tower(inputs) for tower in self.towers], dim=1)
@@ -121,18 +110,9 @@ class Experts(nn.Module):
 class Gate(nn.Module):
     """Sums experts' outputs by weights from a tower, a linear layer and a softmax over the gate's own input."""
 
-    def __init__(
-        self,
-        in_features: int,
-        sizes: Sequence[int],
-        count: int,
-        *,
-        dropout: float,
-        batch_norm: bool = False,
-        precision: Precision = "fp32",
-    ) -> None:
+    def __init__(self, in_features: int, sizes: Sequence[int], count: int, **settings: Unpack[TowerSettings]) -> None:
         super().__init__()
-        self.tower = Tower(in_features, sizes, dropout=dropout, batch_norm=batch_norm, precision=precision)
+        self.tower = Tower(in_features, sizes, **settings)
         self.scores = xavier_linear(self.tower.out_features, count)
 
     def forward(self, inputs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
-from rayrec.layers.tower import Experts, Gate, LogitTower
+from rayrec.layers.tower import Experts, Gate, LogitTower, TowerSettings
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
@@ -46,11 +46,7 @@ class MMoE(nn.Module):
         super().__init__()
         self._labels = inputs.label_names
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
-        settings: dict[str, Any] = {
-            "dropout": config.dropout,
-            "batch_norm": config.batch_norm,
-            "precision": precision,
-        }
+        settings = TowerSettings(dropout=config.dropout, batch_norm=config.batch_norm, precision=precision)
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
         self.experts = Experts(width, config.expert, config.experts, **settings)
         self.gates = nn.ModuleList(Gate(width, config.gate, config.experts, **settings) for _ in self._labels)

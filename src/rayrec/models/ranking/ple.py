@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
-from rayrec.layers.tower import Experts, Gate, LogitTower
+from rayrec.layers.tower import Experts, Gate, LogitTower, TowerSettings
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
@@ -57,11 +57,7 @@ class PLE(nn.Module):
         self._labels = inputs.label_names
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
-        settings: dict[str, Any] = {
-            "dropout": config.dropout,
-            "batch_norm": config.batch_norm,
-            "precision": precision,
-        }
+        settings = TowerSettings(dropout=config.dropout, batch_norm=config.batch_norm, precision=precision)
         self.levels, in_features = nn.ModuleList(), width
         for level in range(config.levels):
             last = level == config.levels - 1
@@ -82,7 +78,7 @@ class _Level(nn.Module):
     """Experts and gates of each label, and those that labels share. The last level has no shared gate: no level takes its sum."""
 
     def __init__(
-        self, in_features: int, labels: int, config: PLEConfig, settings: dict[str, Any], *, last: bool
+        self, in_features: int, labels: int, config: PLEConfig, settings: TowerSettings, *, last: bool
     ) -> None:
         """`settings`: those of all experts and gates."""
         super().__init__()
