@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from builders.saved_clicks import save_clicks
-from builders.served_click_model import DLRM, make_app, make_model
+from builders.click_models import DLRM, make_app, make_model, save_clicks
 
 import rayrec
 from rayrec.data.encoding.preprocessor import Preprocessor

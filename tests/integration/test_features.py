@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.click_models import make_app
 from builders.requests import post
-from builders.served_click_model import make_app
 
 import rayrec
 from rayrec import recipes

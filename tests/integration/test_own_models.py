@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from builders import own_click_model
+from builders.click_models import make_app
 from builders.requests import post
-from builders.served_click_model import make_app
 
 import rayrec
 from rayrec import recipes

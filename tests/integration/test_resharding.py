@@ -43,7 +43,7 @@ from rayrec.optim.config import learning_rates, set_learning_rates
 from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, plan_sharding, placements
 from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.workloads.recsys.worker import Unwrapped, make_optimizer, make_pipeline
-from builders.whole_click_model import whole_model
+from builders.click_models import whole_model
 
 rank, folder, stages = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from builders.saved_clicks import save_clicks
+from builders.click_models import save_clicks
 from pyarrow import fs
 
 import rayrec

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.served_click_model import logits_of, make_model, row_text, save_checkpoint
+from builders.click_models import logits_of, make_model, row_text, save_checkpoint
 from hosts.ports import free_ports
 from hosts.processes import Session, environment_for
 from prometheus_client.parser import text_string_to_metric_families

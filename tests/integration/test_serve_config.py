@@ -21,8 +21,8 @@ import pytest
 import ray
 import yaml
 from builders import own_click_model
+from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
 from builders.own_click_model import OwnConfig, SlowConfig
-from builders.served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
 from click.testing import CliRunner
 from hosts.ports import free_ports
 from ray import serve

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders.click_models import make_app, row_object, whole_model
 from builders.logs import open_index
 from builders.requests import post
-from builders.served_click_model import make_app, row_object
-from builders.whole_click_model import whole_model
 
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes

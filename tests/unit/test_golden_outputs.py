@@ -14,6 +14,7 @@ import pandas
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pytest
+from builders.click_models import multi_hot_preprocessor
 from builders.digits import idx
 from builders.golden import check_golden
 from builders.golden_outputs import (
@@ -30,7 +31,6 @@ from builders.golden_outputs import (
     write_criteo_log,
     write_own_log,
 )
-from builders.saved_clicks import multi_hot_preprocessor
 
 import rayrec
 from rayrec import recipes

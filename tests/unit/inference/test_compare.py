@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.saved_clicks import SMALL, Saved, criteo_preprocessor, save_clicks
+from builders.click_models import SMALL, Saved, hashed_preprocessor, save_clicks
 
 import rayrec
 from rayrec import recipes
@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     """Two seeds, and a larger model with a Preprocessor of its own."""
     folder = tmp_path_factory.mktemp("models")
     first = save_clicks(folder / "a", seed=1, scale=3.0)
-    own = criteo_preprocessor(first.preprocessor.schema, [11 + 3 * column for column in range(26)])
+    own = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     wide = SMALL.replace(bottom_mlp=(64, 8), top_mlp=(64, 1))
     return [
         first,
@@ -154,7 +154,7 @@ def test_the_command_prints_a_table_or_json_and_ends_with_2_where_a_gate_fails(
 def _columns_swapped(saved: Saved, folder: Path) -> Saved:
     schema = saved.preprocessor.schema
     other = schema.replace(dense=(schema.dense[1], schema.dense[0], *schema.dense[2:]))
-    return save_clicks(folder / "d", preprocessor=criteo_preprocessor(other, [5 + 7 * column for column in range(26)]))
+    return save_clicks(folder / "d", preprocessor=hashed_preprocessor([5 + 7 * column for column in range(26)], other))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_what_baselines_are_given(tmp_path: Path) -> None:
     labels = (rng.random(4_000) < 0.3).astype(np.float32)
     unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows
     rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], {"label": labels})
-    preprocessor = criteo_preprocessor(Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)), [4_000])
+    preprocessor = hashed_preprocessor([4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)))
     given = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
     assert binary_metrics(given.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
     lists = EncodedRows(

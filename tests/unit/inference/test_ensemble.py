@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.saved_clicks import SMALL, Saved, criteo_preprocessor, save_clicks
+from builders.click_models import SMALL, Saved, hashed_preprocessor, save_clicks
 
 import rayrec
 from rayrec import checkpoint as checkpoints
@@ -86,7 +86,7 @@ def test_lists_are_one_by_one_where_a_model_takes_them_so(tmp_path: Path) -> Non
         delimiter=",",
         features=(Feature(name="seen", vocabulary="item"),),
     )
-    preprocessor = criteo_preprocessor(schema, [30, 30])
+    preprocessor = hashed_preprocessor([30, 30], schema)
     din = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
     kinds: tuple[ClickModelConfig, ...] = (FINAL, din)
     inputs = ModelInputs.of(preprocessor.inputs)
@@ -103,7 +103,7 @@ def test_lists_are_one_by_one_where_a_model_takes_them_so(tmp_path: Path) -> Non
 
 def test_what_does_not_fit_together_is_refused(models: list[Saved], tmp_path: Path) -> None:
     first, out = str(models[0].run), str(tmp_path / "out")
-    other = criteo_preprocessor(models[0].preprocessor.schema, [11 + 3 * column for column in range(26)])
+    other = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=other)
     rounded = save_clicks(tmp_path / "rounded", precision="bf16")
     refused: list[tuple[list[str], str]] = [
@@ -176,12 +176,12 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert [type(one).__name__ for one in model.models] == ["FinalNetConfig", "DCNv2Config"]
     assert model.models[0].first_tower == (8,)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"models": [{"class": "dlrm"}]}, "1 given; an ensemble has two models or more"),
+        ({"models": [{"class": "dlrm"}]}, "models: .* needs 2 or more values"),
         ({"models": [{"class": "dlrm"}, {"mlp": [8]}]}, r"models\[1\].class: which model\? rayrec's are .*dlrm"),
         ({"models": [{"class": "dlrm"}, {"class": "os.system"}]}, r"models\[1\].class: no model os.system"),
         ({"models": [{"class": "dlrm"}, {"class": "deepfm", "mpl": [8]}]}, r"models\[1\].mpl: .* did you mean 'mlp'"),
         ({"models": [{"class": "dlrm"}, FINAL.to_dict()]}, r"models\[1\].embedding_penalty: 0.1 has no effect"),
-        ({"embedding_dim": 8}, "embedding_dim: 8 has no effect; set that of each model"),
+        ({"embedding_dim": 8}, "embedding_dim: 8 must be"),
     ]
     for given, message in refused:
         with pytest.raises(InputError, match=message):

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.saved_clicks import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
+from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
 
 import rayrec
 from rayrec import cli, models, recipes

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.saved_clicks import (
+from builders.click_models import (
     SMALL,
     bucketed_preprocessor,
-    criteo_preprocessor,
+    hashed_preprocessor,
     lists_preprocessor,
     multi_hot_preprocessor,
     save_clicks,
 )
 
-from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.inference.model import open_served
@@ -26,8 +25,7 @@ from rayrec.inference.model import open_served
 
 def _wide_ids() -> Preprocessor:
     """Ids of 64 bits: a table too long for 32 would need 8 GiB, so the type is asked for."""
-    schema = recipes.criteo_demo().workload.schema  # type: ignore[attr-defined]
-    preprocessor = criteo_preprocessor(schema, [40] * 26)
+    preprocessor = hashed_preprocessor([40] * 26)
     preprocessor.__dict__["id_dtype"] = np.dtype(np.int64)
     return preprocessor
 

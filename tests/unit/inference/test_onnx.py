@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.saved_clicks import bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
+from builders.click_models import bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
 from rayrec.config import InputError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.whole_click_model import whole_model
+from builders.click_models import whole_model
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.click_models import whole_model
 from builders.own_click_model import WithoutLabelConfig
-from builders.whole_click_model import whole_model
 from torch.nn import functional
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

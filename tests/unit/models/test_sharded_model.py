@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.whole_click_model import whole_model
+from builders.click_models import whole_model
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

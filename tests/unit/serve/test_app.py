@@ -18,8 +18,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
-from builders.requests import Reply, ask, post, post_async, request
-from builders.served_click_model import (
+from builders.click_models import (
     ANY,
     NUM_TOKENS,
     logits_of,
@@ -30,6 +29,7 @@ from builders.served_click_model import (
     row_text,
     token,
 )
+from builders.requests import Reply, ask, post, post_async, request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families

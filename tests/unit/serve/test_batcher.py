@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from builders.click_models import make_app, make_model, row_text
 from builders.requests import post_async
-from builders.served_click_model import make_app, make_model, row_text
 
 from rayrec.serve.batcher import INLINE_BYTES, INLINE_ROWS, Batcher
 from rayrec.serve.requests import Body, RequestError

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import uvicorn
+from builders.click_models import make_app, make_model, row_text
 from builders.requests import ask
-from builders.served_click_model import make_app, make_model, row_text
 from hosts.ports import free_ports
 from ray._common.utils import import_attr
 from ray.serve._private import constants

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import schemathesis
-from builders.served_click_model import ANY, make_app, make_model, make_preprocessor
+from builders.click_models import ANY, make_app, make_model, make_preprocessor
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 

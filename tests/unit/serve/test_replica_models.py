@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import ray
 import torch
+from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text
 from builders.requests import ask, post, post_async
-from builders.served_click_model import ANY, logits_of, make_model, make_preprocessor, row_text
 from hosts.ports import free_ports
 
 from rayrec.checkpoint import folder_of

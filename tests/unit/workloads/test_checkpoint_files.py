@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from builders.saved_clicks import criteo_preprocessor
+from builders.click_models import hashed_preprocessor
 
 from rayrec import recipes, storage
 from rayrec.checkpoint.format import sha256_of
@@ -16,7 +16,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 
 def test_a_preprocessor_comes_along(tmp_path: Path) -> None:
     config = recipes.criteo_demo("none")
-    made = criteo_preprocessor(config.workload.schema, [7] * 26)  # type: ignore[attr-defined]
+    made = hashed_preprocessor([7] * 26, config.workload.schema)  # type: ignore[attr-defined]
     made.save(str(tmp_path / "cache" / "abc"))
     prepared: Any = SimpleNamespace(folder=str(tmp_path / "cache" / "abc"))
     sources = config.workload.checkpoint_files(prepared)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from builders import networks
+from builders.click_models import whole_model
 from builders.networks import CONFIGS, DIM, INPUTS, inputs_of
-from builders.whole_click_model import whole_model
 from torch import nn
 
 from rayrec import models

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders.click_models import whole_model
 from builders.networks import CROSSES, DEEPFM, DIM, FINALMLP, GDCN, INPUTS, WIDEDEEP
-from builders.whole_click_model import whole_model
 from torch import nn
 from torch.nn import functional
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor

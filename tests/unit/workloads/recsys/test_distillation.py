@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.saved_clicks import Saved, criteo_preprocessor, save_clicks, save_two
+from builders.click_models import Saved, hashed_preprocessor, save_clicks, save_two
 
 import rayrec
 from rayrec import recipes
@@ -124,7 +124,7 @@ def test_several_teachers_are_their_ensemble(click_log: Path, tmp_path: Path) ->
     stored = recipes.load_config(Path(several.folder, "config.yaml").read_text())
     assert stored.workload.teacher.checkpoint == (first, second)  # type: ignore[attr-defined]
 
-    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=criteo_preprocessor(SCHEMA, [5] * 26))
+    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=hashed_preprocessor([5] * 26))
     with pytest.raises(InputError, match=r"teacher.checkpoint: .*elsewhere.* another Preprocessor than .*first"):
         student("refused", first, str(elsewhere.run))
     rounded = trained("rounded", precision="bf16").folder

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders.click_models import SMALL, Saved, make_preprocessor, save_clicks, save_two
 from builders.faults import flip, raising
 from builders.own_click_model import WithoutLabelConfig
-from builders.saved_clicks import SMALL, Saved, save_clicks, save_two
-from builders.served_click_model import make_preprocessor
 from torch import nn
 
 from rayrec import checkpoint as checkpoints
