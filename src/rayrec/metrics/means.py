@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -77,61 +78,60 @@ def _array(values: Any) -> np.ndarray:
     return values.detach().float().cpu().numpy() if hasattr(values, "cpu") else np.asarray(values)
 
 
-@final
-class NumberAccumulator:
-    """Sums the errors of predicted numbers."""
+class SumsAccumulator(ABC):
+    """Adds up terms of rows, exactly over all ranks."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(3)  # rows, squared errors, absolute errors
-
-    @property
-    def rows(self) -> int:
-        return int(self._sums[0])
+        self._sums, self.rows = np.zeros(len(self._terms(np.zeros(0), np.zeros(0)))), 0
 
     def update(self, predicted: Any, labels: Any) -> None:
         """Appends rows: (rows,) each."""
-        errors = _array(predicted).astype(np.float64) - _array(labels)
-        self._sums += len(errors), np.square(errors).sum(), np.abs(errors).sum()
+        terms = self._terms(_array(predicted).astype(np.float64), _array(labels))
+        self._sums = self._sums + [term.sum() for term in terms]
+        self.rows += len(terms[0])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """Mean squared error `mse`, mean absolute error `mae`, `rows`; nan without rows. A collective of the group; local without
-        torch.distributed. Raises InputError on every rank if a prediction of any is NaN."""
-        rows, squared, absolute = _summed(self._sums, process_group)
-        refuse_nan(int(math.isnan(squared)), int(rows))
-        return {"mse": squared / rows if rows else math.nan, "mae": absolute / rows if rows else math.nan, "rows": rows}
+        """The metrics, and `rows`; nan without rows. A collective of the group; local without torch.distributed. Raises
+        InputError on every rank if a prediction of any is NaN."""
+        of_ranks = Collectives(process_group).gather_floats([self.rows, *self._sums.tolist()])
+        rows, *sums = (math.fsum(values) for values in zip(*of_ranks, strict=True))
+        refuse_nan(int(math.isnan(sums[0])), int(rows))
+        return {**self._metrics(rows or math.nan, *sums), "rows": rows}
+
+    @abstractmethod
+    def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+        """float64 (rows,) each."""
+
+    @abstractmethod
+    def _metrics(self, rows: float, *sums: float) -> dict[str, float]: ...
 
 
 @final
-class CountAccumulator:
-    """Sums what tells how well counts are predicted."""
+class NumberAccumulator(SumsAccumulator):
+    """Mean squared error `mse` and mean absolute error `mae` of predicted numbers."""
 
-    def __init__(self) -> None:
-        self._sums = np.zeros(4)  # rows, deviances, predicted means, counts
+    def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+        errors = predicted - labels
+        return np.square(errors), np.abs(errors)
 
-    @property
-    def rows(self) -> int:
-        return int(self._sums[0])
-
-    def update(self, predicted: Any, labels: Any) -> None:
-        """Appends rows: logarithms of predicted means and counts, (rows,) each."""
-        logs, counts = (_array(values).astype(np.float64) for values in (predicted, labels))
-        means = np.exp(logs)
-        deviances = 2 * (counts * (np.log(np.maximum(counts, 1e-300)) - logs) - counts + means)
-        self._sums += len(counts), deviances.sum(), means.sum(), counts.sum()
-
-    def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """Mean `deviance` of a Poisson distribution, `calibration` (sum of predicted means over that of counts), `rows`; nan
-        without rows. A collective as `NumberAccumulator.compute`."""
-        rows, deviance, means, counts = _summed(self._sums, process_group)
-        refuse_nan(int(math.isnan(deviance)), int(rows))
-        calibration = means / counts if counts else math.nan
-        return {"deviance": deviance / rows if rows else math.nan, "calibration": calibration, "rows": rows}
+    def _metrics(self, rows: float, *sums: float) -> dict[str, float]:
+        squared, absolute = sums
+        return {"mse": squared / rows, "mae": absolute / rows}
 
 
-def _summed(sums: np.ndarray, process_group: ProcessGroup | None) -> list[float]:
-    """The sums of all ranks, added up exactly."""
-    of_ranks = Collectives(process_group).gather_floats(sums.tolist())
-    return [math.fsum(values) for values in zip(*of_ranks, strict=True)]
+@final
+class CountAccumulator(SumsAccumulator):
+    """Mean `deviance` of a Poisson distribution of logarithms of predicted means, and `calibration`, the sum of predicted means
+    over that of counts."""
+
+    def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+        means, counts = np.exp(predicted), labels.astype(np.float64)
+        deviances = 2 * (counts * (np.log(np.maximum(counts, 1e-300)) - predicted) - counts + means)
+        return deviances, means, counts
+
+    def _metrics(self, rows: float, *sums: float) -> dict[str, float]:
+        deviance, means, counts = sums
+        return {"deviance": deviance / rows, "calibration": means / (counts or math.nan)}
 
 
 @final

@@ -93,6 +93,13 @@ class ClickModelConfig(Config):
     """Networks that are trained side by side, each with embeddings of its own, and whose logits are averaged: an ensemble that is
     one model. Time, tables and memory grow with it."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.members > 1 and not self.LABELLED:
+            raise InputError(
+                f"{type(self).__name__}.members: must be 1 without logits to average, got {self.members}. Set it."
+            )
+
     @classmethod
     def _own_class(cls) -> str | None:
         return f"{cls.__module__}.{cls.__qualname__}"

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from rayrec.batch import Batch
-from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.heads import LabelHead, named_outputs, own_loss
+from rayrec.models.heads import Head, LabelHead, named_outputs, own_loss
 
 
 def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
@@ -25,18 +24,7 @@ def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: P
     if config.members == 1:
         return config.build(inputs, precision=precision)
     networks = [config.build(inputs, precision=precision) for _ in range(config.members)]
-    return Ensemble(networks, averaged_heads(config, inputs), widths=[config.width] * config.members)
-
-
-def averaged_heads(config: ClickModelConfig, inputs: ModelInputs) -> tuple[LabelHead, ...]:
-    """Return the heads of networks whose outputs are averaged. Raises InputError for those that have no mean."""
-    heads = config.output_heads(inputs)
-    for head in heads:
-        if not isinstance(head, LabelHead):
-            raise InputError(
-                f"{type(config).__name__}.members: must average logits, got {head.kind} {head.name}. Set it to 1."
-            )
-    return heads  # type: ignore[return-value]
+    return Ensemble(networks, config.output_heads(inputs), widths=[config.width] * config.members)
 
 
 @final
@@ -47,7 +35,7 @@ class Ensemble(nn.Module):
     makes their mean better than any of them.
     """
 
-    def __init__(self, members: Sequence[nn.Module], heads: Sequence[LabelHead], *, widths: Sequence[int]) -> None:
+    def __init__(self, members: Sequence[nn.Module], heads: Sequence[Head], *, widths: Sequence[int]) -> None:
         """`widths`: values of each embedding that each member takes, in their order."""
         super().__init__()
         self.members, self._heads = nn.ModuleList(members), heads
@@ -82,7 +70,7 @@ class Ensemble(nn.Module):
         return total - total.detach() * (1 - 1 / len(losses))
 
     def _loss_of_labels(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        return reduce(add, (head.losses(outputs, batch.labels) for head in self._heads))
+        return reduce(add, (head.losses(outputs, batch.labels) for head in self._heads if isinstance(head, LabelHead)))
 
 
 def _part(embedded: Embedded, columns: slice) -> Embedded:

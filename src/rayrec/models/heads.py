@@ -33,8 +33,8 @@ class Head:
     kind: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     """Of the tensors that hold its values, by the order of `names`."""
-    is_label: ClassVar[bool] = False
-    """Whether it predicts a label of the log, so that it has a loss and metrics."""
+    called: ClassVar[tuple[str, str]] = ("values", "head")
+    """What errors call its values, and itself."""
 
     name: str
 
@@ -51,14 +51,12 @@ class Head:
     def check(self, outputs: Outputs, *, rows: int, where: str) -> None:
         """Raises InputError for values that are missing, and for those of another shape or dtype. What broadcasts would train
         without an error, and what is not float32 would be refused by scoring, after training."""
+        shape, (what, of) = (rows, *self.shape), self.called
         for name, dtype in zip(self.names, self.dtypes, strict=True):
-            values, what = outputs.get(name), "logits" if self.is_label else "values"
+            values = outputs.get(name)
             if values is None:
-                of = "the label" if self.is_label else "the head"
-                raise InputError(
-                    f"{where} gave {', '.join(outputs) or 'nothing'}, and no {what} by the name of {of}, {name}"
-                )
-            shape = (rows, *self.shape)
+                given = ", ".join(outputs) or "nothing"
+                raise InputError(f"{where} gave {given}, and no {what} by the name of the {of}, {name}")
             if values.shape != shape or str(values.dtype) != f"torch.{dtype}":
                 raise InputError(
                     f"{where} gave {what} of shape {tuple(values.shape)} and {values.dtype} for {rows} rows; give {shape} "
@@ -83,7 +81,8 @@ class Head:
 class LabelHead(Head):
     """Predicts a label of the log, in a tensor of its name, (rows,) float32."""
 
-    is_label = True
+    called = ("logits", "label")
+    of_logits: ClassVar[str] = "What the network gives."
 
     main: bool = False
     """Whether it predicts the main label, which every row has."""
@@ -117,15 +116,17 @@ class LabelHead(Head):
         logits = values[self.name]
         return {f"score{self.suffix}": self.prediction(logits), f"logit{self.suffix}": logits}
 
-    def json_schema(self) -> dict[str, Any]:
-        number = {"type": "number"}
-        if not self.main:
-            return {f"score{self.suffix}": many(number, f"Predicted {self.name}.")}
-        return {"scores": many(number, f"Predicted {self.name}."), "logits": many(number, "The network's output.")}
-
     def answer(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
         scores = self.prediction(values[self.name])
         return {"scores": scores, "logits": values[self.name]} if self.main else {f"score{self.suffix}": scores}
+
+    def json_schema(self) -> dict[str, Any]:
+        scores = self._scores_schema()
+        logits = many({"type": "number"}, self.of_logits)
+        return {"scores": scores, "logits": logits} if self.main else {f"score{self.suffix}": scores}
+
+    def _scores_schema(self) -> dict[str, Any]:
+        return many({"type": "number"}, f"Predicted {self.name}.")
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class BinaryHead(LabelHead):
     """The logit of a label that is 1 or 0."""
 
     kind = "binary"
+    of_logits = "Logit of the score."
 
     def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         from torch.nn import functional
@@ -145,14 +147,9 @@ class BinaryHead(LabelHead):
     def accumulator(self) -> Accumulator:
         return BinaryMetricsAccumulator()
 
-    def json_schema(self) -> dict[str, Any]:
-        probability = {"type": "number", "minimum": 0, "maximum": 1}
-        if not self.main:
-            return {f"score{self.suffix}": many(probability, f"Probability that {self.name} is 1.")}
-        return {
-            "scores": many(probability, "Probability of a click."),
-            "logits": many({"type": "number"}, "Logit of the score."),
-        }
+    def _scores_schema(self) -> dict[str, Any]:
+        meaning = "Probability of a click." if self.main else f"Probability that {self.name} is 1."
+        return many({"type": "number", "minimum": 0, "maximum": 1}, meaning)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from rayrec.metrics.means import RowMetrics
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import NumberHead, label_heads
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.ranking.ensemble import EnsembleConfig
 from rayrec.schema import Label
 from rayrec.workloads.recsys.scorer import PlainModel
 
@@ -88,5 +90,7 @@ def test_a_count_is_learnt_and_judged_as_poissons() -> None:
 
 
 def test_heads_without_a_mean_are_refused_in_ensembles() -> None:
-    with pytest.raises(InputError, match=r"^WithoutLabelConfig.members: must average logits, got items best"):
-        build_network(CONFIG.replace(members=2), INPUTS)
+    with pytest.raises(InputError, match=r"^WithoutLabelConfig.members: must be 1 without logits to average, got 2"):
+        CONFIG.replace(members=2)
+    with pytest.raises(InputError, match=r"^EnsembleConfig.models\[1\]: must predict a label, got WithoutLabelConfig"):
+        EnsembleConfig(models=(DLRMConfig(), CONFIG))

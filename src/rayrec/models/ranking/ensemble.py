@@ -75,7 +75,7 @@ class EnsembleConfig(ClickModelConfig):
         return tuple(feature for feature in inputs.features if feature in taken)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-        from rayrec.models.ensemble import Ensemble, averaged_heads, build_network
+        from rayrec.models.ensemble import Ensemble, build_network
 
         networks = [build_network(model, inputs, precision=precision) for model in self.models]
-        return Ensemble(networks, averaged_heads(self, inputs), widths=[model.table_width for model in self.models])
+        return Ensemble(networks, self.output_heads(inputs), widths=[model.table_width for model in self.models])
