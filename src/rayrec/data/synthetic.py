@@ -11,7 +11,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,7 +19,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import in_order
 from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, NUM_DENSE, NUM_SPARSE, VERSION, Plant
 from rayrec.machine import usable_cpus
-from rayrec.native import library
+from rayrec.native import call
 
 
 def day_starts(rows: int, days: int) -> list[int]:
@@ -292,22 +291,6 @@ _MAX_INTEGER_BYTES = 12
 _TOKEN_BYTES = 9
 
 
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    kernel = library().rayrec_format_rows
-    kernel.restype = ctypes.c_int64
-    kernel.argtypes = [
-        *[ctypes.c_void_p] * 4,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_int32,
-        ctypes.c_int32,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-    ]
-    return kernel
-
-
 def max_row_bytes(num_dense: int, num_sparse: int) -> int:
     """The longest a formatted row can be, newline included."""
     return 2 + num_dense * _MAX_INTEGER_BYTES + num_sparse * _TOKEN_BYTES
@@ -335,16 +318,9 @@ def format_rows(
             raise ValueError(f"{name}: needs C-contiguous {np.dtype(kind)} {shape}, not {array.dtype} {array.shape}")
     if not out.flags.writeable:
         raise ValueError("out: is read-only")
-    written = _kernel()(
-        *(array.ctypes.data for array in (labels, dense, tokens, missing)),
-        rows,
-        rows,
-        num_dense,
-        num_sparse,
-        out.ctypes.data,
-        out.size,
-    )
+    columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
+    written = call("rayrec_format_rows", labels, dense, tokens, missing, rows, rows, *columns, out, out.size)
     if written < 0:
         most = max_row_bytes(num_dense, num_sparse)
         raise ValueError(f"{rows} rows do not fit {out.size} bytes (a row takes up to {most}), or a label exceeds 9")
-    return int(written)
+    return written

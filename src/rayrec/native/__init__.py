@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from functools import lru_cache
+from typing import Any
 
 
 @lru_cache(maxsize=1)
@@ -16,6 +17,28 @@ def library() -> ctypes.CDLL:
             "rayrec's compiled kernels are missing: install rayrec with pip (`pip install .` or `pip install -e .`)"
         )
     return ctypes.CDLL(spec.origin)
+
+
+def call(name: str, *arguments: Any, returns: type = ctypes.c_int64) -> int:
+    """Call a kernel. Passes an array as the address of its contiguous items, None as NULL, an int as int64 and a float as double,
+    and values of ctypes as they are."""
+    function = getattr(library(), name)
+    function.restype = returns
+    result: int = function(*map(_converted, arguments))
+    return result
+
+
+def _converted(argument: Any) -> Any:
+    if argument is None:
+        return ctypes.c_void_p(None)
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
+    if hasattr(argument, "ctypes"):
+        assert argument.flags.c_contiguous
+        return ctypes.c_void_p(argument.ctypes.data)
+    return argument
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h

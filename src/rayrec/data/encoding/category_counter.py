@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import tempfile
@@ -15,7 +16,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.raw_block import RawBlock
-from rayrec.native import library
+from rayrec.native import call
 
 Items = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """(tokens, counts int64, first rows int64 or None), in no particular order."""
@@ -37,17 +38,6 @@ class _CCounter(ctypes.Structure):
         ("shift", ctypes.c_int32),
         ("words", ctypes.c_int32),
     ]
-
-
-def kernel(name: str) -> Any:
-    function = getattr(library(), name)
-    function.restype = ctypes.c_int64
-    return function
-
-
-def pointer(array: np.ndarray | None) -> ctypes.c_void_p:
-    assert array is None or array.flags.c_contiguous
-    return ctypes.c_void_p(None if array is None else array.ctypes.data)
 
 
 _HUGE_PAGE = 2 << 20
@@ -108,18 +98,12 @@ class TokenCounter:
     def partitioned(self, bits: int, min_count: int = 1) -> tuple[Items, np.ndarray]:
         """Items ordered by partition, 2^bits of them, and the place where each starts (one entry more: the end)."""
         offsets = np.empty((1 << bits) + 1, np.int64)
-        write = kernel("rayrec_count_items")
-        fixed = (
-            ctypes.byref(self._c),
-            ctypes.c_int64(min_count),
-            ctypes.c_int32(self.dtype.itemsize),
-            ctypes.c_int32(bits),
-            pointer(offsets),
-        )
-        size = write(*fixed, None, None, None)
+        sizes = (ctypes.c_int32(self.dtype.itemsize), ctypes.c_int32(bits))
+        write = functools.partial(call, "rayrec_count_items", ctypes.byref(self._c), min_count, *sizes, offsets)
+        size = write(None, None, None)
         tokens, counts = np.empty(size, self.dtype), np.empty(size, np.int64)
         rows = np.empty(size, np.int64) if self.first_rows else None
-        write(*fixed, pointer(tokens), pointer(counts), pointer(rows))
+        write(tokens, counts, rows)
         return (tokens, counts, rows), offsets
 
     def clear(self) -> None:
@@ -132,7 +116,7 @@ class TokenCounter:
             slots, old = self._slots, self._c  # kept until the move is done
             self._allocate(size)
             assert slots is not None
-            kernel("rayrec_count_move")(ctypes.byref(old), ctypes.byref(self._c))
+            call("rayrec_count_move", ctypes.byref(old), ctypes.byref(self._c))
 
     def _slots_with(self, tokens: int) -> int:
         size = self._c.size
@@ -157,14 +141,10 @@ class TokenCounter:
         rows = _plain(rows, np.int64) if self.first_rows and rows is not None else None
         done = 0
         while True:
-            done += kernel("rayrec_count_values")(
-                pointer(tokens[done:]),
-                ctypes.c_int32(tokens.itemsize),
-                pointer(None if counts is None else counts[done:]),
-                pointer(None if rows is None else rows[done:]),
-                ctypes.c_int64(shift_rows),
-                ctypes.c_int64(len(tokens) - done),
-                ctypes.byref(self._c),
+            counted, numbers = (None if each is None else each[done:] for each in (counts, rows))
+            sizes = (shift_rows, len(tokens) - done, ctypes.byref(self._c))
+            done += call(
+                "rayrec_count_values", tokens[done:], ctypes.c_int32(tokens.itemsize), counted, numbers, *sizes
             )
             if done == len(tokens):
                 return
@@ -185,18 +165,9 @@ def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: in
     assert all(tokens.itemsize <= counter.dtype.itemsize for counter in counters)
     while True:
         pointers = (ctypes.c_void_p * len(counters))(*(ctypes.addressof(counter._c) for counter in counters))
-        done += kernel("rayrec_count_rows")(
-            ctypes.c_void_p(tokens.ctypes.data + done * tokens.shape[1] * tokens.itemsize),
-            ctypes.c_int32(tokens.itemsize),
-            ctypes.c_void_p(raw.missing.ctypes.data + 8 * done),
-            ctypes.c_int64(raw.rows - done),
-            ctypes.c_int64(tokens.shape[1]),
-            ctypes.c_int32(len(raw.schema.dense)),
-            ctypes.c_int32(len(counters)),
-            ctypes.c_int64(first_row + done),
-            pointers,
-            pointer(absences),
-        )
+        sizes = (raw.rows - done, tokens.shape[1], ctypes.c_int32(len(raw.schema.dense)), ctypes.c_int32(len(counters)))
+        left = (tokens[done:], ctypes.c_int32(tokens.itemsize), raw.missing[done:])
+        done += call("rayrec_count_rows", *left, *sizes, first_row + done, pointers, absences)
         if done == raw.rows:
             return
         for counter in counters:
@@ -324,15 +295,9 @@ def _groups(sizes: Sequence[int], table_bytes: int, like: TokenCounter) -> Itera
 def _select(arrays: Sequence[np.ndarray], bits: int, partition: int) -> list[np.ndarray]:
     tokens, counts, *rows = arrays
     counts = counts.astype(np.int64)
-    kept = kernel("rayrec_select_partition")(
-        pointer(tokens),
-        ctypes.c_int32(tokens.itemsize),
-        pointer(counts),
-        pointer(rows[0] if rows else None),
-        ctypes.c_int64(len(tokens)),
-        ctypes.c_int32(bits),
-        ctypes.c_int64(partition),
-    )
+    item_bytes, first_rows = ctypes.c_int32(tokens.itemsize), rows[0] if rows else None
+    sizes = (len(tokens), ctypes.c_int32(bits), partition)
+    kept = call("rayrec_select_partition", tokens, item_bytes, counts, first_rows, *sizes)
     return [array[:kept] for array in (tokens, counts, *rows)]
 
 

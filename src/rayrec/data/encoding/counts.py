@@ -22,16 +22,14 @@ from rayrec.data.encoding.category_counter import (
     TokenCounter,
     count_columns,
     frequent_items,
-    kernel,
     narrow,
-    pointer,
 )
 from rayrec.data.encoding.derivation import Derivation, file_key
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import Part, Segment
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.raw_block import RawBlock, RawList, category_type
-from rayrec.native import keep_freed_memory, library
+from rayrec.native import call, keep_freed_memory
 from rayrec.schema import Schema
 
 DENSE_UNITS = 1 << 20
@@ -185,16 +183,9 @@ class Counts:
 
     def _add_integers(self, block: RawBlock) -> None:
         if len(self.dense_moments):
-            library().rayrec_dense_moments(
-                pointer(block.numbers),
-                pointer(block.missing),
-                ctypes.c_int64(block.rows),
-                ctypes.c_int32(len(self.dense_moments)),
-                ctypes.c_double(DENSE_UNITS),
-                ctypes.c_int32(DENSE_LOW_BITS),
-                pointer(_small_logs()),
-                pointer(self.dense_moments),
-            )
+            units = (float(DENSE_UNITS), ctypes.c_int32(DENSE_LOW_BITS), _small_logs())
+            read = (block.numbers, block.missing, block.rows, ctypes.c_int32(len(self.dense_moments)))
+            call("rayrec_dense_moments", *read, *units, self.dense_moments)
 
     def add_source(self, block: RawBlock, path: str) -> None:
         """Adds the labels of rows as they were read from a file, and the file's least integer."""
@@ -317,8 +308,8 @@ def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _small_logs() -> np.ndarray:
-    table = np.empty(kernel("rayrec_num_small_logs")(), np.int32)
-    library().rayrec_small_logs(ctypes.c_double(DENSE_UNITS), pointer(table))
+    table = np.empty(call("rayrec_num_small_logs"), np.int32)
+    call("rayrec_small_logs", float(DENSE_UNITS), table)
     return table
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rayrec.data.logs.index import source_of
 from rayrec.data.raw_block import RawBlock
-from rayrec.native import library
+from rayrec.native import call
 from rayrec.schema import Schema
 
 
@@ -60,13 +59,8 @@ class Derivation:
     def _bucketed(self, block: RawBlock) -> RawBlock:
         num_dense, num_sparse = block.numbers.shape[1], block.categories.shape[1]
         categories = np.empty((block.rows, num_dense + num_sparse), np.uint32)
-        library().rayrec_bucket_integers(
-            ctypes.c_void_p(np.ascontiguousarray(block.numbers).ctypes.data),
-            ctypes.c_int64(block.rows),
-            ctypes.c_void_p(categories.ctypes.data),
-            ctypes.c_int64(num_dense),
-            ctypes.c_int64(num_dense + num_sparse),
-        )
+        numbers, columns = np.ascontiguousarray(block.numbers), num_dense + num_sparse
+        call("rayrec_bucket_integers", numbers, block.rows, categories, num_dense, columns)
         categories[:, num_dense:] = block.categories
         missing = block.missing.copy()
         for column in range(num_dense):  # 0 is no category; the parser stores it where a number is missing

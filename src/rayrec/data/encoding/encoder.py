@@ -16,7 +16,7 @@ from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, CLayout, CRawRows
 from rayrec.data.raw_block import RawBlock, RawList, places_of
-from rayrec.native import library
+from rayrec.native import call
 
 MLPERF_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids a row in each of Criteo's 26 columns in MLPerf's DLRM-DCNv2 benchmark; 214 in all."""
@@ -53,17 +53,8 @@ class MultiHot(Config):
     def _expand_column(self, number: int, ids: np.ndarray, size: int, num_embeddings: int) -> np.ndarray:
         ids = np.ascontiguousarray(ids)
         out = np.empty((len(ids), size), ids.dtype)
-        library().rayrec_expand_bags(
-            ctypes.c_void_p(ids.ctypes.data),
-            ctypes.c_int64(len(ids)),
-            ctypes.c_int64(ids.itemsize),
-            ctypes.c_int64(size),
-            ctypes.c_int64(num_embeddings),
-            ctypes.c_uint64(self.seed & (2**64 - 1)),
-            ctypes.c_int64(number),
-            ctypes.c_int32(self.distribution == "pareto"),
-            ctypes.c_void_p(out.ctypes.data),
-        )
+        seed, pareto = ctypes.c_uint64(self.seed & (2**64 - 1)), ctypes.c_int32(self.distribution == "pareto")
+        call("rayrec_expand_bags", ids, len(ids), ids.itemsize, size, num_embeddings, seed, number, pareto, out)
         return out
 
 
@@ -137,14 +128,8 @@ def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> boo
     assert categories.flags.c_contiguous
     assert ids.flags.c_contiguous
     assert out.flags.c_contiguous
-    failed = library().rayrec_build_slots(
-        ctypes.c_void_p(categories.ctypes.data),
-        ctypes.c_int32(categories.itemsize),
-        ctypes.c_void_p(ids.ctypes.data),
-        ctypes.c_int64(len(categories)),
-        ctypes.c_void_p(out.ctypes.data),
-        ctypes.c_int64(len(out)),
-    )
+    item_bytes, sizes = ctypes.c_int32(categories.itemsize), (len(categories), out, len(out))
+    failed = call("rayrec_build_slots", categories, item_bytes, ids, *sizes, returns=ctypes.c_int32)
     return not failed
 
 
@@ -155,15 +140,8 @@ def look_up(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.nd
     assert categories.dtype == (np.uint64 if slots.ndim == 2 else np.uint32)
     categories = np.ascontiguousarray(categories)
     out = np.empty(len(categories), np.int32)
-    library().rayrec_look_up(
-        ctypes.c_void_p(categories.ctypes.data),
-        ctypes.c_int32(categories.itemsize),
-        ctypes.c_int64(len(categories)),
-        ctypes.c_void_p(slots.ctypes.data),
-        ctypes.c_int64(len(slots)),
-        ctypes.c_int32(unknown_id),
-        ctypes.c_void_p(out.ctypes.data),
-    )
+    item_bytes, table = ctypes.c_int32(categories.itemsize), (slots, len(slots), ctypes.c_int32(unknown_id))
+    call("rayrec_look_up", categories, item_bytes, len(categories), *table, out)
     return out
 
 
@@ -222,17 +200,20 @@ class Encoder:
         ids = np.empty((len(self._categories), rows), self._id_type)
         matrices = (block.numbers, block.categories, block.missing)
         assert all(matrix.flags.c_contiguous for matrix in matrices)
-        library().rayrec_encode(
-            ctypes.byref(CRawRows(*(matrix.ctypes.data for matrix in matrices), None, block.rows)),
-            ctypes.byref(CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES)),
-            ctypes.c_void_p(order.ctypes.data),
-            ctypes.c_int64(rows),
-            ctypes.c_int32(self._derivation.buckets),
-            *self._c_columns,
-            ctypes.c_void_p(dense.ctypes.data),
-            ctypes.c_void_p(ids.ctypes.data),
-            ctypes.c_int64(ids.itemsize),
-            ctypes.c_int64(rows),
+        raw = CRawRows(*(matrix.ctypes.data for matrix in matrices), None, block.rows)
+        layout, buckets = CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES), ctypes.c_int32(self._derivation.buckets)
+        rules = (buckets, *self._c_columns)
+        call(
+            "rayrec_encode",
+            ctypes.byref(raw),
+            ctypes.byref(layout),
+            order,
+            rows,
+            *rules,
+            dense,
+            ids,
+            ids.itemsize,
+            rows,
         )
         return dense, ids  # type: ignore[return-value]  # a matrix is a sequence of its rows
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.native import library
+from rayrec.native import call
 from rayrec.schema import Schema
 from rayrec.storage.cache import is_gzip
 
@@ -256,22 +256,10 @@ class _Splitter:
         capacity = min(len(data) // max(self.columns, 2) + 1, most_rows)  # more rows come with the next call
         starts, lengths = np.empty((capacity, kept), np.int64), np.empty((capacity, kept), np.int64)
         kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
-        function = library().rayrec_split_csv
-        function.restype = ctypes.c_int64
-        rows = function(
-            ctypes.c_void_p(data.ctypes.data),
-            ctypes.c_int64(len(data)),
-            ctypes.c_int32(final),
-            ctypes.c_uint8(ord(self.delimiter)),
-            ctypes.c_int32(self.trim),
-            ctypes.c_int64(MAX_QUOTED_BYTES),
-            ctypes.c_int64(MAX_QUOTED_LINES),
-            ctypes.c_int32(self.columns),
-            ctypes.c_void_p(self.places.ctypes.data),
-            ctypes.c_int32(kept),
-            ctypes.c_int64(capacity),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (starts, lengths, kinds, consumed)),
-        )
+        how = (ctypes.c_int32(final), ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.trim))
+        columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(kept), capacity)
+        out = (starts, lengths, kinds, consumed)
+        rows = call("rayrec_split_csv", data, len(data), *how, MAX_QUOTED_BYTES, MAX_QUOTED_LINES, *columns, *out)
         skip = 1 if rows and self.row < 0 else 0
         if skip and kinds[0]:
             raise InputError(f"{self.path}: its first row is no header (an unmatched quote); a CSV file needs one")
@@ -283,12 +271,8 @@ class _Splitter:
         rows, kept = starts.shape
         offsets = np.empty(rows + 1, np.int64)
         out = np.empty(lengths[:, place].sum(), np.uint8)
-        library().rayrec_gather_text(
-            *(ctypes.c_void_p(array.ctypes.data) for array in (data, starts, lengths)),
-            ctypes.c_int64(rows),
-            ctypes.c_int32(kept),
-            ctypes.c_int32(place),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (offsets, out)),
+        call(
+            "rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(kept), ctypes.c_int32(place), offsets, out
         )
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(out)]
         return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, buffers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import re
 from bisect import bisect_right
@@ -15,7 +14,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.logs.faults import HEAD_BYTES, Faults, likely_cause
-from rayrec.native import library
+from rayrec.native import call
 from rayrec.schema import Schema
 from rayrec.storage.cache import head_of
 
@@ -191,9 +190,7 @@ def numbered(entries: Iterable[Entry | tuple[str, int, int, int]], format: Forma
 
 def checksum(data: np.ndarray) -> int:
     """Checksum of contiguous bytes (uint8), from 0 to 2^63 - 1; finds any change of one 8-byte word, others but for 2^-63."""
-    function = library().rayrec_checksum
-    function.restype = ctypes.c_int64
-    return function(ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(data.nbytes))
+    return call("rayrec_checksum", data, data.nbytes)
 
 
 def changed(path: str, start: int, stop: int, unit: str) -> InputError:

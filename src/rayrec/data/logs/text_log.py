@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rayrec.data.logs.index import Entry, Segment, changed, checksum
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, PADDING_BYTES, TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
-from rayrec.native import library
+from rayrec.native import call
 from rayrec.schema import Schema
 
 
@@ -103,9 +102,7 @@ def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[
 
 
 def _last_line_start(text: np.ndarray, length: int) -> int:
-    function = library().rayrec_last_line_start
-    function.restype = ctypes.c_int64
-    return function(ctypes.c_void_p(text.ctypes.data), ctypes.c_int64(length))
+    return call("rayrec_last_line_start", text, length)
 
 
 def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rayrec.data.logs.faults import LABEL_FAULT, LABEL_LETTERS, Fault, Faults, distinct_labels
 from rayrec.data.raw_block import RawBlock, category_type, number_type
-from rayrec.native import library
+from rayrec.native import call
 from rayrec.schema import Schema
 
 FAULT_KINDS = (
@@ -93,16 +93,10 @@ class TextParser:
         details = np.zeros(most_faults, _FAULT_DTYPE)
         num_details = ctypes.c_int64()
         columns = (self._numbers, self._categories, self._missing, self._labels)
-        rows = _parse()(
-            text.ctypes.data,
-            length,
-            ctypes.byref(CLayout(labelled, len(schema.dense), len(schema.sparse), MAX_LINE_BYTES)),
-            ctypes.byref(CRawRows(*(column[before:].ctypes.data for column in columns), self.capacity - before)),
-            counts.ctypes.data,
-            details.ctypes.data,
-            len(details),
-            ctypes.byref(num_details),
-        )
+        layout = CLayout(labelled, len(schema.dense), len(schema.sparse), MAX_LINE_BYTES)
+        out = CRawRows(*(column[before:].ctypes.data for column in columns), self.capacity - before)
+        parsed = (counts, details, len(details), ctypes.byref(num_details))
+        rows = call("rayrec_parse", text, length, ctypes.byref(layout), ctypes.byref(out), *parsed)
         assert rows >= 0, "capacity is derived from the shortest possible row"
         self.rows += rows
         names = (*([schema.label or ""] * labelled), *schema.dense, *schema.sparse, "")
@@ -145,16 +139,3 @@ def parse(schema: Schema, text: bytes, *, path: str = "") -> tuple[RawBlock, Fau
     parser = TextParser(schema, max_rows_in(schema, len(text)))
     faults = parser.parse(padded(text), len(text), path=path)
     return parser.block(), faults
-
-
-def _parse() -> ctypes._NamedFuncPointer:
-    function = library().rayrec_parse
-    function.restype = ctypes.c_int64
-    function.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        *[ctypes.c_void_p] * 4,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-    ]
-    return function

@@ -22,7 +22,7 @@ from rayrec.data.encoded import Bags, EncodedRows, Ids, ids_from_arrow, ids_to_a
 from rayrec.data.encoding.encoder import c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.raw_block import RawBlock
-from rayrec.native import library
+from rayrec.native import call
 from rayrec.schema import Schema
 
 WRITTEN = ("binary", "npy", "parquet")
@@ -196,12 +196,7 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
         )
     for name, column in zip(preprocessor.inputs.dense, preprocessor.dense, strict=True):
         integer, zero = np.zeros(1, np.int64), np.empty(1, np.float32)
-        library().rayrec_transform_dense(
-            ctypes.c_void_p(integer.ctypes.data),
-            ctypes.c_int64(1),
-            ctypes.byref(c_dense_column(column)),
-            ctypes.c_void_p(zero.ctypes.data),
-        )
+        call("rayrec_transform_dense", integer, 1, ctypes.byref(c_dense_column(column)), zero)
         if zero[0] != np.float32(column.missing_value):
             raise InputError(
                 f"format binary stores a missing integer as 0, but in column {name} that is {zero[0]} and missing "
@@ -274,19 +269,9 @@ def _pack(
     ids = np.ascontiguousarray(rows.ids)
     num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
     out = np.empty((len(rows), 1 + num_dense + num_sparse), np.int32)
-    pack = library().rayrec_pack_rows
-    pack.restype = ctypes.c_int64
-    wrong = pack(
-        ctypes.c_void_p(integers.ctypes.data),
-        ctypes.c_void_p(lowest.ctypes.data),
-        ctypes.c_void_p(ids.ctypes.data),
-        ctypes.c_int64(ids.itemsize),
-        ctypes.c_void_p(rows.label.ctypes.data if rows.labels else None),
-        ctypes.c_int64(len(rows)),
-        ctypes.c_int32(num_dense),
-        ctypes.c_int32(num_sparse),
-        ctypes.c_void_p(out.ctypes.data),
-    )
+    label = rows.label if rows.labels else None
+    columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
+    wrong = call("rayrec_pack_rows", integers, lowest, ids, ids.itemsize, label, len(rows), *columns, out)
     return out, wrong
 
 

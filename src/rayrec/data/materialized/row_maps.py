@@ -17,7 +17,7 @@ from rayrec.data.encoded import EncodedRows, Ids
 from rayrec.data.encoding.encoder import CDenseColumn, c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.materialized.formats import Matrix
-from rayrec.native import library
+from rayrec.native import call
 
 
 class _CRuns(ctypes.Structure):
@@ -159,15 +159,8 @@ class RowMaps:
         out = np.empty(shape, values.dtype)
         if out.size:
             c_runs, kept = self._c_runs(name, runs)
-            library().rayrec_gather_rows(
-                ctypes.byref(c_runs),
-                ctypes.c_void_p(order.ctypes.data),
-                ctypes.c_int64(len(order)),
-                ctypes.c_int64(matrix.columns),
-                ctypes.c_int64(values.itemsize),
-                ctypes.c_int32(transposed),
-                ctypes.c_void_p(out.ctypes.data),
-            )
+            sizes = (len(order), matrix.columns, values.itemsize, ctypes.c_int32(transposed))
+            call("rayrec_gather_rows", ctypes.byref(c_runs), order, *sizes, out)
             del kept
         return out
 
@@ -178,17 +171,9 @@ class RowMaps:
         ids = np.empty((num_sparse, len(order)), np.int32)
         labels = np.empty(len(order), np.float32)
         c_runs, kept = self._c_runs("rows", runs)
-        library().rayrec_unpack_rows(
-            ctypes.byref(c_runs),
-            ctypes.c_void_p(order.ctypes.data),
-            ctypes.c_int64(len(order)),
-            ctypes.c_int32(num_dense),
-            ctypes.c_int32(num_sparse),
-            (CDenseColumn * num_dense)(*map(c_dense_column, preprocessor.dense)),
-            ctypes.c_void_p(dense.ctypes.data),
-            ctypes.c_void_p(ids.ctypes.data),
-            ctypes.c_void_p(labels.ctypes.data),
-        )
+        sizes = (len(order), ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
+        rules = (CDenseColumn * num_dense)(*map(c_dense_column, preprocessor.dense))
+        call("rayrec_unpack_rows", ctypes.byref(c_runs), order, *sizes, rules, dense, ids, labels)
         del kept
         columns: Any = ids.astype(preprocessor.id_dtype, copy=False)
         return EncodedRows(
