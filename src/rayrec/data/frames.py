@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeGuard, overload
 
 import pyarrow as pa
 
-from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.extension import preprocessor_folder
+from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.csv_reader import check_columns
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import named_columns
@@ -62,7 +62,7 @@ def transform(
     unusable type, and for other `data`. Errors in the rows of a Dataset come from Ray Data, when it is consumed.
     """
     if not isinstance(preprocessor, Preprocessor):
-        preprocessor = _loaded(os.fspath(preprocessor))
+        preprocessor = Preprocessor.load(preprocessor_folder(os.fspath(preprocessor)))
     if is_frame(data):
         schema = _schema_for(preprocessor.schema, list(data.columns), "DataFrame")
         columns = [name for name in schema.columns if name in data.columns]
@@ -92,12 +92,6 @@ def arrow_of(frame: pandas.DataFrame) -> pa.Table:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise InputError(f"DataFrame: {' '.join(str(error).split())}; give each column one type") from None
-
-
-def _loaded(folder: str) -> Preprocessor:
-    inside = storage.join(folder, PREPROCESSOR_FOLDER)
-    of_run = not storage.exists(storage.join(folder, "preprocessor.json")) and storage.exists(inside)
-    return Preprocessor.load(inside if of_run else folder)
 
 
 def _schema_for(schema: Schema, names: Sequence[str], where: str) -> Schema:
