@@ -193,13 +193,9 @@ def _hash64(values: np.ndarray, salt: int, purpose: int) -> np.ndarray:
 
 def _permute32(values: np.ndarray) -> np.ndarray:
     """MurmurHash3's 32-bit finaliser: one-to-one, so that two tokens of a column never share a name."""
-    mixed = values.copy()
-    mixed ^= mixed >> np.uint32(16)
-    mixed *= np.uint32(0x85EBCA6B)
-    mixed ^= mixed >> np.uint32(13)
-    mixed *= np.uint32(0xC2B2AE35)
-    mixed ^= mixed >> np.uint32(16)
-    return mixed
+    mixed = (values ^ values >> np.uint32(16)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35)
+    return mixed ^ mixed >> np.uint32(16)
 
 
 @lru_cache(maxsize=1)
