@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, final
 
@@ -139,13 +139,15 @@ class ClickBatches:
         *,
         targets: Targets | None = None,
         unpooled: Sequence[str] = (),
+        tables: Mapping[str, int] | None = None,
         pinned: int = 0,
     ) -> None:
-        """`inputs`: columns of the model's inputs; `unpooled`: sparse ones of them that go into `Batch.sequence_features`.
+        """`inputs`: columns of the model's inputs; `unpooled`: sparse ones of them that go into `Batch.sequence_features`,
+        `tables`: further keys there, whose first row has that many ids, from 0 on.
         `targets`: what rows are to be scored as; None: their labels. `pinned`: so many batches are cut by a thread and copied to
         pinned memory, from which they travel to a GPU while it computes; 0: `next` cuts them, in pageable memory."""
         self._source, self._inputs, self._targets, self._unpooled = source, inputs, targets, unpooled
-        self._num_pinned = pinned
+        self._num_pinned, self._tables = pinned, tables
         self._rows: RowStream | None = None
         self._pinned: Ahead[Batch] | None = None
         self.stages = StageAccount(cpus=source.cpus)
@@ -172,6 +174,7 @@ class ClickBatches:
             self._inputs,
             targets=self._targets,
             unpooled=self._unpooled,
+            tables=self._tables,
             pin_constants=bool(self._num_pinned),
         )
         for plan, steps in plans():
@@ -202,14 +205,17 @@ class Slicer:
         *,
         targets: Targets | None = None,
         unpooled: Sequence[str] = (),
+        tables: Mapping[str, int] | None = None,
         pin_constants: bool = False,
     ) -> None:
         """`inputs`: the model's columns; `targets` changes the rows' first label. `unpooled`: sparse columns that go into
-        `Batch.sequence_features`. `pin_constants`: lengths and offsets that are the same in every batch are pinned once, and not
-        in each batch, of which they are more than half."""
+        `Batch.sequence_features`, `tables`: further keys there, whose first row has that many ids, from 0 on. `pin_constants`:
+        lengths and offsets that are the same in every batch are pinned once, and not in each batch, of which they are more than
+        half."""
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
         self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
         self._weighted = bool(inputs.list_weights)
+        self._tables = {key: np.arange(size, dtype=np.int32) for key, size in (tables or {}).items()}
         self._unpooled = [number for number, key in enumerate(self._keys) if key in unpooled]
         self._pooled = [number for number, key in enumerate(self._keys) if key not in unpooled]
         self._current: EncodedRows | None = None
@@ -262,12 +268,29 @@ class Slicer:
             weights=_tensor(joined(lambda rows: rows.weights, np.float32)),
             groups=_tensor(joined(lambda rows: rows.groups, np.int64)),
             timestamps=_tensor(joined(lambda rows: rows.timestamps, np.int64)),
-            sequence_features=self._features(ids, self._unpooled, count),
+            sequence_features=self._sequences(ids, count),
             row_numbers=_row_numbers(
                 [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices],
                 epoch,
             ),
         )
+
+    def _sequences(self, ids: Sequence[Ids], count: int) -> KeyedJaggedTensor | None:
+        """The ids of the unpooled features and of the full tables. Without rows it has one of empty lists, since TorchRec cannot
+        exchange embeddings one by one for none."""
+        if not self._unpooled and not self._tables:
+            return None
+        if not self._tables and count:
+            return self._features(ids, self._unpooled, count)
+        columns: list[Ids] = [ids[number] for number in self._unpooled]
+        if not count:
+            columns = [Bags(np.empty(0, np.int32), np.zeros(1, np.int32)) for _ in columns]
+        for of_table in self._tables.values():
+            lengths = np.zeros(max(count, 1), np.int32)
+            lengths[0] = len(of_table)
+            columns.append(Bags(of_table, lengths))
+        keys = [*(self._keys[number] for number in self._unpooled), *self._tables]
+        return sparse_features(keys, columns, max(count, 1))
 
     def _features(self, ids: Sequence[Ids], numbers: Sequence[int], count: int) -> KeyedJaggedTensor | None:
         """The ids of some features, by their numbers."""

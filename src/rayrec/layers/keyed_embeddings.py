@@ -79,26 +79,31 @@ class Embedded(Mapping[str, torch.Tensor]):
         table: Callable[[str], torch.Tensor] = _absent,
     ) -> None:
         """`deliver` gives the features that `sequences` does not give; each is called once, when it is first used. `ids` and
-        `table` as the attributes."""
+        `table` as the methods of these names."""
         self.features, self.dim = features, dim
+        self._ids, self._table = ids, table
         self._deliver: Callable[[], Delivery] | None = deliver
         self._delivered: Delivery | None = None
         self._give_sequences = sequences
         self._sequences: Mapping[str, Sequences] | None = None
-        self.ids = ids
-        """ids(feature): int64 or int32 (ids of all rows,), in the order of `sequences`. Raises KeyError as `sequences`."""
-        self.table = table
-        """table(feature): float32 (num_embeddings, dim), with a gradient in training. Raises KeyError for a feature that is not
-        in `ClickModelConfig.full_tables`."""
 
     @classmethod
     def in_order(
-        cls, features: Sequence[str], dim: int, values: torch.Tensor, sequences: Mapping[str, Sequences] | None = None
+        cls,
+        features: Sequence[str],
+        dim: int,
+        values: torch.Tensor,
+        sequences: Mapping[str, Sequences] | None = None,
+        *,
+        ids: Mapping[str, torch.Tensor] | None = None,
+        tables: Mapping[str, torch.Tensor] | None = None,
     ) -> Embedded:
-        """Of `values` (rows, num_features * dim) that are in the order of the features, those of `sequences` left out."""
+        """Of `values` (rows, num_features * dim) that are in the order of the features, those of `sequences` left out. `ids` and
+        `tables`: what `ids` and `table` return, by feature."""
         given = sequences or {}
         order = tuple(number for number, feature in enumerate(features) if feature not in given)
-        return cls(features, dim, lambda: (values, order), sequences=lambda: given)
+        ids_of, table_of = (ids or {}).__getitem__, (tables or {}).__getitem__
+        return cls(features, dim, lambda: (values, order), sequences=lambda: given, ids=ids_of, table=table_of)
 
     def bags(self) -> Delivery:
         """As `delivered`, without the features that `all_sequences` has."""
@@ -134,6 +139,24 @@ class Embedded(Mapping[str, torch.Tensor]):
     def sequences(self, feature: str) -> Sequences:
         """The embeddings of a feature's ids, one by one. Raises KeyError for one that is not in `ClickModelConfig.sequences`."""
         return self.all_sequences()[feature]
+
+    def ids(self, feature: str) -> torch.Tensor:
+        """Return the ids of a feature of `ClickModelConfig.sequences`, in the order of its embeddings, int64 [ids]. Raises
+        KeyError for another feature."""
+        return self._ids(feature)
+
+    def table(self, feature: str) -> torch.Tensor:
+        """Return the full table of a feature of `ClickModelConfig.full_tables`, with gradient in training, float32
+        [num_embeddings, dim]. Raises KeyError for another feature."""
+        return self._table(feature)
+
+    def has_table(self, feature: str) -> bool:
+        """Return whether `table` has the feature: of a model with TRAINS_ON_TABLES False, in evaluations alone."""
+        try:
+            self._table(feature)
+        except KeyError:
+            return False
+        return True
 
     def __getitem__(self, feature: str) -> torch.Tensor:
         try:

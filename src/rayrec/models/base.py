@@ -78,6 +78,8 @@ class ModelInputs:
 class ClickModelConfig(Config):
     """The settings of a click model. A model is a subclass in a file of `rayrec.models.ranking`, or of the user's."""
 
+    TRAINS_ON_TABLES: ClassVar[bool] = True
+    """Whether `full_tables` are read in training too, and not in evaluations alone."""
     SEVERAL_LABELS: ClassVar[bool] = False
     """Whether the network predicts each of `ModelInputs.label_names`; else only the main label."""
     LABELLED: ClassVar[bool] = True
@@ -191,11 +193,12 @@ class ClickModelConfig(Config):
 
 
 def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[str, ...]:
-    """The features whose embeddings are looked up one by one in training: the model's sequences, and those that share a table
-    with one. Raises InputError for a sequence with weights."""
-    sequences, table_of = config.sequences(inputs), inputs.table_of
+    """The features whose embeddings are looked up one by one in training: the model's sequences, those whose full table it reads,
+    and those that share a table with one. Raises InputError for a sequence with weights."""
+    table_of = inputs.table_of
+    sequences = tuple(dict.fromkeys((*config.sequences(inputs), *config.full_tables(inputs))))
     unknown = [name for name in sequences if name not in table_of]
-    assert not unknown, f"{type(config).__name__}.sequences names {unknown}, which are no features"
+    assert not unknown, f"{type(config).__name__} names {unknown} in sequences or full_tables, which are no features"
     if sequences and inputs.weighted:
         raise InputError(
             f"{type(config).__name__} takes lists of categories one by one ({', '.join(sequences)}), to which weights do not "
@@ -203,6 +206,11 @@ def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[st
         )
     tables = {table_of[name] for name in sequences}
     return tuple(name for name in inputs.features if table_of[name] in tables)
+
+
+def table_key(feature: str) -> str:
+    """Return the key by which training looks up the full table of a feature, beside the keys of the features."""
+    return f"table:{feature}"
 
 
 @dataclass(frozen=True, kw_only=True)

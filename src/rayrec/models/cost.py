@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from rayrec.batch import DENSE, Batch
 from rayrec.layers.keyed_embeddings import Embedded, Sequences
 from rayrec.layers.operation_count import counted
 from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.heads import own_loss
 
 _FEW_ROWS: Final = 16
 """Of a batch whose memory is measured, and twice as many: their difference is what rows take."""
@@ -21,21 +24,38 @@ USUAL_LENGTH: Final = 20
 
 
 @torch.no_grad()
-def network_multiply_adds(network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig) -> float | None:
+def network_multiply_adds(
+    network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
+) -> float | None:
     """Multiply-adds of one row's forward pass through a click model's network, its sequences as long as they may be (20 without a
-    max_length); None, with a warning, where torch cannot count."""
-    row = _made_up(inputs, config, 1, like=network)
-    return counted(network, lambda: network(*row))
+    max_length), and through the loss of a network that trains on full tables; None, with a warning, where torch cannot count.
+    `num_embeddings`: rows of each feature's table, for full tables."""
+    row = _made_up(inputs, config, 1, like=network, num_embeddings=num_embeddings)
+    return counted(network, lambda: _computed(network, config, row))
+
+
+def _computed(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, Embedded]) -> Any:
+    outputs = network(*rows)
+    if config.LABELLED or not config.TRAINS_ON_TABLES:
+        return outputs
+    loss = own_loss(network)
+    assert loss is not None, "a network without labels has a loss of its own"
+    return loss(outputs, Batch({DENSE: rows[0]}, 1.0))
 
 
 def sequence_lengths(config: ClickModelConfig, inputs: ModelInputs) -> dict[str, int]:
     """The length that costs are computed for, of each feature that the model takes as a sequence."""
     most = dict(inputs.lists)
-    return {name: most.get(name) or USUAL_LENGTH for name in config.sequences(inputs)}
+    return {name: (most[name] or USUAL_LENGTH) if name in most else 1 for name in config.sequences(inputs)}
 
 
 def _made_up(
-    inputs: ModelInputs, config: ClickModelConfig, rows: int, *, like: torch.nn.Module
+    inputs: ModelInputs,
+    config: ClickModelConfig,
+    rows: int,
+    *,
+    like: torch.nn.Module,
+    num_embeddings: Sequence[int],
 ) -> tuple[torch.Tensor, Embedded]:
     device = next((parameter.device for parameter in like.parameters()), torch.device("cpu"))
 
@@ -50,20 +70,26 @@ def _made_up(
     }
     dense = torch.rand(rows, inputs.num_dense, device=device)
     pooled = made_up(rows, (len(inputs.features) - len(sequences)) * config.table_width)
-    return dense, Embedded.in_order(inputs.features, config.table_width, pooled, sequences)
+    ids = {name: of_rows.rows.new_zeros(len(of_rows.values)) for name, of_rows in sequences.items()}
+    rows_of = dict(zip(inputs.features, num_embeddings, strict=False))
+    tables = {name: made_up(rows_of[name], config.table_width) for name in config.full_tables(inputs)}
+    return dense, Embedded.in_order(inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables)
 
 
-def saved_bytes_per_row(network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig) -> float:
+def saved_bytes_per_row(
+    network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
+) -> float:
     """Memory that one more row of a batch takes between the forward and the backward pass of a click model's network."""
     network = copy.deepcopy(network).train()
     with torch.random.fork_rng(devices=[]):
         few, more = (
-            _saved_bytes(network, _made_up(inputs, config, rows, like=network)) for rows in (_FEW_ROWS, 2 * _FEW_ROWS)
+            _saved_bytes(network, config, _made_up(inputs, config, count, like=network, num_embeddings=num_embeddings))
+            for count in (_FEW_ROWS, 2 * _FEW_ROWS)
         )
     return (more - few) / _FEW_ROWS
 
 
-def _saved_bytes(network: torch.nn.Module, batch: tuple[torch.Tensor, Embedded]) -> int:
+def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, Embedded]) -> int:
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,8 +98,8 @@ def _saved_bytes(network: torch.nn.Module, batch: tuple[torch.Tensor, Embedded])
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = network(*batch)
-    assert outputs
+        outputs = _computed(network, config, rows)
+    assert outputs is not None
     return sum(storage.nbytes() for storage in kept.values())
 
 
@@ -89,10 +115,12 @@ class NetworkCost:
     """Memory of one row until the backward pass has used it."""
 
 
-def network_cost(network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig) -> NetworkCost:
-    """Measured on the network itself, which is left as it was."""
+def network_cost(
+    network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
+) -> NetworkCost:
+    """Measured on the network itself, which is left as it was. `num_embeddings`: rows of each feature's table."""
     return NetworkCost(
         weights=sum(parameter.numel() for parameter in network.parameters()),
-        multiply_adds=network_multiply_adds(network, inputs, config),
-        saved_bytes_per_row=saved_bytes_per_row(network, inputs, config),
+        multiply_adds=network_multiply_adds(network, inputs, config, num_embeddings=num_embeddings),
+        saved_bytes_per_row=saved_bytes_per_row(network, inputs, config, num_embeddings=num_embeddings),
     )

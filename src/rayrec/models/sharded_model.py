@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
-from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, unpooled_features
+from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, table_key, unpooled_features
 from rayrec.models.embeddings import build_embeddings, build_sequences
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import Head, LabelHead, measured, named_outputs, own_loss
@@ -155,8 +155,9 @@ class _Head(nn.Module):
             self.inputs.features,
             self.dim,
             lambda: self._deliver(dense, pooled, penalty),
-            sequences=lambda: self._sequences(one_by_one, penalty),
+            sequences=lambda: self._sequences(one_by_one, len(dense), penalty),
             ids=lambda feature: _ids(sequence_features, feature),
+            table=lambda feature: _table(one_by_one, table_key(feature)),
         )
         where = f"{type(self.network).__name__}: forward"
         outputs = named_outputs(self.network(dense, embedded), self._heads, where=where)
@@ -165,13 +166,16 @@ class _Head(nn.Module):
                 head.check(outputs, rows=len(dense), where=where)
         return outputs
 
-    def _sequences(self, one_by_one: Mapping[str, JaggedTensor] | None, penalty: float) -> dict[str, Sequences]:
+    def _sequences(
+        self, one_by_one: Mapping[str, JaggedTensor] | None, rows: int, penalty: float
+    ) -> dict[str, Sequences]:
         if one_by_one is None:
             return {}
         found = {}
         for name in self._unpooled:  # sharded: the first one waits for the exchange between workers
             jagged = one_by_one[name]
-            found[name] = Sequences(_penalised(jagged.values(), penalty), jagged.lengths().long())
+            lengths = jagged.lengths().long()[:rows]  # a batch without rows has one of empty lists
+            found[name] = Sequences(_penalised(jagged.values(), penalty), lengths)
         return found
 
     def _deliver(self, dense: torch.Tensor, pooled: KeyedTensor | None, penalty: float) -> Delivery:
@@ -201,7 +205,13 @@ class _Head(nn.Module):
 def _ids(sequence_features: KeyedJaggedTensor | None, feature: str) -> torch.Tensor:
     if sequence_features is None:
         raise KeyError(feature)
-    return sequence_features[feature].values()
+    return sequence_features[feature].values().long()
+
+
+def _table(one_by_one: Mapping[str, JaggedTensor] | None, key: str) -> torch.Tensor:
+    if one_by_one is None:
+        raise KeyError(key)
+    return one_by_one[key].values()
 
 
 def _penalised(values: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -254,6 +264,8 @@ def build_click_model(
     table_of = inputs.table_of
     of_bags = {feature: table_of[feature] for feature in inputs.features if feature not in unpooled}
     of_sequences = {feature: table_of[feature] for feature in unpooled}
+    for feature in config.full_tables(inputs):
+        of_sequences[table_key(feature)], rows_of[table_key(feature)] = table_of[feature], rows_of[feature]
     shared: dict[str, Any] = {
         "embedding_dim": config.table_width,
         "seed": seed,

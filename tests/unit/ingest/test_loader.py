@@ -211,6 +211,23 @@ def test_a_worker_may_have_an_empty_batch(prepared: Prepared) -> None:
     assert {batch.loss_weight for batch in last} == {4.0}
 
 
+def test_slicer_adds_full_tables_also_to_no_rows() -> None:
+    inputs = Schema(label="label", dense=(), sparse=("user", "item"), lists=("item",), tokens="any")
+    lists = Bags(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
+    rows = EncodedRows(np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)})
+    slicer = Slicer(iter([rows]), inputs, unpooled=("item",), tables={"table:item": 3})
+    features = slicer.take(2, loss_weight=1.0).sequence_features
+    assert features is not None
+    assert features["item"].to_dense()[0].tolist() == [5, 3]
+    assert [part.tolist() for part in features["table:item"].to_dense()] == [[0, 1, 2], []]
+    nothing = slicer.take(0, loss_weight=1.0)
+    assert len(nothing) == 0
+    assert nothing.sequence_features is not None
+    # One row, as TorchRec cannot exchange embeddings one by one for none.
+    assert [part.tolist() for part in nothing.sequence_features["item"].to_dense()] == [[]]
+    assert [part.tolist() for part in nothing.sequence_features["table:item"].to_dense()] == [[0, 1, 2]]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_any_step_can_be_gone_on_from(prepared: Prepared, world_size: int) -> None:
     for rank in range(world_size):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
+
+from rayrec.models.base import ModelInputs
 
 if TYPE_CHECKING:
     from rayrec.inference.export.manifest import ExportedModel
@@ -68,12 +71,18 @@ print(score(*encoder.encode(rows)))
 
 def readme(exported: ExportedModel) -> str:
     """The text of an export's README.md."""
+    is_label = exported.model.LABELLED
+    gives, calls = "a logit; the probability of a click is 1 / (1 + exp(-logit))", _WITHOUT_RAYREC
+    if not is_label:
+        heads = exported.model.output_heads(ModelInputs.of(exported.preprocessor.inputs))
+        gives = " and ".join(f"{head.kind} `{head.name}`" for head in heads)
+        calls = _calls(exported, [name for head in heads for name in head.names])
     network, inputs = type(exported.model).__name__.removesuffix("Config"), exported.preprocessor.inputs
     return f"""# {exported.version}
 
 A click model trained with rayrec: network {network}, {len(inputs.dense)} dense features,
 {len(inputs.sparse)} embedding tables of {exported.model.table_width} values a row (stored as {exported.quantization}),
-arithmetic in {exported.precision}. It gives a logit; the probability of a click is 1 / (1 + exp(-logit)).
+arithmetic in {exported.precision}. It gives {gives}.
 
 | file | holds |
 | --- | --- |
@@ -98,10 +107,13 @@ rayrec serve .
 from rayrec.inference.model import open_served
 
 served = open_served(".")
-logits = served.score(served.preprocessor.encode(raw_rows))
+{"logits = served.score" if is_label else "values = served.scorer.predict"}(served.preprocessor.encode(raw_rows))
 ```
 
-Without rayrec, with PyTorch, NumPy and safetensors, from encoded rows:
+Without rayrec, with PyTorch, NumPy and safetensors, {calls}"""
+
+
+_WITHOUT_RAYREC: Final = f"""from encoded rows:
 
 ```python
 {LOADER}```
@@ -111,3 +123,25 @@ and from raw rows:
 ```python
 {FROM_RAW}```
 """
+
+
+def _calls(exported: ExportedModel, outputs: Sequence[str]) -> str:
+    """How to call the program of a model without labels."""
+    model, inputs = exported.model, ModelInputs.of(exported.preprocessor.inputs)
+    sequences, width = model.sequences(inputs), model.table_width
+    tables = model.full_tables(inputs) if model.TRAINS_ON_TABLES else ()
+    return f"""by `torch.export.load("dense.pt2").module()`, which takes in this order:
+
+- dense features, float32 (rows, {inputs.num_dense});
+- embeddings of the features but {_listed(sequences)}, summed over a row's ids, side by side, float32 (rows,
+  {(len(inputs.features) - len(sequences)) * width});
+- of each of {_listed(sequences)} its embeddings, float32 (ids of all rows, {width}), and how many ids each row has, int64 (rows,);
+- of each of them the ids, int64 (ids of all rows,);
+- the full table of each of {_listed(tables)}, float32.
+
+It gives a tuple of {_listed(outputs)}, with ids in place of categories.
+"""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import os
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,10 @@ from rayrec.inference.export.read import open_export
 from rayrec.inference.export.readme import readme
 from rayrec.inference.export.triton import write_repository
 from rayrec.inference.model import open_served, version_of
-from rayrec.models.heads import BinaryHead
+from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.run_rows import BATCH_ROWS
-from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, load_preprocessor
+from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, flat_values, load_preprocessor
 from rayrec.workloads.recsys.scoring import cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import PREFIX
@@ -107,15 +107,20 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     exported = ExportedModel(model, precision, settings.quantization, version_of(checkpoint), preprocessor)
     exported.row_format.check()
     if settings.triton:  # refused before there is much done
+        if not model.LABELLED:
+            raise InputError(
+                f"export: --triton needs a model of clicks, got {type(model).__name__}. Leave --triton out."
+            )
         require(extra="onnx")
         id_widths(preprocessor)
     # The weights, which take long to read and verify, come behind the rows, which may not be there.
     rows = parity_rows(config, preprocessor, settings=settings, cache=cache_folder(checkpoint.path))
     encoder_parity = _write_encoder(out, preprocessor, rows, settings)
     served = open_served(checkpoint.path, config=config)
-    reference = _Reference(rows.score(served.score), rows.rows_per_s(served.score), served.weight_bytes)
-    del served  # its weights; the export's are to take their place
-    _write_program(_write_weights(checkpoint, out, exported), storage.join(out, PROGRAM))
+    score = served.scorer.values
+    reference = _Reference(rows.score(score), rows.rows_per_s(score), served.weight_bytes)
+    del served, score  # its weights; the export's are to take their place
+    _write_program(_write_weights(checkpoint, out, exported), storage.join(out, PROGRAM), preprocessor.num_embeddings)
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
     files = _seal(out, exported, {})
     _, scorer = open_export(out, own=type(model))
@@ -194,7 +199,7 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
     return model
 
 
-def _write_program(model: PlainModel, path: str) -> None:
+def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) -> None:
     inputs, dim = model.inputs, model.width
     width = (len(inputs.features) - len(model.sequences)) * dim
     rows = torch.export.Dim("rows", min=1)
@@ -205,6 +210,13 @@ def _write_program(model: PlainModel, path: str) -> None:
     for name in lists:
         examples += [torch.zeros(2 * BATCH_ROWS, dim), torch.full((BATCH_ROWS,), 2, dtype=torch.int64)]
         of_sequences += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}, {0: rows}]
+    if not isinstance(model.heads[0], LabelHead):
+        rows_of = dict(zip(inputs.features, num_embeddings, strict=True))
+        tables = model.tables if model.predicts_by_tables else ()
+        examples += [torch.zeros(2 * BATCH_ROWS, dtype=torch.int64) for _ in lists]
+        examples += [torch.zeros(rows_of[name], dim) for name in tables]
+        of_sequences += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)} for name in lists]
+        of_sequences += [{} for _ in tables]
     shapes: tuple[Any, ...] = ({0: rows}, {0: rows})
     if of_sequences:
         shapes = (*shapes, tuple(of_sequences))
@@ -239,12 +251,12 @@ def _compare(
     def score_by_program(batch: EncodedRows) -> np.ndarray:
         """The program's logits, on what the exported tables give."""
         with torch.inference_mode():
-            return program(*scorer.inputs(batch)).numpy()
+            return flat_values(program(*scorer.inputs(batch)))
 
     labels = rows.labels() if isinstance(scorer.heads[0], BinaryHead) else None
     comparisons = {
         name: compare(rows.origin, labels, reference.logits, rows.score(score))
-        for name, score in (("export", scorer.score), ("program", score_by_program))
+        for name, score in (("export", scorer.values), ("program", score_by_program))
     }
     failure = _failure(comparisons, exported, settings) or rows.fault
     if failure and not settings.ignore_parity:
@@ -252,12 +264,17 @@ def _compare(
             f"export: gives {failure}, on {rows.rows} {rows.origin}; choose another --quantize or --parity-path, raise "
             "--max-auroc-loss, or pass --ignore-parity"
         )
-    rows_per_s = rows.rows_per_s(scorer.score)
+    rows_per_s = rows.rows_per_s(scorer.values)
     return {
         "version": exported.version,
         "quantization": exported.quantization,
-        "parity": {**comparisons["export"].to_dict(), "auroc_limit": settings.auroc_limit, "failure": failure},
-        "program_parity": comparisons["program"].to_dict(),
+        "parity": {
+            **comparisons["export"].to_dict(),
+            "rows": rows.rows,
+            "auroc_limit": settings.auroc_limit,
+            "failure": failure,
+        },
+        "program_parity": {**comparisons["program"].to_dict(), "rows": rows.rows},
         "size": {
             "table_bytes": os.path.getsize(storage.join(out, TABLES)),
             "dense_bytes": os.path.getsize(storage.join(out, DENSE)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -206,14 +206,22 @@ def tables_of(
     made = plan_sharding(model, site, batch_size=config.batch_size, config=workload.sharding, state_bytes=state_bytes)
     placed = placements(made, model, state_bytes=state_bytes)
     of_model = ModelInputs.of(inputs)
-    cost = network_cost(model.head.network, of_model, workload.model)
+    cost = network_cost(model.head.network, of_model, workload.model, num_embeddings=num_embeddings)
     lengths = sequence_lengths(workload.model, of_model).values()
     vectors = len(inputs.sparse) - len(lengths) + sum(lengths)
+    rows_of = dict(zip(of_model.features, num_embeddings, strict=True))
+    full_tables = {name: rows_of[name] for name in workload.model.full_tables(of_model)}
     memories = worker_memories(
         placed,
         dense_weights=cost.weights,
         dense_state_bytes=workload.dense_optimizer.state_bytes(cost.weights),
-        batch_bytes=batch_bytes(workload, config, cost, values=vectors * workload.model.table_width),
+        batch_bytes=batch_bytes(
+            workload,
+            config,
+            cost,
+            values=vectors * workload.model.table_width,
+            constant_values=sum(full_tables.values()) * workload.model.table_width,
+        ),
         world_size=workers,
     )
     fullest = max(memories, key=lambda memory: memory.tables)
@@ -225,12 +233,15 @@ def tables_of(
         ]
     )
     held = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers))
+    batch_size = effective_batch_size(config, rows=rows, world_size=workers)
     traffic = traffic_of(
         placed,
-        lookups_of(workload, of_model, hotness),
+        lookups_of(
+            workload, of_model, hotness, tables=full_tables if workload.model.TRAINS_ON_TABLES else {}, rows=batch_size
+        ),
         num_workers=workers,
         workers_per_node=target.workers_per_node,
-        batch_size=effective_batch_size(config, rows=rows, world_size=workers),
+        batch_size=batch_size,
         dense_weights=cost.weights,
         exchange_bytes=_EXCHANGE_BYTES[workload.sharding.exchange_precision],
         id_bytes=4 if max(num_embeddings) <= 2**31 else 8,
@@ -238,18 +249,27 @@ def tables_of(
     return Tables(text, held, tuple(memories), traffic)
 
 
-def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int) -> int:
-    """Activations of a step, whose rows have so many values of embeddings each; an evaluation keeps none for a backward pass, so
-    that half of its rows count."""
+def batch_bytes(
+    workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int, constant_values: int = 0
+) -> int:
+    """Activations of a step, whose rows have so many values of embeddings each, and which reads full tables of `constant_values`;
+    an evaluation keeps none for a backward pass, so that half of its rows count."""
     copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule  # gradients by row
     of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
-    return int(max(config.batch_size, config.eval_batch_size // 2) * of_row)
+    rows = max(config.batch_size, config.eval_batch_size // 2)
+    return int(rows * of_row) + copies * constant_values * FLOAT_BYTES
 
 
 def lookups_of(
-    workload: ClickSettings, inputs: ModelInputs, hotness: Sequence[int | None] | None
+    workload: ClickSettings,
+    inputs: ModelInputs,
+    hotness: Sequence[int | None] | None,
+    *,
+    tables: Mapping[str, int] | None = None,
+    rows: int = 1,
 ) -> dict[str, list[Lookup]]:
-    """What a row looks up in each table. A list of any number of ids counts as its max_length, or 20."""
+    """What a row looks up in each table. A list of any number of ids counts as its max_length, or 20. `tables`: rows of the full
+    tables that each of `rows` rows reads its share of."""
     from rayrec.models.cost import USUAL_LENGTH
 
     multi_hot, lists = workload.preset.multi_hot, dict(inputs.lists)
@@ -259,6 +279,8 @@ def lookups_of(
     for name, ids in zip(inputs.features, hotness, strict=True):
         lookup = Lookup(ids or lists.get(name) or USUAL_LENGTH, name not in unpooled, inputs.weighted)
         found.setdefault(inputs.table_of[name], []).append(lookup)
+    for name, size in (tables or {}).items():
+        found[inputs.table_of[name]].append(Lookup(size / rows, pooled=False))
     return found
 
 

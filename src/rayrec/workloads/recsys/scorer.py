@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
@@ -55,19 +56,24 @@ class PlainModel(nn.Module):
         width: int,
         sequences: tuple[str, ...] = (),
         unpooled: tuple[str, ...] = (),
+        tables: tuple[str, ...] = (),
     ) -> None:
         """`width`: of an embedding. `sequences`: features whose embeddings the network takes one by one; `unpooled`: those whose
-        tables a checkpoint names so."""
+        tables a checkpoint names so; `tables`: those whose full table the network reads."""
         super().__init__()
         self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
-        self.sequences, self._unpooled = sequences, unpooled
+        self.sequences, self._unpooled, self.tables = sequences, unpooled, tables
+        self.predicts_by_tables = True
+        """Whether predictions read the tables, and not evaluations alone."""
 
     def forward(
         self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Logits (rows,), float32, of the main label, or what heads of no label predict, from dense features (rows, num_dense),
         pooled embeddings (rows, num_features * width), both float32, the latter in the order of the features, and for each of
-        the model's sequences, which `pooled` then does not have: float32 (ids of all rows, width), int64 lengths (rows,)."""
+        the model's sequences, which `pooled` then does not have: float32 (ids of all rows, width), int64 lengths (rows,). A model
+        without labels also takes each sequence's ids, int64 (ids of all rows,), and each full table, float32 (num_embeddings,
+        width)."""
         values = self.predict(dense, pooled, *sequences)
         return values[self.heads[0].name] if isinstance(self.heads[0], LabelHead) else tuple(values.values())
 
@@ -87,12 +93,21 @@ class PlainModel(nn.Module):
         return named_outputs(given, self.heads, where=f"{type(self.network).__name__}: forward")
 
     def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> Embedded:
-        """What the network takes beside dense features."""
+        """What the network takes beside dense features. Without tables it does not read any."""
+        count = len(self.sequences)
+        jagged, ids, tables = sequences[: 2 * count], sequences[2 * count : 3 * count], sequences[3 * count :]
         one_by_one = {
             name: Sequences(values, lengths)
-            for name, values, lengths in zip(self.sequences, sequences[::2], sequences[1::2], strict=True)
+            for name, values, lengths in zip(self.sequences, jagged[::2], jagged[1::2], strict=True)
         }
-        return Embedded.in_order(self.inputs.features, self.width, pooled, one_by_one)
+        return Embedded.in_order(
+            self.inputs.features,
+            self.width,
+            pooled,
+            one_by_one,
+            ids=dict(zip(self.sequences, ids, strict=False)),
+            tables=dict(zip(self.tables, tables, strict=False)),
+        )
 
     def table_weights(self) -> dict[str, str]:
         """The name of each feature's table among the weights of a checkpoint, without `PREFIX`."""
@@ -100,6 +115,14 @@ class PlainModel(nn.Module):
             feature: table_weight(table_name(vocabulary), unpooled=feature in self._unpooled)
             for feature, vocabulary in self.inputs.table_of.items()
         }
+
+
+def flat_values(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> np.ndarray:
+    """Return the numbers that PlainModel gives, one after the other, without ids. float32 [values]."""
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    return (
+        torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).cpu().numpy()
+    )  # device sync
 
 
 @final
@@ -135,7 +158,7 @@ class ClickScorer:
     def measure(self, rows: EncodedRows) -> dict[str, np.ndarray]:
         """float64 (rows,): what an evaluation of a model without labels averages; NaN in rows that are left out."""
         with torch.inference_mode():
-            dense, *others = self.inputs(rows)
+            dense, *others = self.inputs(rows, measuring=True)
             batch = Batch(
                 {DENSE: dense},
                 1.0,
@@ -154,8 +177,14 @@ class ClickScorer:
             raise InputError(f"the model predicts {main.kind} {main.name} and no label, which is needed here")
         return self.predict(rows)[main.name]
 
-    def inputs(self, rows: EncodedRows) -> list[torch.Tensor]:
-        """What PlainModel takes: the dense features, and what the tables give."""
+    def values(self, rows: EncodedRows) -> np.ndarray:
+        """float32: the logits of the main label, or the numbers of all heads, one after the other."""
+        with torch.inference_mode():
+            return flat_values(self._model(*self.inputs(rows)))
+
+    def inputs(self, rows: EncodedRows, *, measuring: bool = False) -> list[torch.Tensor]:
+        """What PlainModel takes: the dense features, and what the tables give. `measuring`: with tables that the network reads in
+        evaluations alone."""
         dense = torch.from_numpy(rows.dense).to(self._device)
         if not self._sequences:
             return [dense, self._tables.pool([_lookup(ids) for ids in rows.ids], len(rows))]
@@ -166,7 +195,19 @@ class ClickScorer:
             bags = ids if isinstance(ids, Bags) else _as_bags(ids)
             inputs.append(self._tables.one_by_one(number, np.ascontiguousarray(bags.values)))
             inputs.append(torch.from_numpy(bags.lengths.astype(np.int64)).to(self._device))
-        return inputs
+        if isinstance(self.heads[0], LabelHead):
+            return inputs
+        for number in self._sequences:
+            ids = rows.ids[number]
+            values = ids.values if isinstance(ids, Bags) else ids.reshape(-1)
+            inputs.append(torch.from_numpy(values.astype(np.int64)).to(self._device))
+        return [*inputs, *(self._full_tables if measuring or self._model.predicts_by_tables else ())]
+
+    @cached_property
+    def _full_tables(self) -> list[torch.Tensor]:
+        """The full tables that the network reads, float32; of quantised ones copies."""
+        tensors, row_format = self._tables.tensors(), self._tables.row_format
+        return [row_format.unpack(tensors[self._model.inputs.features.index(name)]) for name in self._model.tables]
 
     def parts(self) -> tuple[PlainModel, list[torch.Tensor], RowFormat]:
         """What it is made of, to write the model in another form: network, tables as stored, and how they are stored."""
@@ -209,7 +250,9 @@ def empty_model(
         width=config.table_width,
         sequences=config.sequences(inputs),
         unpooled=unpooled_features(config, inputs),
+        tables=config.full_tables(inputs),
     )
+    model.predicts_by_tables = config.TRAINS_ON_TABLES
     return model.eval().requires_grad_(requires_grad=False)
 
 

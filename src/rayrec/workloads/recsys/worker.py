@@ -31,7 +31,7 @@ from rayrec.ingest.block_order import BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import Share
 from rayrec.ingest.stream import MappedSource, TaskSource
-from rayrec.models.base import ModelInputs
+from rayrec.models.base import ModelInputs, table_key
 from rayrec.models.cost import network_multiply_adds
 from rayrec.models.embeddings import initialize_shards
 from rayrec.models.sharded_model import own_name
@@ -145,7 +145,9 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     config, inputs = context.config, prepared.inputs
     batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
     model = build_model(workload, prepared.num_embeddings, inputs=inputs, precision=config.precision, seed=config.seed)
-    cost = network_multiply_adds(model.head.network, ModelInputs.of(inputs), workload.model)
+    cost = network_multiply_adds(
+        model.head.network, ModelInputs.of(inputs), workload.model, num_embeddings=prepared.num_embeddings
+    )
     plan = shared_plan(workload, context, model, batch_size=batch_size)
     state_bytes = workload.sparse_optimizer.state_bytes
     described = {
@@ -270,10 +272,18 @@ def _loader(
         prepared.inputs,
         targets=load_targets(prepared.teacher, prepared.open_preprocessor()) if prepared.teacher and learns else None,
         unpooled=workload.unpooled(prepared.inputs),
+        tables=_full_tables(workload, prepared, learns=learns),
         pinned=_BATCHES_AHEAD if context.device.type == "cuda" else 0,
     )
     share = Share(context.rank, context.world_size, batch_size)
     return Loader(order, reader, share, state=state, epochs=epochs, max_steps=max_steps)
+
+
+def _full_tables(workload: ClickSettings, prepared: Prepared, *, learns: bool) -> dict[str, int]:
+    """Rows that a step reads of each full table, by the key that looks it up."""
+    inputs, is_read = ModelInputs.of(prepared.inputs), workload.model.TRAINS_ON_TABLES or not learns
+    rows_of = dict(zip(inputs.features, prepared.num_embeddings, strict=True))
+    return {table_key(name): rows_of[name] * is_read for name in workload.model.full_tables(inputs)}
 
 
 def is_mapped(order: BlockOrder) -> bool:
