@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -63,6 +64,65 @@ def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[to
     parts = [torch.empty_like(own) for _ in range(num_workers(group))]
     distributed.all_gather(parts, own, group=group)
     return parts
+
+
+def gathered_rows(values: torch.Tensor, group: ProcessGroup | None = None) -> tuple[torch.Tensor, slice]:
+    """Gather the rows of all workers in rank order, with gradient to their owners, and return also the slice of own rows.
+
+    Workers may have different numbers of rows, also none. The gradient of a row is the sum of all workers' gradients, added in
+    rank order. Collective, as is its backward pass.
+
+    Args:
+        values: float32 or bfloat16 [rows, ...], equal on all workers but for the rows.
+    """
+    import torch
+
+    counts = [int(count) for count in gathered(torch.tensor([len(values)]), group)]
+    start = sum(counts[: distributed_rank(group)])
+    rows: torch.Tensor = _gathered_rows().apply(values, counts, group)
+    return rows, slice(start, start + len(values))
+
+
+def distributed_rank(group: ProcessGroup | None = None) -> int:
+    """Return the rank in a group (None: all workers); 0 without torch.distributed."""
+    from torch import distributed
+
+    return distributed.get_rank(group) if num_workers(group) > 1 else 0
+
+
+@cache
+def _gathered_rows() -> type[torch.autograd.Function]:
+    import torch
+    from torch import distributed
+
+    class GatheredRows(torch.autograd.Function):
+        """See `gathered_rows`."""
+
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor, counts: list[int], group: ProcessGroup | None) -> torch.Tensor:
+            ctx.counts, ctx.group, ctx.own = counts, group, values.shape
+            if len(counts) == 1:
+                return values.view_as(values)
+            padded = values.new_zeros(max(counts), *values.shape[1:])
+            padded[: len(values)] = values
+            parts = [part[:count] for part, count in zip(gathered(padded, group), counts, strict=True)]
+            return torch.cat(parts).to(values.device)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+            (gradient,) = gradients
+            counts, rows = ctx.counts, ctx.own[0]
+            if len(counts) == 1:
+                return gradient, None, None
+            sent = gradient.contiguous().to(group_device(ctx.group))
+            received = sent.new_empty(len(counts) * rows, *ctx.own[1:])
+            distributed.all_to_all_single(received, sent, [rows] * len(counts), counts, group=ctx.group)
+            total, *others = received.split(rows) if rows else [received]
+            for other in others:  # in rank order, so that the sum does not depend on timing
+                total = total + other
+            return total.to(gradient.device), None, None
+
+    return GatheredRows
 
 
 def over_workers(*values: float) -> tuple[list[float], list[float]]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rayrec.collectives import gathered_rows
 from rayrec.config import InputError
 from rayrec.metrics import binary as metrics
 
@@ -53,3 +54,25 @@ def metrics_of_ranks(folder: str, rank: int) -> None:
     except InputError:
         refused = 1
     torch.save((refused, results), f"{folder}/{rank}.pt")
+
+
+def gathered_rows_of_ranks(folder: str, rank: int) -> None:
+    """Each rank has another number of rows, one none; the gradient is that of the sum of all ranks' losses."""
+    del folder
+    size = dist.get_world_size()
+    counts = [(3 * place + 2) % 5 * (place != size - 1) for place in range(size)]
+    starts = np.cumsum([0, *counts])
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(sum(counts), 3, generator=generator).to(dtype).requires_grad_()
+        factors = [torch.randn(sum(counts), 3, generator=generator).to(dtype) for _ in range(size)]
+        mine = whole.detach()[starts[rank] : starts[rank + 1]].clone().requires_grad_()
+        rows, own = gathered_rows(mine)
+        assert torch.equal(rows, whole)
+        assert torch.equal(rows[own], mine)
+        (rows * factors[rank]).sum().backward()
+        expected = factors[0].clone()
+        for factor in factors[1:]:
+            expected = expected + factor
+        assert mine.grad is not None
+        assert torch.equal(mine.grad, expected[starts[rank] : starts[rank + 1]])

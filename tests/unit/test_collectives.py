@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from ranks.checkpoint import run_ranks
+from ranks.metric import gathered_rows_of_ranks
 from torch import distributed
 
 from rayrec.cluster.layout import Launched
-from rayrec.collectives import group_arguments, group_device
+from rayrec.collectives import gathered_rows, group_arguments, group_device
 from rayrec.config import InputError
 from rayrec.training.launchers.process_worker import device_of
 
@@ -42,3 +46,16 @@ def test_a_process_has_the_gpu_of_its_number_on_its_machine(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Slurm has bound one GPU to each process
     with pytest.raises(InputError, match=r"LOCAL_RANK=7 on .*: this process sees 1 GPUs; .*--gpu-bind=none"):
         device_of(last, use_gpu=True)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gathered_rows_sum_gradients_in_rank_order(size: int, tmp_path: Path) -> None:
+    run_ranks(gathered_rows_of_ranks, size, str(tmp_path))
+
+
+def test_gathered_rows_of_one_worker_are_its_own() -> None:
+    values = torch.ones(2, 3, requires_grad=True)
+    rows, own = gathered_rows(values)
+    rows[own].sum().backward()
+    assert torch.equal(rows, values)
+    assert torch.equal(values.grad, torch.ones(2, 3))  # type: ignore[arg-type]
