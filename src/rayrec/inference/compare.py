@@ -73,11 +73,6 @@ def compare(
         ScoringRequest(checkpoint, path, config, options, console).open(evaluating=True, spare_cpus=0)
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
-    for job, config in zip(jobs, configs, strict=True):
-        if not job.scoring.is_clicks:
-            raise InputError(
-                f"{job.checkpoint.path}: recipe {config.recipe} predicts no clicks, which are compared. Leave it out."
-            )
     baselines = (
         open_baselines(configs[0], jobs[0].checkpoint.path, most_rows=options.baseline_rows, kinds=options.baselines)
         if options.baselines

@@ -23,6 +23,7 @@ from rayrec.metrics.binary import checked, converted, refuse_nan
 from rayrec.native import library
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 NO_GROUP: Final = 0
@@ -339,3 +340,20 @@ def _exchanged(rows: Rows, ranks: Collectives) -> Rows:
     receive = ranks.exchange(send, [1] * ranks.num_ranks, [1] * ranks.num_ranks)
     exchanged = [ranks.exchange(values[order], send.tolist(), receive.tolist()) for values in rows]
     return exchanged[0], exchanged[1], exchanged[2]
+
+
+def rank_measures(
+    logits: torch.Tensor, target: torch.Tensor, *, k: int, known: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Compute NDCG and recall at k of each row's one right item among all that it has a logit of. float32 [rows] each.
+
+    Args:
+        logits: float32 [rows, items]. A NaN ranks above the right item.
+        target: Place of the right item, int64 [rows].
+        k: Rank of the metrics.
+        known: Which rows have a right item, bool [rows]; others get NaN. None if all have.
+    """
+    above = (~(logits <= logits.gather(1, target.unsqueeze(1)))).sum(1)
+    recall = (above < k).float()
+    found = {f"ndcg_at_{k}": recall / (above + 2).float().log2(), f"recall_at_{k}": recall}
+    return found if known is None else {name: values.masked_fill(~known, math.nan) for name, values in found.items()}

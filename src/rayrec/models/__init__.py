@@ -35,7 +35,7 @@ def config_class(name: object) -> type[Any] | None:
 @cache
 def _families() -> dict[str, str]:
     """The family of each model."""
-    found = {}
+    found: dict[str, str] = {}
     for family in FAMILIES:
         folder = importlib.import_module(f"{__name__}.{family}")
         found |= {file.name: family for file in pkgutil.iter_modules(folder.__path__)}

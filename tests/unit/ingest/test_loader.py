@@ -214,7 +214,9 @@ def test_a_worker_may_have_an_empty_batch(prepared: Prepared) -> None:
 def test_slicer_adds_full_tables_also_to_no_rows() -> None:
     inputs = Schema(label="label", dense=(), sparse=("user", "item"), lists=("item",), tokens="any")
     lists = Bags(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
-    rows = EncodedRows(np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)})
+    rows = EncodedRows(
+        np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)}
+    )
     slicer = Slicer(iter([rows]), inputs, unpooled=("item",), tables={"table:item": 3})
     features = slicer.take(2, loss_weight=1.0).sequence_features
     assert features is not None

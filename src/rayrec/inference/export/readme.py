@@ -135,7 +135,8 @@ def _calls(exported: ExportedModel, outputs: Sequence[str]) -> str:
 - dense features, float32 (rows, {inputs.num_dense});
 - embeddings of the features but {_listed(sequences)}, summed over a row's ids, side by side, float32 (rows,
   {(len(inputs.features) - len(sequences)) * width});
-- of each of {_listed(sequences)} its embeddings, float32 (ids of all rows, {width}), and how many ids each row has, int64 (rows,);
+- of each of {_listed(sequences)} its embeddings, float32 (ids of all rows, {width}), and how many ids each row has, int64
+  (rows,);
 - of each of them the ids, int64 (ids of all rows,);
 - the full table of each of {_listed(tables)}, float32.
 

@@ -1,0 +1,181 @@
+"""Two towers with sampled softmax over the items of all workers' batches (Yi et al., "Sampling-Bias-Corrected Neural Modeling for
+Large Corpus Item Recommendations", RecSys 2019), and their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.bounds import Count, Positive, Share, Sizes
+from rayrec.collectives import gathered_rows
+from rayrec.config import InputError
+from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.mlp import Precision
+from rayrec.layers.tower import Tower, xavier_linear
+from rayrec.metrics.ranking import rank_measures
+from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.heads import Head, VectorHead
+
+if TYPE_CHECKING:
+    from rayrec.batch import Batch
+
+_BUCKETS: Final = 1 << 16
+"""Counters of items, by the item's id modulo this."""
+_DECAY: Final = 0.99
+"""Share of a counter that a step keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoTowerConfig(ClickModelConfig):
+    """Gives users and items vectors of one space; a row of the log is a user with an item that was chosen.
+
+    Each row's item is told from the items of all rows in the step, corrected for how often these occur. Dense features and lists
+    belong to the user.
+    """
+
+    LABELLED: ClassVar[bool] = False
+    TRAINS_ON_TABLES: ClassVar[bool] = False
+
+    embedding_dim: int = 32
+    """Width of every embedding."""
+    item_features: tuple[str, ...] = ("item",)
+    """Features of the item, the first of them its id. All other features are the user's."""
+    user_tower: Sizes = (64,)
+    """Widths of the hidden layers of the user's tower."""
+    item_tower: Sizes = ()
+    """Widths of the hidden layers of the item's tower."""
+    vector: Count = 32
+    """Width of the vectors."""
+    temperature: Positive = 0.1
+    """Divisor of the cosine of two vectors."""
+    dropout: Share = 0.0
+    """Share of each layer's activations that a step leaves out."""
+    k: Count = 10
+    """Rank of the metrics at k."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.item_features:
+            raise InputError("TwoTowerConfig.item_features: must name at least the item's id, got none.")
+
+    def user_features(self, inputs: ModelInputs) -> tuple[str, ...]:
+        """Return the features of the user. Raises InputError if there are none, or the item's are not single categories."""
+        lists = [name for name, _ in inputs.lists]
+        for name in self.item_features:
+            if name not in inputs.features or name in lists:
+                raise InputError(
+                    f"TwoTowerConfig.item_features: must be features of one category a row, got {name}. The log has "
+                    f"{', '.join(each for each in inputs.features if each not in lists)}."
+                )
+        found = tuple(name for name in inputs.features if name not in self.item_features)
+        if not found:
+            raise InputError(
+                "TwoTowerConfig: the schema must have features of the user, got none. Name them in sparse."
+            )
+        return found
+
+    def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
+        self.user_features(inputs)
+        return self.item_features[:1]  # whose ids tell which rows have the same item
+
+    def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
+        """The table of items, if it alone describes them: evaluations then rank all items."""
+        del inputs
+        return () if self.item_features[1:] else self.item_features
+
+    def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
+        del inputs
+        return (VectorHead("user", self.vector), VectorHead("item", self.vector))
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        return metrics[f"ndcg_at_{self.k}"]
+
+    def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+        return TwoTower(self, inputs, precision=precision)
+
+
+class TwoTower(nn.Module):
+    """Two MLPs, whose outputs have the norm 1."""
+
+    def __init__(self, config: TwoTowerConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__()
+        self._users, self._items = config.user_features(inputs), config.item_features
+        self._temperature, self._k = config.temperature, config.k
+        dim = config.embedding_dim
+
+        def tower(width: int, sizes: Sequence[int]) -> nn.Sequential:
+            layers = Tower(width, sizes, dropout=config.dropout, precision=precision)
+            return nn.Sequential(layers, xavier_linear(layers.out_features, config.vector))
+
+        self.user_tower = tower(inputs.num_dense + len(self._users) * dim, config.user_tower)
+        self.item_tower = tower(len(self._items) * dim, config.item_tower)
+        self.register_buffer("item_counts", torch.zeros(_BUCKETS))
+
+    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+        """Return the vectors `user` and `item` [rows, vector], the item's `ids` [rows], and in an evaluation the `table` of
+        items, if it alone describes them."""
+        features = torch.cat([dense, *(embedded[name] for name in self._users)], dim=1)
+        first = self._items[0]
+        outputs = {
+            "user": self._vector(self.user_tower, features),
+            "item": self._vector(self.item_tower, torch.cat([embedded[name] for name in self._items], dim=1)),
+            "ids": embedded.ids(first),
+        }
+        if not self.training and embedded.has_table(first):
+            outputs["table"] = embedded.table(first)
+        return outputs
+
+    def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return each row's cross entropy of its item among the items of all rows of the step. Collective. float32 [rows]."""
+        del batch
+        (items, own), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
+        logits = outputs["user"] @ items.T / self._temperature - self._log_frequency(ids)
+        target = torch.arange(own.start, own.stop, device=ids.device)
+        return functional.cross_entropy(
+            self._without_own(logits, outputs["ids"], ids, target), target, reduction="none"
+        )
+
+    def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+        """Return NDCG and recall at k of each row's item, ranked among all items of the table or, if it does not describe
+        them, among those of the step. Collective. float32 [rows] each."""
+        del batch
+        if "table" in outputs:
+            items, target = self._vector(self.item_tower, outputs["table"]), outputs["ids"]
+            return rank_measures(outputs["user"] @ items.T, target, k=self._k)
+        (items, own), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
+        target = torch.arange(own.start, own.stop, device=ids.device)
+        logits = self._without_own(outputs["user"] @ items.T, outputs["ids"], ids, target)
+        return rank_measures(logits, target, k=self._k)
+
+    def predict(self, outputs: dict[str, torch.Tensor], embedded: Embedded) -> dict[str, torch.Tensor]:
+        """Return the vectors."""
+        del embedded
+        return {name: outputs[name] for name in ("user", "item")}
+
+    @staticmethod
+    def _vector(tower: nn.Module, features: torch.Tensor) -> torch.Tensor:
+        hidden, last = tower[0](features), tower[1]  # type: ignore[index]
+        return functional.normalize(functional.linear(hidden.float(), last.weight, last.bias), dim=1)
+
+    @staticmethod
+    def _without_own(
+        logits: torch.Tensor, own_ids: torch.Tensor, ids: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
+        """The logits, those of other rows with the row's own item left out."""
+        same = own_ids.unsqueeze(1) == ids
+        same.scatter_(1, target.unsqueeze(1), value=False)
+        return logits.masked_fill(same, -torch.inf)
+
+    def _log_frequency(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logarithm of each item's share of the rows of the last steps, the same on all workers. float32 [ids]."""
+        bucket = ids % _BUCKETS
+        if self.training:
+            with torch.no_grad():
+                self.item_counts.mul_(_DECAY).add_(torch.bincount(bucket, minlength=_BUCKETS))
+        counts = self.item_counts.index_select(0, bucket)
+        return (counts / self.item_counts.sum()).clamp(min=1e-12).log() if len(ids) else counts

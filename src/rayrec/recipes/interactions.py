@@ -1,0 +1,67 @@
+"""Retrieval models on logs of interactions: which user chose which item, and when."""
+
+from __future__ import annotations
+
+from rayrec.data.encoding.presets import RAYREC
+from rayrec.models.base import TableStart
+from rayrec.models.retrieval.sasrec import SASRecConfig
+from rayrec.models.retrieval.two_tower import TwoTowerConfig
+from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from rayrec.schema import Feature, Schema
+from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys.workload import ClickWorkload
+from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
+
+PLACEHOLDER = Schema(label=None, dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
+"""Stands for the user's own schema, which `--schema FILE` brings."""
+
+PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(
+    sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=50),)
+)
+"""The same for a log of lists of items."""
+
+PRESET = RAYREC.replace(min_count=1)
+"""Every item of the training rows has an id of its own."""
+
+
+def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -> TrainConfig:
+    """SASRec on lists of items in the order of time, such as `rayrec split --by sequences` makes: --schema FILE."""
+    return TrainConfig(
+        recipe="next_item",
+        workload=ClickWorkload(
+            schema=schema,
+            preset=PRESET,
+            model=SASRecConfig(),
+            table_start=TableStart(kind="normal", std=0.02),
+            sparse_optimizer=SparseOptimizerConfig(kind="adam", learning_rate=0.001),
+            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
+        ),
+        train_data=DataConfig(path=path),
+        epochs=100,
+        batch_size=128,
+        eval_batch_size=256,
+        early_stopping=EarlyStoppingConfig(patience=5),
+    )
+
+
+def two_tower(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig:
+    """Vectors of users and items, from rows of a user with a chosen item: --schema FILE."""
+    return TrainConfig(
+        recipe="two_tower",
+        workload=ClickWorkload(
+            schema=schema,
+            preset=PRESET,
+            model=TwoTowerConfig(),
+            table_start=TableStart(kind="normal", std=0.02),
+            sparse_optimizer=SparseOptimizerConfig(kind="sparse_adam", learning_rate=0.001),
+            dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
+        ),
+        train_data=DataConfig(path=path),
+        epochs=20,
+        batch_size=1024,
+        eval_batch_size=1024,
+        early_stopping=EarlyStoppingConfig(patience=3),
+    )
+
+
+RECIPES = (next_item, two_tower)

@@ -1,0 +1,66 @@
+"""Small logs of users and items whose next item can be told, and configurations of retrieval models on them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import rayrec
+from rayrec import recipes
+from rayrec.schema import Feature, Schema
+
+ITEMS = 24
+"""From 100 on; each user goes through them in turn."""
+LENGTH = 8
+LISTS = Schema(
+    label=None,
+    dense=(),
+    sparse=("item",),
+    lists=("item",),
+    tokens="any",
+    features=(Feature(name="item", max_length=LENGTH),),
+)
+PAIRS = Schema(label=None, dense=(), sparse=("user", "item"), tokens="any")
+SMALL: dict[str, dict[str, Any]] = {
+    "next_item": {"embedding_dim": 16, "hidden": 32, "dropout": 0.1, "k": 5},
+    "two_tower": {"embedding_dim": 8, "vector": 8, "k": 5},
+}
+
+
+def interactions(users: int) -> tuple[np.ndarray, np.ndarray]:
+    """(user, item) of each user's items in the order of time: 4 to 9, one after the other."""
+    lengths = 4 + np.arange(users) % 6
+    user = np.repeat(np.arange(users), lengths)
+    place = np.arange(len(user)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return user, 100 + (user + place) % ITEMS
+
+
+def write_log(folder: str, name: str, *, users: int = 120) -> str:
+    """Write the log of a recipe; return its folder."""
+    user, item = interactions(users)
+    table = pa.table({"user": user % ITEMS, "item": item})
+    if name == "next_item":
+        starts = np.flatnonzero(np.diff(user, prepend=-1))
+        offsets = pa.array([*starts, len(user)], pa.int32())
+        table = pa.table({"item": pa.ListArray.from_arrays(offsets, pa.array(item))})
+    os.makedirs(folder)
+    pq.write_table(table, os.path.join(folder, "log.parquet"))
+    return folder
+
+
+def small(name: str, log: str, **changes: Any) -> rayrec.TrainConfig:
+    """The recipe with a small model, which learns from the log and evaluates on it."""
+    schema = LISTS if name == "next_item" else PAIRS
+    optimizers = {f"{kind}_optimizer": {"learning_rate": 0.02} for kind in ("sparse", "dense")}
+    config = recipes.ALL[name](log, schema).replace(workload={"model": SMALL[name], **optimizers})
+    return config.replace(
+        eval_data={"path": log},
+        batch_size=32,
+        scaling={"num_workers": 1},
+        trackers={"prometheus": False, "tensorboard": False},
+        early_stopping={"patience": 0},
+    ).replace(**changes)
