@@ -26,19 +26,9 @@ from rayrec.training.launchers.failures import (
 )
 from rayrec.workloads.run_config import FailureConfig
 
-DIED = WorkerGroupError(
-    "died",
-    {
-        0: ValueError("connection reset"),
-        1: WorkerHealthCheckFailedError("dead", ray.exceptions.RayActorError(preempted=False)),
-    },
-)
-GONE_WITH_ITS_NODE = WorkerGroupError(
-    "died",
-    {
-        0: ValueError("connection reset"),
-        1: WorkerHealthCheckFailedError("dead", ray.exceptions.RayActorError(preempted=True)),
-    },
+DIED, GONE_WITH_ITS_NODE = (
+    WorkerGroupError("died", {0: ValueError("connection reset"), 1: WorkerHealthCheckFailedError("dead", error)})
+    for error in (ray.exceptions.RayActorError(preempted=preempted) for preempted in (False, True))
 )
 ANNOUNCED = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"a": [1]}))
 NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
