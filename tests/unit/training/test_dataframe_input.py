@@ -10,11 +10,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.runs import QUIET
 
 import rayrec
 from rayrec import recipes, storage
 from rayrec.config import InputError
-from rayrec.observe.console import Console
 from rayrec.recipes.criteo import criteo_demo
 from rayrec.schema import Schema
 from rayrec.training import dataframe_input
@@ -57,19 +57,19 @@ def test_a_run_on_a_frame_is_the_run_on_its_parquet_file(tmp_path: Path) -> None
         {"trackers": {"tensorboard": False, "prometheus": False}, "evaluate_every": 4}
     )
     frame, held_out = ratings(), ratings(200, seed=1)
-    result = rayrec.train(small, data=frame, eval_data=held_out, console=Console(quiet=True))
+    result = rayrec.train(small, data=frame, eval_data=held_out, console=QUIET)
     for name, rows in (("train", frame), ("eval", held_out)):
         rows.drop(columns="unused").to_parquet(tmp_path / f"{name}.parquet", index=False)
     of_files = small.updated(
         {"name": "files", **{f"{name}_data": {"path": f"{tmp_path}/{name}.parquet"} for name in ("train", "eval")}}
     )
-    expected = rayrec.train(of_files, console=Console(quiet=True))
+    expected = rayrec.train(of_files, console=QUIET)
     assert result.summary["weights_sha256"] == expected.summary["weights_sha256"]
     assert result.metrics == expected.metrics
     longer = small.replace(steps=6)
     with pytest.raises(InputError, match=r"data/train: the run was started with other data \(rows: 600 -> 599\)"):
-        rayrec.train(longer, data=frame.iloc[1:], console=Console(quiet=True))
-    resumed = rayrec.train(longer, data=frame, eval_data=held_out, console=Console(quiet=True))
+        rayrec.train(longer, data=frame.iloc[1:], console=QUIET)
+    resumed = rayrec.train(longer, data=frame, eval_data=held_out, console=QUIET)
     assert (resumed.summary["steps"], resumed.summary["rows_lost"], resumed.summary["rows_repeated"]) == (6, 0, 0)
 
 

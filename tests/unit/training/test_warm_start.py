@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders.faults import flip
+from builders.runs import QUIET, events_of, train
 from ranks import data_parallel
 
 import rayrec
@@ -30,13 +31,11 @@ from rayrec.models.ranking.dcnv2 import DCNv2Config
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.observe.console import Console
-from rayrec.observe.events import read_events
 from rayrec.schema import Feature, Schema
 from rayrec.training import worker
 from rayrec.workloads.base import RunContext
 
 ROWS, SEED = 600, 3
-QUIET: dict[str, Any] = {"console": Console(quiet=True)}
 SCHEMA = Schema(
     label="click",
     dense=("price",),
@@ -114,14 +113,6 @@ def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], di
     return lambda: dict(full_tensors(Checkpoint(places[-1])))
 
 
-def trained(settings: rayrec.TrainConfig, **changes: Any) -> dict[str, Any]:
-    return rayrec.train(settings.replace(**changes), **QUIET).summary
-
-
-def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    return read_events(str(run / "events.jsonl"), kinds=kinds or None)
-
-
 def tensors(run: Path) -> dict[str, torch.Tensor]:
     return dict(full_tensors(open_checkpoint(str(run))))
 
@@ -138,10 +129,10 @@ def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
         "sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay},
         "dense_optimizer": {"kind": dense, "learning_rate": 0.02},
     }
-    trained(config(day(tmp_path, 0), tmp_path, "old", **optimizers))
+    train(config(day(tmp_path, 0), tmp_path, "old", **optimizers))
     # Counted again, so that ids are in another order, some categories are new, and others dropped.
     new = config(day(tmp_path, 1), tmp_path, "new", **optimizers)
-    trained(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
+    train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
     before, after = tensors(tmp_path / "old"), captured()
     old_p, new_p = (Preprocessor.load(str(tmp_path / run / "preprocessor")) for run in ("old", "new"))
     assert before.keys() == after.keys()
@@ -169,7 +160,7 @@ def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
         compared += bool(before[name].any())
     assert moved > 50
     assert compared >= (2 if sparse == "sgd" else 4)
-    (event,) = events(tmp_path / "new", "warm_start")
+    (event,) = events_of(tmp_path / "new", "warm_start")
     assert event["tables"]["item"] == {"kept": 30, "fresh": 10, "dropped": 10}
     assert (event["kept"], event["fresh"], event["dropped"]) == (60, 10, 10)
     assert event["preprocessor"] == old_p.hash()
@@ -178,27 +169,27 @@ def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
 
 def test_with_nothing_changed_it_evaluates_as_before_and_learns_the_same_again(tmp_path: Path) -> None:
     log, old = day(tmp_path, 0), str(tmp_path / "old")
-    first = trained(config(log, tmp_path, "old"))
+    first = train(config(log, tmp_path, "old")).summary
     still: dict[str, Any] = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"learning_rate": 0.0}}
     shutil.copytree(f"{old}/preprocessor", tmp_path / "vocabulary")
     same = {"preprocessor": str(tmp_path / "vocabulary")}
-    kept = trained(config(log, tmp_path, "kept", **still, **same).replace(init_from=old, steps=1))
+    kept = train(config(log, tmp_path, "kept", **still, **same).replace(init_from=old, steps=1)).summary
     assert kept["weights_sha256"] == first["weights_sha256"]
     assert kept["metrics"] == first["metrics"]
     runs = [config(log, tmp_path, name, **same).replace(init_from=old, steps=4) for name in ("one", "two", "three")]
-    one, two = trained(runs[0]), trained(runs[1])
+    one, two = train(runs[0]).summary, train(runs[1]).summary
     assert one["weights_sha256"] == two["weights_sha256"] != first["weights_sha256"]
     assert (one["steps"], one["rows"]) == (4, 400)
 
     # What resumes has its own checkpoint, and does not start with the old one again, which may be gone.
-    trained(runs[2].replace(steps=2))
+    train(runs[2].replace(steps=2))
     shutil.move(old, tmp_path / "moved")
-    resumed = trained(runs[2])
+    resumed = train(runs[2]).summary
     assert resumed["weights_sha256"] == one["weights_sha256"]
-    assert [event["step"] for event in events(tmp_path / "three", "start")] == [0, 2]
-    assert len(events(tmp_path / "three", "warm_start")) == 1
+    assert [event["step"] for event in events_of(tmp_path / "three", "start")] == [0, 2]
+    assert len(events_of(tmp_path / "three", "warm_start")) == 1
     with pytest.raises(InputError, match="holds no complete checkpoint"):
-        trained(runs[0].replace(name="four"))
+        train(runs[0].replace(name="four"))
     assert not (tmp_path / "four" / "events.jsonl").exists()
 
 
@@ -208,12 +199,12 @@ def test_no_plan_changes_what_it_starts_with(
 ) -> None:
     optimizer = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1}}
     logs = [day(tmp_path, number) for number in (0, 1)]
-    trained(config(logs[0], tmp_path, "old", **optimizer))
+    train(config(logs[0], tmp_path, "old", **optimizer))
     found = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
         sharding = {"sharding": {"sharding_types": (plan,), "min_column_width": 4}}
         new = config(logs[1], tmp_path, plan, **optimizer, **sharding)
-        trained(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
+        train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
         start = captured()
         # Columns of a row-wise state have names of their own, and equal values after a start from whole rows.
         found.append({name.partition(".columns_")[0]: tensor for name, tensor in start.items()})
@@ -226,8 +217,8 @@ def test_sequences_and_members_are_carried_over(
     tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = {"model": DINConfig(embedding_dim=4, attention=(8,), mlp=(8,), members=2)}
-    trained(config(day(tmp_path, 0), tmp_path, "old", **model))
-    rayrec.vocabulary(day(tmp_path, 1), out=str(tmp_path / "extended"), extend=str(tmp_path / "old"), **QUIET)
+    train(config(day(tmp_path, 0), tmp_path, "old", **model))
+    rayrec.vocabulary(day(tmp_path, 1), out=str(tmp_path / "extended"), extend=str(tmp_path / "old"), console=QUIET)
     new = config(day(tmp_path, 1), tmp_path, "new", **model, preprocessor=str(tmp_path / "extended"))
     rayrec.train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1), console=Console())
     assert "categories: 70 kept, 10 fresh, 0 dropped" in " ".join(capsys.readouterr().err.split())
@@ -236,13 +227,13 @@ def test_sequences_and_members_are_carried_over(
     assert len(after[table]) == len(before[table]) + 10
     for name, tensor in before.items():
         assert torch.equal(after[name][: len(tensor)] if tensor.dim() else after[name], tensor), name
-    (event,) = events(tmp_path / "new", "warm_start")
+    (event,) = events_of(tmp_path / "new", "warm_start")
     assert (event["kept"], event["fresh"], event["dropped"]) == (70, 10, 0)
 
 
 def test_what_does_not_fit_is_refused_before_workers_start(tmp_path: Path) -> None:
     log = day(tmp_path, 0)
-    trained(config(log, tmp_path, "old"))
+    train(config(log, tmp_path, "old"))
     wrong: dict[str, dict[str, Any]] = {
         "is a DLRMConfig, and this run trains a DCNv2Config": {"model": DCNv2Config(embedding_dim=DIM)},
         "has shape .8., and shape .7. in this run's model": {"model": DLRM.replace(bottom_mlp=(7, DIM))},
@@ -255,9 +246,9 @@ def test_what_does_not_fit_is_refused_before_workers_start(tmp_path: Path) -> No
     for message, workload in wrong.items():
         refused = config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old"))
         with pytest.raises(InputError, match=message) as error:
-            trained(refused)
+            train(refused)
         assert "\n" not in str(error.value)
-        assert events(tmp_path / "new", "attempt") == []
+        assert events_of(tmp_path / "new", "attempt") == []
         shutil.rmtree(tmp_path / "new")
 
 
@@ -283,11 +274,13 @@ def test_other_models_start_with_all_weights_by_name(tmp_path: Path) -> None:
         scaling={"num_workers": 1},
         observe={"times": False},
     )
-    first = trained(settings)
+    first = train(settings).summary
     still = settings.replace(
         name="kept", init_from=str(tmp_path / "old"), steps=1, workload={"optimizer": {"learning_rate": 0.0}}
     )
-    assert trained(still)["validation"]["loss"] != first["validation"]["loss"]  # batch norm has seen another batch
+    assert (
+        train(still).summary["validation"]["loss"] != first["validation"]["loss"]
+    )  # batch norm has seen another batch
     before, after = tensors(tmp_path / "old"), tensors(tmp_path / "kept")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name.endswith("weight"))
@@ -299,20 +292,20 @@ def test_other_models_start_with_all_weights_by_name(tmp_path: Path) -> None:
     }
     for message, changes in refused.items():
         with pytest.raises(InputError, match=message):
-            trained(still.replace(name="refused", workload=changes))
+            train(still.replace(name="refused", workload=changes))
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     log = day(tmp_path, 0)
-    trained(config(log, tmp_path, "old"))
+    train(config(log, tmp_path, "old"))
     weights = next(Path(open_checkpoint(str(tmp_path / "old")).path).glob("data_*.safetensors"))
     flip(weights, -3, bit=4)
     new = config(log, tmp_path, "new").replace(init_from=str(tmp_path / "old"))
     with pytest.raises(InputError, match="damaged, the checksum"):
-        trained(new)
+        train(new)
     os.truncate(weights, weights.stat().st_size - 1)
     with pytest.raises(InputError, match="bytes instead of"):
-        trained(new.replace(name="newer"))
+        train(new.replace(name="newer"))
 
 
 def test_a_run_whose_checkpoints_are_lost_does_not_start_again_unnoticed() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.runs import QUIET
 from pyarrow import csv
 
 import rayrec
@@ -18,7 +19,6 @@ from rayrec import recipes, storage
 from rayrec.config import InputError
 from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
-from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.schema import Feature, Label, Schema
 from rayrec.training import trainer
@@ -29,7 +29,6 @@ from rayrec.workloads.base import TrainConfig
 RATE = "workload.dense_optimizer.learning_rate"
 SEARCH: dict[str, Any] = {RATE: {"grid": [0.004, 1e30, 0.001, 2e-5]}}
 """The recipe's own settings, better ones, some that no run survives, and others."""
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")

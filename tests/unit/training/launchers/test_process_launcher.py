@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from builders.runs import QUIET, events_of
 from ranks import data_parallel
 from torch import distributed
 
@@ -23,8 +24,6 @@ from rayrec import storage
 from rayrec.checkpoint import latest
 from rayrec.config import InputError
 from rayrec.data.engine import STOP_ASKED, ThreadEngine
-from rayrec.observe.console import Console
-from rayrec.observe.events import read_events
 from rayrec.training import profiling, stop_monitor, trainer
 from rayrec.training.launchers import process_worker
 from rayrec.workloads.base import RunContext, TrainConfig
@@ -110,11 +109,11 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def run(folder: Path, **changes: Any) -> trainer.Result:
-    return trainer.train(config(folder, **changes), console=Console(quiet=True))
+    return trainer.train(config(folder, **changes), console=QUIET)
 
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    return read_events(folder / "run" / "events.jsonl", kinds=kinds or None)
+    return events_of(folder / "run", *kinds)
 
 
 def at(step: int, what: Callable[[], object]) -> None:
@@ -203,7 +202,7 @@ def test_a_signal_saves_and_the_same_call_resumes(
     stop_event = threading.Event()
     at(3, lambda: stop_event.set() if number is None else os.kill(os.getpid(), number))
     with pytest.raises(raised) as ended:
-        trainer.train(config(tmp_path), console=Console(quiet=True), stop=stop_event)
+        trainer.train(config(tmp_path), console=QUIET, stop=stop_event)
     if isinstance(ended.value, SystemExit):
         assert ended.value.code == 143
     saved = latest(str(tmp_path / "run"))
@@ -222,17 +221,16 @@ def test_a_run_that_is_trained_in_parts_learns_what_a_whole_one_does(tmp_path: P
     patient: dict[str, Any] = {"plateau": {"patience": 1, "min_improvement": 1e3, "factor": 0.5}}
     whole = run(tmp_path / "whole", **patient).summary
     STATE.number = 0
-    console = Console(quiet=True)
     reached = []
     for share in (1 / 12, 1 / 4, 1 / 4, 1 / 2):  # after 1, 3 and 6 of 12 steps, of which 6 is evaluated in any case
-        assert trainer.train_until(config(tmp_path, **patient), share, console=console) is None
+        assert trainer.train_until(config(tmp_path, **patient), share, console=QUIET) is None
         saved = latest(str(tmp_path / "run"))
         assert saved is not None
         reached.append((STATE.number, saved.step))
     assert reached == [(1, 1), (3, 3), (3, 3), (6, 6)]
     stop = events(tmp_path)[-1]
     assert (stop["kind"], stop["cause"], stop["last"], stop["paused"]) == ("stop", "a planned pause", True, True)
-    result = trainer.train_until(config(tmp_path, **patient), 1.0, console=console)
+    result = trainer.train_until(config(tmp_path, **patient), 1.0, console=QUIET)
     assert result is not None
     for name in ("weights_sha256", "steps", "rows", "restarts", "rows_lost", "rows_repeated", "validation"):
         assert result.summary[name] == whole[name], name
@@ -241,7 +239,7 @@ def test_a_run_that_is_trained_in_parts_learns_what_a_whole_one_does(tmp_path: P
         [event["step"] for event in events(path, "plateau")] for path in (tmp_path, tmp_path / "whole")
     )
     assert lowered == expected
-    assert trainer.train_until(config(tmp_path, **patient), 0.5, console=console) == result  # it is finished
+    assert trainer.train_until(config(tmp_path, **patient), 0.5, console=QUIET) == result  # it is finished
 
 
 def test_a_resumed_run_has_the_learning_rates_of_its_plateau(tmp_path: Path) -> None:
@@ -286,7 +284,7 @@ def test_a_running_run_is_asked_for_a_profile(tmp_path: Path, monkeypatch: pytes
     request, asked = tmp_path / "run" / "profile" / "request.json", threading.Event()
 
     def ask() -> None:
-        so_far = read_events(f"{folder}/events.jsonl")
+        so_far = events_of(folder)
         told.append(profiling.request_profile(folder, so_far, steps=2, note=lambda text: asked.set(), timeout_s=WAIT_S))
 
     asking = threading.Thread(target=ask)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.click_models import Saved, hashed_preprocessor, save_clicks, save_two
+from builders.runs import QUIET
 
 import rayrec
 from rayrec import recipes
@@ -17,7 +18,6 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import Slicer
-from rayrec.observe.console import Console
 from rayrec.training.trainer import train
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 
@@ -107,7 +107,7 @@ def test_several_teachers_are_their_ensemble(click_log: Path, tmp_path: Path) ->
     )
 
     def trained(name: str, **changes: Any) -> rayrec.Result:
-        return train(recipe.replace(name=name, **changes), console=Console(quiet=True))
+        return train(recipe.replace(name=name, **changes), console=QUIET)
 
     def student(name: str, *teachers: str) -> rayrec.Result:
         given = teachers if len(teachers) > 1 else teachers[0]

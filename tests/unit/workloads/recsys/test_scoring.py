@@ -14,6 +14,7 @@ import torch
 from builders.click_models import SMALL, Saved, make_preprocessor, save_clicks, save_two
 from builders.faults import flip, raising
 from builders.own_click_model import WithoutLabelConfig
+from builders.runs import QUIET
 from torch import nn
 
 from rayrec import checkpoint as checkpoints
@@ -31,12 +32,9 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
-from rayrec.observe.console import Console
 from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import PlainModel, empty_model, make_scorer
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
