@@ -180,15 +180,9 @@ def test_standing_follows_last_turn() -> None:
 
 
 def test_costs_of_restarts_and_saves() -> None:
-    told = summary(
-        *BEGIN,
-        (6, "checkpoint", {"step": 20, "stall_s": 0.5}),
-        (7, "failure", {"cause": "worker 0 died"}),
-        (9, "start", {"step": 8}),
-        (10, "step", {"step": 20}),
-        (11, "checkpoint", {"step": 20, "stall_s": 1.5}),
-        *END,
-    ).costs(train_s=98.0)
+    died = ((7, "failure", {"cause": "worker 0 died"}), (9, "start", {"step": 8}), (10, "step", {"step": 20}))
+    first, second = ((at, "checkpoint", {"step": 20, "stall_s": stall_s}) for at, stall_s in ((6, 0.5), (11, 1.5)))
+    told = summary(*BEGIN, first, *died, second, *END).costs(train_s=98.0)
     assert told == {
         "restarts": 1,
         "restart_causes": [{"cause": "worker 0 died", "lost_s": 4, "steps_redone": 12}],
@@ -308,11 +302,8 @@ def test_start_belongs_to_attempt_and_command() -> None:
     again = ((0, "failure", {"cause": "x"}), *attempts, start_up(set_up=4.0))
     second = ((0, "run", {}), start_up(imports=5.0), (0, "attempt", {}), start_up(restore=6.0, imports=0.5))
     found = summary(*first, *again, *second).starts
-    assert found == [
-        {"imports": 1.0, "set_up": 2.0, "first_step": 3.0},
-        {"set_up": 4.0},
-        {"imports": 5.5, "restore": 6.0},
-    ]
+    restarted: list[dict[str, float]] = [{"set_up": 4.0}, {"imports": 5.5, "restore": 6.0}]
+    assert found == [{"imports": 1.0, "set_up": 2.0, "first_step": 3.0}, *restarted]
     assert in_order(found) == ["imports", "set_up", "restore", "first_step"]
     assert in_order([{"of a later version": 1.0, "first_step": 1.0}]) == ["first_step", "of a later version"]
     assert summary((0, "run", {})).starts == []

@@ -237,25 +237,15 @@ def test_it_is_the_loss_of_a_plain_script(tmp_path: Path) -> None:
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
+    settings: dict[str, Any] = {"max_steps": 10, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant"}
+    settings |= {"learning_rate": 0.01, "weight_decay": 0.01, "max_grad_norm": 0.5, "logging_steps": 1}
+    settings |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     set_seed(wanted.seed)
     model = wanted.workload.build(None)
     trainer = InOrder(
         model=model,
         train_dataset=[{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)],  # type: ignore[arg-type]
-        args=TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=10,
-            per_device_train_batch_size=4,
-            learning_rate=0.01,
-            weight_decay=0.01,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.5,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-        ),
+        args=TrainingArguments(output_dir=str(tmp_path), **settings),
     )
     trainer.remove_callback(PrinterCallback)
     # Its own optimizer spares biases and normalisations the weight decay.
