@@ -26,7 +26,7 @@ LONGEST = (
     "test_train.py",
     "test_vision.py",
     "test_ingest.py",
-    "test_export.py",
+    "test_write.py",
     "test_data_parallel.py",
     "test_materialized.py",
     "test_commands.py",

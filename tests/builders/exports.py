@@ -1,0 +1,71 @@
+"""Exports of small click models, changes of their manifests, and how a program without rayrec scores with one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from builders.click_models import Saved
+
+from rayrec.checkpoint.format import seal, sha256_of
+from rayrec.inference.config import ExportConfig
+from rayrec.inference.export.readme import LOADER
+from rayrec.inference.export.write import export
+
+ROWS = 600
+
+
+def write_criteo_rows(path: Path, rows: int, *, labelled: bool = True) -> str:
+    """Write random rows of Criteo's columns, a third of them clicks."""
+    rng, lines = np.random.default_rng(0), []
+    for row in range(rows):
+        columns = [str(row % 3 // 2)] if labelled else []
+        columns += [str(value) for value in rng.integers(0, 50, 13)]
+        columns += [f"{token:08x}" for token in rng.integers(0, 1 << 32, 26)]
+        lines.append("\t".join(columns))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def export_of(saved: Saved, out: Path, **settings: Any) -> dict[str, Any]:
+    """Export a saved model into a folder, compared on as many rows as `write_criteo_rows` gives it; return the report."""
+    options = ExportConfig(parity_rows=ROWS).replace(**settings)
+    return export(str(saved.run), str(out), config=saved.config, settings=options)
+
+
+def scored_by_strangers(out: Path) -> Callable[..., np.ndarray]:
+    """Return the function `score` that the README of an export defines, which needs no rayrec."""
+    assert LOADER in (out / "README.md").read_text()
+    names: dict[str, Any] = {}
+    exec(LOADER.replace('"."', repr(str(out))), names)
+    return names["score"]  # type: ignore[no-any-return]
+
+
+def changed(place: str, value: Any = ...) -> Callable[[dict[str, Any]], None]:
+    """Return a function that sets a place such as files>README.md>bytes of a manifest, or removes it; * is the first key."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        node: Any = manifest
+        *above, last = place.split(">")
+        for name in above:
+            node = node[next(iter(node)) if name == "*" else int(name) if isinstance(node, list) else name]
+        if value is ...:
+            del node[last]
+        else:
+            node[last] = value
+
+    return change
+
+
+def reseal(
+    folder: Path, change: Callable[[dict[str, Any]], None] = lambda manifest: None, *, files: bool = True
+) -> None:
+    """Change a manifest as an attacker would: with sound checksums over what was changed, of an export's files too."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, file in manifest["files"].items() if files else ():
+        file.update(bytes=(folder / name).stat().st_size, sha256=sha256_of(str(folder / name)))
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))

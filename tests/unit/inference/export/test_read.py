@@ -1,0 +1,222 @@
+"""Exports and checkpoints that were damaged or forged are refused in one line, and nothing in them is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders.click_models import Saved, save_clicks
+from builders.exports import changed, reseal
+from builders.faults import flip
+
+from rayrec import recipes
+from rayrec.config import InputError
+from rayrec.inference.export.write import export
+from rayrec.inference.model import open_served
+
+
+class _Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.abort, ()  # type: ignore[return-value]
+
+
+@pytest.fixture
+def copied(exported: Callable[[str], Path], tmp_path: Path) -> Path:
+    """An export to spoil."""
+    return Path(shutil.copytree(exported("int8"), tmp_path / "copied"))
+
+
+def _refused(folder: Path, message: str = "") -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        open_served(str(folder))
+    assert re.fullmatch(r"[^\n]{10,600}", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    "name", ["tables.safetensors", "dense.safetensors", "dense.pt2", "preprocessor/preprocessor.json", "README.md"]
+)
+def test_damage_is_found(copied: Path, name: str) -> None:
+    path = copied / name
+    flip(path)
+    _refused(copied, "damaged, its checksum does not fit")
+    path.write_bytes(path.read_bytes()[:-1])
+    _refused(copied, "missing or of another size")
+    path.unlink()
+    _refused(copied, "missing or of another size")
+
+
+def test_pickles_are_refused(copied: Path, tmp_path: Path) -> None:
+    (copied / "preprocessor" / "weights").write_bytes(pickle.dumps(_Trap()))
+    _refused(copied, r"copied/preprocessor/weights: is a pickle, .*; remove it")
+    saved = save_clicks(tmp_path / "run")
+    (saved.checkpoint / "weights.pt").touch()
+    with pytest.raises(InputError, match=r"weights\.pt: is a pickle"):  # of whatever kind the model is
+        export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18())
+
+
+def test_a_changed_manifest_is_found(copied: Path) -> None:
+    path = copied / "manifest.json"
+    path.write_text(path.read_text().replace('"int8"', '"int4"'))
+    _refused(copied, "damaged, its checksum")
+    path.write_text("{}")
+    _refused(copied)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("version", ..., ""),
+        ("version", "1", ""),
+        ("version", 99, "version 99"),
+        ("files", ..., ""),
+        ("files", None, ""),
+        ("files>README.md>bytes", ..., ""),
+        ("files>README.md>bytes", -1, ""),
+        ("files>README.md>sha256", ..., ""),
+        ("files>a", 5, ""),
+        ("files>/etc/passwd", {"bytes": 1, "sha256": ""}, ""),
+        ("files>../outside", {"bytes": 1, "sha256": ""}, "outside of it"),
+        ("files>tables.safetensors", ..., r"names no tables\.safetensors"),
+        ("model", ..., "field model is invalid"),
+        ("model", [], ""),
+        ("model>quantization", "int2", "not the manifest of an export"),
+        ("model>features", 7, "Preprocessor is not the one"),
+        ("model>num_embeddings", [10**9], "Preprocessor is not the one"),
+        ("model>more", 1, "Preprocessor is not the one"),
+        ("model>model", [], ""),
+        ("model>model", 5, ""),
+        ("model>model>no_field", 1, "not the manifest of an export"),
+        ("model>model>top_mlp", [10**9, 1], "network does not fit the"),
+        ("model>model>top_mlp", [2**63, 1], ""),
+        ("model>model>top_mlp", [2**62, 2**62, 1], ""),
+        ("model>model>members", 2**31, ""),
+        ("model>model", {"interaction": "cross", "cross_layers": 2**31}, ""),
+    ],
+)
+def test_a_forged_manifest_is_refused(copied: Path, place: str, value: Any, message: str) -> None:
+    reseal(copied, changed(place, value))
+    _refused(copied, message)
+
+
+def _zipped_tokens(folder: Path) -> None:
+    np.savez(folder / "preprocessor" / "tokens.npz", tokens=np.zeros(3, np.uint32))
+    (folder / "preprocessor" / "tokens.npz").rename(folder / "preprocessor" / "tokens.npy")
+
+
+def _bytes(name: str, data: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def _in_place(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
+def _head_of_nothing(folder: Path) -> None:
+    """A file of tensors that lie beyond its end."""
+    path = folder / "tables.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    for entry in table.values():
+        entry["data_offsets"] = [place + 10**6 for place in entry["data_offsets"]]
+    head = json.dumps(table).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_zipped_tokens, ""),
+        (_bytes("preprocessor/tokens.npy", b"\x93NUMPY"), ""),
+        (_bytes("preprocessor/preprocessor.json", b"[]"), ""),
+        (_bytes("preprocessor/preprocessor.json", b"[" * 10**5), ""),
+        (_bytes("preprocessor/preprocessor.json", b'{"version": 2, "profile": 1, "schema": []}'), ""),
+        (_bytes("tables.safetensors", (10**5).to_bytes(8, "little") + b"[" * 10**5), "safetensors"),
+        (_bytes("tables.safetensors", b"\xff" * 8), "safetensors"),
+        (_bytes("tables.safetensors", b"\x02\0\0\0\0\0\0\0[]"), "safetensors"),
+        (_bytes("tables.safetensors", b"\x02\0\0\0\0\0\0\0{}"), "safetensors"),
+        (_bytes("tables.safetensors", pickle.dumps(_Trap())), "safetensors"),
+        (_bytes("tables.safetensors", b""), "safetensors"),
+        (_head_of_nothing, "outside of the file"),
+        (_in_place("README.md", lambda path: path.symlink_to("/etc/hostname")), ""),
+    ],
+)
+def test_forged_files_are_refused(copied: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(copied)
+    reseal(copied)
+    _refused(copied, message)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _in_place("preprocessor/tokens.npy", lambda path: path.symlink_to("/dev/zero")),
+        _in_place("manifest.json", lambda path: path.symlink_to("/dev/zero")),
+        _in_place("README.md", os.mkfifo),
+        _in_place("manifest.json", os.mkfifo),
+        _bytes("manifest.json", b"[" * 10**5),
+        _bytes("manifest.json", b'{"format":' + b'{"a":' * 10**5),
+        _bytes("manifest.json", b"[1]"),
+        _bytes("manifest.json", b"\xff\xfe"),
+    ],
+)
+def test_what_is_no_file_of_an_export_is_refused(copied: Path, damage: Callable[[Path], object]) -> None:
+    damage(copied)
+    _refused(copied)
+
+
+def test_links_inside_an_export_are_followed(copied: Path) -> None:
+    """As in a mounted ConfigMap, and where the folder itself is a link."""
+    (copied / "README.md").rename(copied / "data")
+    (copied / "README.md").symlink_to("data")
+    (copied.parent / "alias").symlink_to(copied)
+    assert open_served(str(copied.parent / "alias")).kind == "export"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("../../summary.json", text) for text in ("{}", "[]", '{"chosen_step": "1"}', '{"chosen_step": -1}')),
+        *(("../../summary.json", text) for text in ("[" * 10**5, '{"chosen_step": 9}')),
+        *(("config.yaml", text) for text in ("[" * 10**5, "a: &a [1]\nworkload: 5\n", "workload: {model: []}", "\xff")),
+    ],
+)
+def test_a_damaged_run_is_refused(saved: Saved, tmp_path: Path, name: str, content: str) -> None:
+    run = Path(shutil.copytree(saved.run, tmp_path / "run"))
+    folder = run / saved.checkpoint.relative_to(saved.run)
+    (folder / name).write_text(content, encoding="latin-1")
+    _refused(run)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("files", ...),
+        ("score", ...),
+        ("score", "high"),
+        ("block_bytes", 0),
+        ("version", ...),
+        ("tensors", ...),
+        ("tensors>*>dtype", "F8"),
+        ("tensors>*>shape", [2**63]),
+        ("tensors>*>chunks", None),
+        ("tensors>*>chunks>0>file", "../data"),
+        ("tensors>*>chunks>0>sha256", ...),
+    ],
+)
+def test_a_forged_checkpoint_is_refused(saved: Saved, tmp_path: Path, place: str, value: Any) -> None:
+    folder = Path(shutil.copytree(saved.checkpoint, tmp_path / saved.checkpoint.name))
+    reseal(folder, changed(place, value), files=False)
+    _refused(folder)

@@ -1,0 +1,292 @@
+"""An exported click model: it scores as its checkpoint does, or is not written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, save_clicks
+from builders.exports import ROWS, export_of, scored_by_strangers, write_criteo_rows
+
+import rayrec
+from rayrec import cli, models, recipes
+from rayrec.config import InputError
+from rayrec.data.logs.index import Part, Segment
+from rayrec.data.logs.text_parser import parse
+from rayrec.inference.config import ExportConfig
+from rayrec.inference.export.manifest import read_manifest
+from rayrec.inference.export.parity import compare, spread
+from rayrec.inference.export.readme import FROM_RAW, LOADER
+from rayrec.inference.export.write import export
+from rayrec.inference.model import open_served
+from rayrec.models.base import ClickModelConfig
+from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.models.scoring_tables import Quantization
+
+
+@pytest.mark.parametrize(("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)])
+def test_scores_are_the_checkpoints(
+    saved: Saved, exported: Callable[[str], Path], quantization: Quantization, tolerance: float
+) -> None:
+    """Also those that the README's program gives."""
+    folder = exported(quantization)
+    served, checkpoint = open_served(str(folder)), open_served(str(saved.run))
+    assert (served.kind, served.quantization) == ("export", quantization)
+    assert served.version == checkpoint.version.removesuffix("fp32") + quantization
+    assert served.preprocessor_hash == checkpoint.preprocessor_hash
+    rows = saved.rows(300)
+    logits, expected = served.score(rows), saved.logits(rows)
+    assert np.abs(logits - expected).max() <= tolerance
+    assert quantization == "fp32" or (logits != expected).any()
+    assert np.std(expected) > 10 * np.abs(logits - expected).mean()
+    width = {"fp32": 32, "fp16": 16, "int8": 16, "int4": 8}[quantization]  # bytes of 8 values
+    dense = sum(p.nbytes for name, p in saved.model.named_parameters() if "embedding_bags" not in name)
+    assert served.weight_bytes == width * sum(saved.preprocessor.num_embeddings) + dense
+    score = scored_by_strangers(folder)
+    for some in (rows, saved.rows(1)):
+        np.testing.assert_allclose(score(some.dense, list(some.ids)), served.score(some), rtol=0, atol=2e-5)
+
+
+class _NoRayrec(MetaPathFinder):
+    """Before all other finders, it hides the package."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.partition(".")[0] == "rayrec":
+            raise ModuleNotFoundError(name)
+
+
+def test_raw_rows_are_scored_without_rayrec(
+    saved: Saved, exported: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the README's own program, while Python finds no rayrec."""
+    folder = shutil.copytree(exported("fp32"), tmp_path / "moved")
+    assert saved.config.train_data.path is not None
+    lines = Path(saved.config.train_data.path).read_text().splitlines()[:50]
+    assert FROM_RAW in (folder / "README.md").read_text()
+    rows = "rows = encoder.parse(open('lines.tsv').read().splitlines())"
+    program = f"{LOADER}{FROM_RAW}".replace("rows = [{}, {}]", rows).replace("print(", "result = (")
+    (folder / "lines.tsv").write_text("\n".join(lines))
+    result: dict[str, Any] = {}
+    with monkeypatch.context() as hidden:
+        hidden.chdir(folder)
+        hidden.setattr(sys, "path", [*sys.path])
+        hidden.setattr(sys, "meta_path", [_NoRayrec(), *sys.meta_path])
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("rayrec", "encode")]:
+            hidden.delitem(sys.modules, name)
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("rayrec")
+        exec(program, result)
+        encode = Path(sys.modules["encode"].__file__ or "")
+        assert encode.resolve().parent == folder.resolve()  # it is the export's
+        assert not any(name.partition(".")[0] == "rayrec" for name in sys.modules)
+        hidden.delitem(sys.modules, "encode")
+    served = open_served(str(exported("fp32")))
+    raw, faults = parse(served.preprocessor.schema, "".join(f"{line}\n" for line in lines).encode())
+    assert not faults.total
+    expected = served.score(served.preprocessor.encode(raw))
+    assert np.std(expected) > 0
+    np.testing.assert_allclose(result["result"], expected, rtol=0, atol=1e-5)
+
+
+def test_the_report_says_what_it_is_worth(saved: Saved, exported: Callable[[str], Path]) -> None:
+    report = json.loads((exported("int8") / "report.json").read_text())
+    assert report["parity"]["rows"] == ROWS
+    assert report["parity"]["origin"] == f"rows of {saved.config.train_data.path}"
+    assert report["parity"]["failure"] is None
+    assert 0 < report["parity"]["max_logit_difference"] < 0.05
+    assert 0 < report["parity"]["auroc_checkpoint"] < 1
+    assert 0 < report["size"]["ratio"] < 1
+    assert report["speed"]["rows_per_s"] > 0
+    report = json.loads((exported("fp32") / "report.json").read_text())
+    assert report["parity"]["max_logit_difference"] < 1e-6
+    assert report["program_parity"]["max_logit_difference"] <= 1e-5
+
+
+def test_the_manifest_names_every_file(exported: Callable[[str], Path]) -> None:
+    folder = exported("int8")
+    files = read_manifest(str(folder))["files"]
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == set(files) | {"manifest.json"}
+    assert all((folder / name).stat().st_size == file["bytes"] for name, file in files.items())
+
+
+def test_loading_needs_neither_torchrec_nor_ray_and_unpickles_nothing(
+    saved: Saved, exported: Callable[[str], Path]
+) -> None:
+    code = (
+        "import os, sys, pickle, torch\n"
+        "def refuse(*_, **__): raise AssertionError('unpickled')\n"
+        "pickle.load = pickle.loads = torch.load = torch.export.load = refuse\n"
+        "from rayrec.inference.model import open_served\n"
+        f"print([open_served(path).kind for path in ({str(exported('int8'))!r}, {str(saved.run)!r})])\n"
+        "unneeded = {'torchrec', 'fbgemm_gpu', 'ray', 'tensordict', 'torchmetrics', 'torch.distributed.checkpoint'}\n"
+        "loaded = unneeded & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+        "sys.stdout.flush()\n"
+        "os._exit(0)\n"  # to take the interpreter apart takes more than a second
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "['export', 'checkpoint']\n"
+
+
+def test_the_runs_own_rows_are_compared(tmp_path: Path) -> None:
+    path = write_criteo_rows(tmp_path / "log.tsv", 700)
+    saved = save_clicks(tmp_path / "run", train_data={"path": path})
+    told = export_of(saved, tmp_path / "out", parity_rows=40)
+    assert told["parity"]["origin"] == f"test rows of {path}"
+    assert told["parity"]["rows"] == 40  # of 50, the last 14th
+    told = export_of(saved, tmp_path / "more", parity_rows=60)
+    assert (told["parity"]["origin"], told["parity"]["rows"]) == (f"rows of {path}", 60)  # the test rows are too few
+    elsewhere = write_criteo_rows(tmp_path / "other.tsv", 90)
+    told = export_of(saved, tmp_path / "two", parity_path=elsewhere, quantize="fp16", max_auroc_loss=0.1)
+    assert (told["parity"]["origin"], told["parity"]["rows"]) == (f"rows of {elsewhere}", 90)
+
+
+def test_without_the_runs_log_nothing_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "moved.tsv")
+    saved = save_clicks(tmp_path / "run", train_data={"path": path})
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "rayrec.inference.export.write.open_served", None
+        )  # the log is looked for before weights are read
+        with pytest.raises(
+            InputError, match=rf"no rows of the run's log, {path}, .* labelled log as --parity-path, or"
+        ):
+            export_of(saved, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    told = export_of(saved, tmp_path / "out", ignore_parity=True)["parity"]
+    assert "drawn at random" in told["origin"]
+    assert path in told["failure"]
+    assert 0.5 < told["auroc_checkpoint"] <= 1
+    assert (
+        export_of(saved, tmp_path / "two", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))["parity"]["failure"]
+        is None
+    )
+
+
+def test_an_export_that_scores_otherwise_leaves_nothing(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match=r"an AUROC that differs by .*more than 0, on .*; choose another --quantize"):
+        export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0)
+    assert not list(tmp_path.glob("out*"))
+    told = export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0, ignore_parity=True)
+    assert "AUROC" in told["parity"]["failure"]
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["parity"] == told["parity"]
+    with pytest.raises(InputError, match="exists already"):
+        export_of(saved, tmp_path / "out")
+
+
+def test_the_command_prints_the_report(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--quantize", "fp16", "--parity-rows", "50", "--max-auroc-loss", "0.2", "--out", str(tmp_path / "out")]
+    assert cli.run(["export", str(saved.run), *flags]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["quantization"] == "fp16"
+    assert (told["out"], told["checkpoint"]) == (str(tmp_path / "out"), str(saved.checkpoint))
+    assert (told["parity"]["rows"], told["parity"]["auroc_limit"]) == (50, 0.2)
+
+
+def test_an_export_is_not_taken_for_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    out = str(exported("int8"))
+    for ask in (
+        lambda: rayrec.evaluate(out, "log.tsv"),
+        lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x")),
+    ):
+        with pytest.raises(InputError, match="no checkpoint, but an export; give the checkpoint that it was made of"):
+            ask()
+
+
+def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) -> None:
+    unlabelled = write_criteo_rows(tmp_path / "log.tsv", 5, labelled=False)
+    with pytest.raises(InputError, match="holds no labels"):
+        export_of(saved, tmp_path / "out", parity_path=unlabelled)
+    with pytest.raises(InputError, match=r"absent\.tsv"):
+        export_of(saved, tmp_path / "out", parity_path=str(tmp_path / "absent.tsv"))
+    with pytest.raises(InputError, match="trains no click model"):
+        export(
+            str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True)
+        )
+
+    with pytest.raises(InputError, match="parity_rows"):
+        ExportConfig(parity_rows=0)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("make", ["bags", "no dense columns", "bf16"])
+def test_other_makes_are_exported_too(make: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "bags": {"preprocessor": lists_preprocessor()},
+        "no dense columns": {"preprocessor": bucketed_preprocessor()},
+        "bf16": {"model": SMALL.replace(interaction="cross"), "precision": "bf16"},
+    }[make]
+    saved = save_clicks(tmp_path / "run", **arguments)
+    told = export_of(saved, tmp_path / "out", quantize="int8", max_auroc_loss=0.01, ignore_parity=True)
+    assert told["parity"]["failure"].startswith("no rows of the run's log")  # and nothing else
+    served, rows = open_served(str(tmp_path / "out")), saved.rows(100)
+    np.testing.assert_allclose(served.score(rows), saved.logits(rows), rtol=0, atol=0.02)
+
+
+def test_values_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+    saved = save_clicks(tmp_path / "run", scale=float("nan"))
+    with pytest.raises(InputError, match=r"table cat_0: has a value of nan"):
+        export_of(saved, tmp_path / "out", quantize="int8", ignore_parity=True)
+    with pytest.raises(InputError, match="not finite"):
+        export_of(saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))
+
+
+def test_compare_counts_the_worst_row() -> None:
+    labels = np.array([0, 1, 0, 1], np.float32)
+    logits = np.array([-1, 1, -2, 2], np.float32)
+    same = compare("rows", labels, logits, logits)
+    assert same.failure("fp32", auroc_limit=0.0) is None
+    moved = compare("rows", labels, logits, logits + np.array([0, 0, 2e-5, 0], np.float32))
+    assert "a logit that differs by 2e-05" in str(moved.failure("fp32", auroc_limit=1.0))
+    assert moved.failure("int8", auroc_limit=0.0) is None
+    large = compare("rows", labels, 30 * logits, 30 * logits + np.array([0, 0, 4e-5, 0], np.float32))
+    assert large.failure("fp32", auroc_limit=1.0) is not None
+    assert large.failure("fp32", auroc_limit=1.0, relative=True) is None
+    flipped = compare("rows", labels, logits, -logits)
+    assert flipped.auroc_difference == 1.0
+    assert "AUROC" in str(flipped.failure("int8", auroc_limit=0.1))
+    one_class = compare("rows", np.zeros(4, np.float32), logits, logits)
+    assert one_class.to_dict()["auroc_difference"] is None
+    assert one_class.failure("fp32", auroc_limit=0.0) is None
+    assert "of one class" in str(one_class.failure("int8", auroc_limit=1.0))
+
+
+def test_rows_are_spread_over_the_log() -> None:
+    found = [Part(Segment("a", 0, 1, 100 * n, 100), 0, 100) for n in range(50)]
+    parts = spread(found, rows=1000)
+    assert sum(part.stop - part.start for part in parts) == 1000
+    assert [part.segment.first_row for part in parts] == list(range(0, 5000, 500))
+    assert sum(part.stop - part.start for part in spread(found, rows=10**6)) == 5000
+    assert sum(part.stop - part.start for part in spread(found, rows=7)) == 7
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [name for name in models.names("ranking") if name != "din"])  # which needs lists
+def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> None:
+    """Its program, int8 tables and, with two members, tables wider than an embedding."""
+    cls = models.config_class(name)
+    assert cls is not None
+    like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2)
+    config: ClickModelConfig = cls.in_place_of(like)
+    made = save_clicks(
+        tmp_path / "run", model=config, preprocessor=saved.preprocessor, train_data=saved.config.train_data
+    )
+    told = export_of(made, tmp_path / "out", quantize="int8", max_auroc_loss=0.05)
+    assert told["parity"]["failure"] is None
+    rows = made.rows(50)
+    score = scored_by_strangers(tmp_path / "out")
+    served = open_served(str(tmp_path / "out"))
+    np.testing.assert_allclose(score(rows.dense, list(rows.ids)), served.score(rows), rtol=0, atol=1e-4)
