@@ -37,6 +37,7 @@ NAMES = (
     "movielens",
     "tune",
     "movielens-top-k",
+    "movielens-next-item",
 )
 OTHERS = ("gpu",)
 """Which `all` leaves out: they need hardware."""

@@ -1,6 +1,7 @@
 """RecBole's models on a given split, run by the Python of an environment that has RecBole: prints a JSON line of test metrics.
 
 python recbole_models.py MODEL FOLDER clicks|top-k   # FOLDER/ml/ml.{train,valid,test}.inter
+python recbole_models.py MODEL FOLDER "next-item DROPOUT EPOCHS"   # FOLDER/ml/ml.inter, in the order of time
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import sys
 import time
 import types
+from typing import Any
 
 # RecBole imports Ray for its own search of settings, which is not used here
 sys.modules["ray"] = types.ModuleType("ray")
@@ -55,6 +57,26 @@ TOP_K = {
     "topk": [10],
     "valid_metric": "NDCG@10",
 }
+NEXT_ITEM = {
+    "benchmark_filename": None,
+    "load_col": {"inter": ["user_id", "item_id", "timestamp"]},
+    "eval_args": {"split": {"LS": "valid_and_test"}, "group_by": "user", "order": "TO", "mode": "full"},
+    "metrics": ["Recall", "NDCG"],
+    "topk": [10],
+    "valid_metric": "NDCG@10",
+    "loss_type": "CE",
+    "train_neg_sample_args": None,
+    "MAX_ITEM_LIST_LENGTH": 20,
+    "stopping_step": 5,
+}
+
+
+def settings_of(task: str) -> dict[str, Any]:
+    kind, *numbers = task.split()
+    if kind != "next-item":
+        return CLICKS if kind == "clicks" else TOP_K
+    dropout = float(numbers[0])
+    return {**NEXT_ITEM, "hidden_dropout_prob": dropout, "attn_dropout_prob": dropout, "epochs": int(numbers[1])}
 
 
 def main(model: str, folder: str, task: str) -> None:
@@ -62,15 +84,17 @@ def main(model: str, folder: str, task: str) -> None:
 
     settings = {
         **SHARED,
-        **(CLICKS if task == "clicks" else TOP_K),
+        **settings_of(task),
         "data_path": folder,
         "checkpoint_dir": f"{folder}/checkpoints",
     }
     begin = time.monotonic()
-    found = run_recbole(model=model, dataset="ml", config_dict=settings)["test_result"]
+    done = run_recbole(model=model, dataset="ml", config_dict=settings)
+    found = done["test_result"]
     named = {"auc": "auroc"}
     metrics = {named.get(name, name): float(value) for name, value in found.items()}
-    print(json.dumps({**metrics, "seconds": time.monotonic() - begin}))
+    validation = float(done["best_valid_score"])
+    print(json.dumps({**metrics, "validation": validation, "seconds": time.monotonic() - begin}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,114 @@
+"""MovieLens-100K's next film, SASRec beside RecBole's SASRec: each user's last film is the test and the one before it validates;
+all films are ranked by the LENGTH films before.
+
+`--recbole PYTHON` as in `rayrec benchmark movielens`. Both have the same width, blocks, heads, dropout and Adam, a softmax over
+all films, and the dropout of the grid that validates best; both stop early after 5 epochs without a better NDCG@10. RecBole
+learns the film after each list of films before it; ours learns from windows of LENGTH + 1 films that overlap by half, the film
+at each place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from movielens_benchmark import package_of, recbole_python, run_peer
+from movielens_top_k_benchmark import Ratings, read
+from rows import attempt, emit, say
+
+import rayrec
+from rayrec.observe.console import Console
+from rayrec.recipes.interactions import PLACEHOLDER_OF_LISTS, next_item
+from rayrec.schema import Feature
+
+LENGTH: Final = 20
+DROPOUTS: Final = (0.5, 0.2)
+SCHEMA: Final = PLACEHOLDER_OF_LISTS.replace(features=(Feature(name="item", max_length=LENGTH + 1),))
+
+
+def main(*, quick: bool) -> None:
+    python = recbole_python()
+    with tempfile.TemporaryDirectory() as folder:
+        ratings = read(package_of(python))
+        write_logs(ratings, folder)
+        _write_for_recbole(ratings, folder)
+        epochs, dropouts = (1, DROPOUTS[:1]) if quick else (100, DROPOUTS)
+        ours = [attempt(f"next_item, {share}", partial(_ours, folder, share, epochs)) for share in dropouts]
+        tasks = [f"next-item {share} {epochs}" for share in dropouts]
+        peers = [attempt(f"RecBole {task}", partial(run_peer, python, "SASRec", folder, task)) for task in tasks]
+        for share, found in zip(dropouts, peers, strict=True):
+            say(f"  RecBole, SASRec, dropout {share}: {found}")
+        best, peer = (max(found, key=lambda metrics: metrics["validation"]) for found in (ours, peers))
+        emit(
+            "movielens-next-item",
+            peer="RecBole 1.2.1, SASRec",
+            workload=f"{len(ratings.user):,} ratings, last film of {len(ratings.users)} users, lists of {LENGTH}",
+            unit="ndcg_at_10",
+            value=best["ndcg_at_10"],
+            ratio=best["ndcg_at_10"] / peer["ndcg@10"],
+            repeats=1,
+            dropout=best["dropout"],
+            recall_at_10=round(best["recall_at_10"], 4),
+            peer_ndcg_at_10=peer["ndcg@10"],
+            peer_recall_at_10=peer["recall@10"],
+        )
+
+
+def write_logs(ratings: Ratings, folder: str) -> None:
+    """`train`: windows of a user's films but the last two; `valid`, `test`: the last films of each user but one, and all."""
+    order = np.argsort(ratings.user, kind="stable")
+    ends = np.cumsum(np.bincount(ratings.user, minlength=len(ratings.users)))
+    films = np.split(ratings.items["item_id"].to_numpy()[ratings.item[order]], ends[:-1])
+    window, stride = LENGTH + 1, LENGTH // 2
+    windows = []
+    for of_user in films:
+        known = of_user[:-2]
+        stops = range(len(known), min(window, len(known)) - 1, -stride)
+        windows += [known[max(stop - window, 0) : stop] for stop in stops]
+        if stops and stops[-1] > window:
+            windows.append(known[:window])
+    shuffled = np.random.default_rng(0).permutation(len(windows))
+    parts = {
+        "train": [windows[number] for number in shuffled],
+        "valid": [of_user[:-1][-window:] for of_user in films],
+        "test": [of_user[-window:] for of_user in films],
+    }
+    for name, lists in parts.items():
+        os.makedirs(os.path.join(folder, name))
+        path = os.path.join(folder, name, "log.parquet")
+        pq.write_table(pa.table({"item": pa.array([list(each) for each in lists])}), path, row_group_size=1 << 12)
+
+
+def _write_for_recbole(ratings: Ratings, folder: str) -> None:
+    os.makedirs(os.path.join(folder, "ml"))
+    frame = pd.DataFrame(
+        {
+            "user_id:token": ratings.users["user_id"].to_numpy()[ratings.user],
+            "item_id:token": ratings.items["item_id"].to_numpy()[ratings.item],
+            "timestamp:float": np.arange(len(ratings.user)),
+        }
+    )
+    frame.to_csv(os.path.join(folder, "ml", "ml.inter"), sep="\t", index=False)
+
+
+def _ours(folder: str, dropout: float, epochs: int) -> dict[str, Any]:
+    config = next_item(os.path.join(folder, "train"), SCHEMA).replace(
+        workload={"model": {"dropout": dropout}},
+        eval_data={"path": os.path.join(folder, "valid")},
+        storage_path=os.path.join(folder, "runs"),
+        name=f"dropout_{dropout}",
+        scaling={"num_workers": 1},
+        trackers={"prometheus": False, "tensorboard": False},
+        epochs=epochs,
+    )
+    run = rayrec.train(config, console=Console(quiet=True))
+    found = rayrec.evaluate(run.folder, os.path.join(folder, "test"), console=Console(quiet=True))
+    say(
+        f"  rayrec, next_item, dropout {dropout}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}"
+    )
+    return {**found, "validation": run.metrics["ndcg_at_10"], "dropout": dropout}
