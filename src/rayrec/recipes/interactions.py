@@ -25,7 +25,7 @@ PRESET = RAYREC.replace(min_count=1)
 
 
 def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -> TrainConfig:
-    """SASRec on lists of items in the order of time, such as `rayrec split --by sequences` makes: --schema FILE."""
+    """SASRec on lists of items in the order of time: --schema FILE."""
     return TrainConfig(
         recipe="next_item",
         workload=ClickWorkload(
@@ -40,6 +40,7 @@ def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) ->
         epochs=100,
         batch_size=128,
         eval_batch_size=256,
+        evaluations_per_epoch=1,
         early_stopping=EarlyStoppingConfig(patience=5),
     )
 
@@ -60,6 +61,7 @@ def two_tower(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainCon
         epochs=20,
         batch_size=1024,
         eval_batch_size=1024,
+        evaluations_per_epoch=1,
         early_stopping=EarlyStoppingConfig(patience=3),
     )
 
