@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,15 +22,8 @@ from rayrec.data.materialized.formats import named_columns
 from rayrec.schema import Schema
 
 CRITEO = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t"))
-CLICKS = Schema(
-    label="liked",
-    weight="weight",
-    dense=("age",),
-    sparse=("user", "genres"),
-    lists=("genres",),
-    tokens="any",
-    delimiter=",",
-)
+LISTS: dict[str, Any] = {"dense": ("age",), "sparse": ("user", "genres"), "lists": ("genres",)}
+CLICKS = Schema(label="liked", weight="weight", tokens="any", delimiter=",", **LISTS)
 TEXT = b"1\t2\t-3\t00000005\t000003e8\n0\t\t70000\t\t000003e9\n1\t5\t\t00000007\t\n"
 FRAME = pd.DataFrame(
     {
@@ -44,25 +38,15 @@ FRAME = pd.DataFrame(
 )
 
 
-def criteo(**changes: object) -> Preprocessor:
-    return Preprocessor(
-        preset="test",
-        schema=CRITEO,
-        dense=(DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn(mean=-0.25, scale=0.3)),
-        sparse=(SparseColumn(4, 2), SparseColumn(1000, None)),
-        tokens=np.array([5, 7], np.uint32),
-        **changes,  # type: ignore[arg-type]
-    )
+def criteo(**changes: Any) -> Preprocessor:
+    dense = (DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn(mean=-0.25, scale=0.3))
+    sparse = (SparseColumn(4, 2), SparseColumn(1000, None))
+    return Preprocessor("test", CRITEO, dense, sparse, np.array([5, 7], np.uint32), **changes)
 
 
 def clicks() -> Preprocessor:
-    return Preprocessor(
-        preset="test",
-        schema=CLICKS,
-        dense=(DenseColumn(),),
-        sparse=(SparseColumn(50, None), SparseColumn(60, None)),
-        tokens=np.zeros(0, np.uint64),
-    )
+    sparse = (SparseColumn(50, None), SparseColumn(60, None))
+    return Preprocessor("test", CLICKS, (DenseColumn(),), sparse, np.zeros(0, np.uint64))
 
 
 def trained_on(preprocessor: Preprocessor, text: bytes) -> pa.Table:
@@ -75,9 +59,8 @@ def trained_on(preprocessor: Preprocessor, text: bytes) -> pa.Table:
 def test_a_frame_is_what_training_reads_of_its_rows_as_text(file_minimum: dict[str, int] | None) -> None:
     preprocessor = criteo(file_minimum=file_minimum)
     inputs = rayrec.transform(preprocessor, FRAME)
-    assert pa.Table.from_pandas(inputs, preserve_index=False).replace_schema_metadata() == trained_on(
-        preprocessor, TEXT
-    )
+    table = pa.Table.from_pandas(inputs, preserve_index=False).replace_schema_metadata()
+    assert table == trained_on(preprocessor, TEXT)
     assert inputs.index.tolist() == [30, 10, 20]
     assert inputs.dtypes.astype(str).tolist() == ["int8", "float32", "float32", "int32", "int32"]
 
@@ -103,14 +86,9 @@ def test_lists_and_weights(tmp_path: Path) -> None:
 
 def test_rows_to_score_have_no_label() -> None:
     inputs = rayrec.transform(criteo(), FRAME.drop(columns="y"))
-    assert list(inputs) == ["a", "b", "s", "t"]
-    assert inputs.s.tolist() == [2, 1, 3]
-
-
-def test_no_rows() -> None:
-    inputs = rayrec.transform(criteo(), FRAME.iloc[:0])
-    assert len(inputs) == 0
-    assert list(inputs) == ["y", "a", "b", "s", "t"]
+    assert (list(inputs), inputs.s.tolist()) == (["a", "b", "s", "t"], [2, 1, 3])
+    none = rayrec.transform(criteo(), FRAME.iloc[:0])
+    assert (list(none), len(none)) == (["y", "a", "b", "s", "t"], 0)
 
 
 @pytest.mark.parametrize("place", ["", "preprocessor"])

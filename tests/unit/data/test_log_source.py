@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 from builders.logs import open_index
@@ -24,11 +26,12 @@ FILES = 300
 
 
 def table(rows: int, first: int = 0) -> pa.Table:
+    numbers = range(first, first + rows)
     return pa.table(
         {
-            "clicked": [i % 2 for i in range(first, first + rows)],
-            "price": [float(i) for i in range(first, first + rows)],
-            "shop": [f"shop {i}" for i in range(first, first + rows)],
+            "clicked": [i % 2 for i in numbers],
+            "price": [float(i) for i in numbers],
+            "shop": [f"shop {i}" for i in numbers],
         }
     )
 
@@ -54,14 +57,14 @@ def test_many_files_of_a_store(tmp_path: Path, store: SlowStore, kind: str) -> N
     for number in range(FILES):
         (log / f"part-{number}{'.parquet' if kind == 'parquet' else ''}").write_bytes(content)
     schema = CLICKS if kind == "parquet" else SCHEMA
-    index = open_index(f"slow://{log}", schema, segment_bytes=1 << 20, cache=f"slow://{tmp_path}/cache")
+    index = open_index(f"slow://{log}", schema, cache=f"slow://{tmp_path}/cache")
     assert index.rows == 3 * FILES
     # For each file: a footer and its rows, or its first bytes and its lines.
     assert store.calls.total() <= 3 * FILES + 30, store.calls
     assert store.calls["info"] + store.calls["list"] < 30, store.calls
     assert store.most_at_once >= 8
     store.reset()
-    again = open_index(f"slow://{log}", schema, segment_bytes=1 << 20, cache=f"slow://{tmp_path}/cache")
+    again = open_index(f"slow://{log}", schema, cache=f"slow://{tmp_path}/cache")
     assert again == index
     assert store.calls.total() < 12, store.calls  # a resumed run: a listing, and the index
     store.reset()
@@ -86,10 +89,7 @@ def hive(folder: Path, *, csv: bool = False) -> None:
         place.mkdir(parents=True)
         for part in range(2):
             rows = table(5, first=100 * day + 10 * part)
-            if csv:
-                pa.csv.write_csv(rows, place / f"part-{part}.csv")
-            else:
-                pq.write_table(rows, place / f"part-{part}.parquet")
+            (arrow_csv.write_csv if csv else pq.write_table)(rows, place / f"part-{part}.{'csv' if csv else 'parquet'}")
     (folder / "_temporary" / "dt=2026-01-03").mkdir(parents=True)
     (folder / "_temporary" / "dt=2026-01-03" / "part-0.parquet").write_bytes(b"half")
     (folder / "_SUCCESS").touch()
@@ -98,17 +98,13 @@ def hive(folder: Path, *, csv: bool = False) -> None:
 @pytest.mark.parametrize("csv", [False, True])
 @pytest.mark.parametrize("glob", ["", "/dt=*", "/dt=*/hour=*/*", "/**/part-*"])
 def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool) -> None:
-    import pyarrow.csv  # noqa: F401
-
     hive(tmp_path / "log", csv=csv)
     if glob.startswith("/**"):
-        import shutil
-
         shutil.rmtree(tmp_path / "log" / "_temporary")
     if glob in ("/dt=*", ""):
         assert len(storage.list_files(f"{tmp_path}/log{glob}")) == 6
     schema = CLICKS.replace(dense=("price", "hour"), sparse=("shop", "dt"))
-    index = open_index(f"{tmp_path}/log{glob}", schema, segment_bytes=1 << 20, cache=str(tmp_path / "cache"))
+    index = open_index(f"{tmp_path}/log{glob}", schema, cache=tmp_path / "cache")
     raw = read_raw(index.segments, schema)
     assert raw.numbers[:, 0].tolist() == [
         100.0 * day + 10 * part + i for day in (1, 2, 10) for part in (0, 1) for i in range(5)
@@ -132,11 +128,9 @@ def test_partitions_that_cannot_be_columns(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"column dt is the partition dt=2026-01-01, which is no number; name it among"
     ):
-        open_index(
-            f"{tmp_path}/log", CLICKS.replace(dense=("dt",)), segment_bytes=1 << 20, cache=str(tmp_path / "cache")
-        )
+        open_index(f"{tmp_path}/log", CLICKS.replace(dense=("dt",)))
     pq.write_table(table(5), tmp_path / "flat.parquet")
-    flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, segment_bytes=1 << 20, cache=str(tmp_path / "cache"))
+    flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, cache=tmp_path / "cache")
     with pytest.raises(InputError, match=r"split last_partition: .*flat\.parquet is in no folder named KEY=VALUE"):
         Split(kind="last_partition").rows(flat)
 
@@ -147,31 +141,29 @@ def test_an_edited_log_is_reported_and_its_old_caches_go(tmp_path: Path) -> None
     notes: list[str] = []
     (log / "a.txt.gz").write_bytes(gzip.compress(line(0) * 50))
     (log / "b.txt").write_bytes(line(0) * 50)
-    first = open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache), note=notes.append)
+    first = open_index(str(log), SCHEMA, cache=cache, note=notes.append)
     assert [note for note in notes if "changed" in note] == []
     (log / "b.txt").write_bytes(line(0) * 25 + line(1) * 25)
-    second = open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache), note=notes.append)
+    second = open_index(str(log), SCHEMA, cache=cache, note=notes.append)
     assert second.rows == first.rows == 100
     size = len(line(0)) * 50
     assert [note for note in notes if "changed" in note] == [
         f"{log}/b.txt: bytes 0-{size} changed since the log was indexed before; runs that began with the old rows cannot resume"
     ]
     (log / "a.txt.gz").write_bytes(gzip.compress(line(1) * 51))
-    assert open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache)).rows == 101
+    assert open_index(str(log), SCHEMA, cache=cache).rows == 101
     assert len(list((cache / "unpacked").iterdir())) == 1
-    assert open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache)).rows == 101
+    assert open_index(str(log), SCHEMA, cache=cache).rows == 101
     for unpacked in (cache / "unpacked").iterdir():
         unpacked.unlink()
-    assert open_index(str(log), SCHEMA, segment_bytes=1 << 20, cache=str(cache)).rows == 101  # made again
+    assert open_index(str(log), SCHEMA, cache=cache).rows == 101  # made again
 
 
 def test_tables_written_from_older_versions_go(tmp_path: Path) -> None:
     for rows in (40, 30):
         pq.write_table(table(rows), tmp_path / "a.csv")  # any bytes
         (tmp_path / "a.csv").write_text("clicked,price,shop\n" + "1,2.5,x\n" * rows)
-        assert (
-            open_index(f"{tmp_path}/a.csv", CLICKS, segment_bytes=1 << 20, cache=str(tmp_path / "cache")).rows == rows
-        )
+        assert open_index(f"{tmp_path}/a.csv", CLICKS, cache=tmp_path / "cache").rows == rows
     assert len(list((tmp_path / "cache" / "tables").iterdir())) == 1
     assert len(list((tmp_path / "cache").glob("index-*"))) == 1
 
@@ -187,4 +179,4 @@ def test_folders_of_other_programs_are_refused(tmp_path: Path, name: str, messag
     (tmp_path / name).write_bytes(b"\x93NUMPY")
     (tmp_path / "index.json").write_text("{}")
     with pytest.raises(InputError, match=message):
-        open_index(str(tmp_path), SCHEMA, segment_bytes=1 << 20, cache=str(tmp_path / "cache"))
+        open_index(str(tmp_path), SCHEMA, cache=tmp_path / "cache")

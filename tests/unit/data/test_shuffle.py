@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from builders.engines import LoopEngine
+from builders.logs import open_index
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrec import storage
-from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.encoded import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, Segment, numbered
+from rayrec.data.logs.index import LogIndex, Part, numbered
 from rayrec.data.logs.splits import Split
-from rayrec.data.logs.text_log import cut, index_chunk
 from rayrec.data.materialized import write_tasks
 from rayrec.data.materialized.dataset import PreprocessedDataset, open_preprocessed
 from rayrec.data.materialized.dataset import read as read_preprocessed
@@ -47,10 +44,7 @@ def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex
     folder = tmp_path_factory.mktemp("days")
     for day in range(4):
         (folder / f"day_{day}").write_bytes(b"".join(lines[day * 500 : day * 500 + 500]))
-    entries = []
-    for chunk in cut(storage.list_files(str(folder)), 1 << 30):
-        entries += index_chunk(chunk, SCHEMA, 20_000)[0]
-    return LogIndex(numbered(entries), Faults())
+    return open_index(folder)
 
 
 def all_rows(index: LogIndex, start: int, stop: int) -> EncodedRows:
@@ -59,8 +53,7 @@ def all_rows(index: LogIndex, start: int, stop: int) -> EncodedRows:
 
 def keys(rows: EncodedRows) -> list[bytes]:
     """Each row as bytes."""
-    assert not any(isinstance(column, Bags) for column in rows.ids)
-    ids = np.stack([column for column in rows.ids if isinstance(column, np.ndarray)], 1)
+    ids = np.stack(rows.ids, 1)
     return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.label, strict=True)]
 
 
@@ -135,9 +128,8 @@ def test_only_the_training_rows_move(index: LogIndex, tmp_path: Path) -> None:
     assert sorted(before[:stop]) == sorted(after[:stop])
     places = Permutation(1500, seed=1)(np.arange(1500))
     assert [after[place] for place in places] == before[:stop]
-    assert [(s.start, s.stop, s.rows) for s in mixed.index.segments] == [
-        (s.start, s.stop, s.rows) for s in plain.index.segments
-    ]
+    sizes = [[(s.start, s.stop, s.rows) for s in made.index.segments] for made in (plain, mixed)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("format", WRITTEN)
@@ -180,15 +172,10 @@ def orders_of_days(shuffle: str, *, days: int, segments: int, rows: int, segment
         return day_of_row[np.argsort(Permutation(total, seed=1)(np.arange(total)))]
     parts = [Part(segment, 0, rows) for segment in index]
     blocks = blocks_of_epoch(parts, shuffle=shuffle, seed=1, epoch=0, segments_per_block=segments_per_block)
-    return np.concatenate([day_of_block(block.parts, block.order()) for block in blocks])
-
-
-def day_of_block(parts: Sequence[Part], order: np.ndarray) -> np.ndarray:
-    return np.repeat([day_of(part.segment) for part in parts], [part.segment.rows for part in parts])[order]
-
-
-def day_of(segment: Segment) -> int:
-    return int(segment.path.removeprefix("day_"))
+    day_of_part = [
+        np.repeat([int(part.segment.path.removeprefix("day_")) for part in block.parts], rows) for block in blocks
+    ]
+    return np.concatenate([of_block[block.order()] for of_block, block in zip(day_of_part, blocks, strict=True)])
 
 
 def test_how_well_each_shuffle_mixes_days() -> None:
@@ -197,12 +184,8 @@ def test_how_well_each_shuffle_mixes_days() -> None:
     found = {
         (shuffle, per_block): unevenness(orders_of_days(shuffle, **size, segments_per_block=per_block), 256)
         for shuffle, per_block in (
-            ("none", 8),
-            ("files", 8),
-            ("window", 8),
-            ("window", 32),
-            ("window", 128),
-            ("full", 8),
+            *((name, 8) for name in ("none", "files", "full")),
+            *(("window", n) for n in (8, 32, 128)),
         )
     }
     assert found["none", 8] > 0.98

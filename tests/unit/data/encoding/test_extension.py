@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.logs import made_from, open_index
 
-from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.counts import Counts, count_parts
+from rayrec.data.encoding.counts import Counts
 from rayrec.data.encoding.extension import extend
 from rayrec.data.encoding.known_categories import UnknownCategories
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -23,17 +24,18 @@ from rayrec.data.encoding.presets import (
     RAYREC,
     TORCHREC,
     Preset,
-    make_preprocessor,
 )
-from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import LogIndex, Part, numbered
-from rayrec.data.logs.text_log import cut, index_chunk, read_segments
+from rayrec.data.logs.text_log import read_segments
+from rayrec.data.raw_block import RawBlock
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary
 from rayrec.schema import Feature, Schema
 
 CONSOLE = Console(quiet=True)
+
+
+make_vocabulary = functools.partial(vocabulary, console=CONSOLE)
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("A",), sparse=("C", "D"))
 
 
@@ -46,28 +48,26 @@ def lines(*columns: str) -> bytes:
     )
 
 
-def counted(preset: Preset, text: bytes, folder: Path) -> tuple[Counts, LogIndex]:
+def read(text: bytes, folder: Path) -> RawBlock:
     folder.mkdir(parents=True)
     (folder / "day_0").write_bytes(text)
-    entries = []
-    for chunk in cut(storage.list_files(str(folder)), 1 << 30):
-        entries += index_chunk(chunk, SCHEMA, 1 << 20)[0]
-    index = LogIndex(numbered(entries), Faults())
-    counting = preset.counting(SCHEMA)
-    counts = counting.empty()
-    for segment in index.segments:
-        counts.add(count_parts([Part(segment, 0, segment.rows)], counting=counting))
-    return counts, index
+    return read_segments(open_index(folder, SCHEMA).segments, SCHEMA)
+
+
+def counted(preset: Preset, text: bytes, folder: Path) -> Counts:
+    job, raw = preset.counting(SCHEMA), read(text, folder)
+    counts = job.empty()
+    counts.add_source(raw, f"{folder}/day_0")
+    counts.add_rows(job.derivation.counted(raw), 0)
+    return counts
 
 
 def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preprocessor, Preprocessor]:
     """Of column C as `lines` reads it; checks that no old id has changed."""
-    before = make_preprocessor(preset, SCHEMA, counted(preset, lines(old), folder / "old")[0])
-    counts, _ = counted(preset, lines(new), folder / "new")
-    extension = extend(before, preset, counts)
+    before = made_from(read(lines(old), folder / "old"), SCHEMA, preset)
+    extension = extend(before, preset, counted(preset, lines(new), folder / "new"))
     after = extension.preprocessor
-    _, index = counted(preset, lines("".join(sorted(set(old + new)))), folder / "both")
-    raw = read_segments(index.segments, SCHEMA)
+    raw = read(lines("".join(sorted(set(old + new)))), folder / "both")
     old_ids, new_ids = before.encode(raw).ids[0], after.encode(raw).ids[0]
     known = UnknownCategories(before).count(raw, before.encode(raw))[:, 0] == 0
     assert known.any()
@@ -110,8 +110,7 @@ def test_a_last_row_of_unknown_categories_keeps_its_place(tmp_path: Path, preset
     assert unknown == before.num_embeddings[0] - 1
     assert after.sparse[0].ids().tolist() == [*before.sparse[0].ids().tolist(), unknown + 1, unknown + 2]
     assert after.num_embeddings[0] == before.num_embeddings[0] + 2
-    counts, _ = counted(preset, lines("e"), tmp_path / "more")
-    again = extend(after, preset, counts).preprocessor
+    again = extend(after, preset, counted(preset, lines("e"), tmp_path / "more")).preprocessor
     assert again.sparse[0].ids().tolist() == [*after.sparse[0].ids().tolist(), unknown + 3]
 
 
@@ -127,18 +126,16 @@ def test_an_empty_field_becomes_a_category_when_it_is_frequent(tmp_path: Path) -
 
 def test_hashed_columns_stay(tmp_path: Path) -> None:
     nvt = NVT.replace(num_embeddings=(11, 7))
-    counts, _ = counted(nvt, lines("aab"), tmp_path / "old")
-    before = make_preprocessor(nvt, SCHEMA, counts)
-    after = extend(before, nvt, counted(nvt, lines("ccdd"), tmp_path / "new")[0])
+    before = made_from(read(lines("aab"), tmp_path / "old"), SCHEMA, nvt)
+    after = extend(before, nvt, counted(nvt, lines("ccdd"), tmp_path / "new"))
     assert after.preprocessor.sparse == before.sparse
     assert after.kept == after.appended == {}
 
 
 def test_a_limit_of_rows_leaves_rarer_categories_out(tmp_path: Path) -> None:
     preset = RAYREC.replace(max_num_embeddings=5)
-    counts, _ = counted(preset, lines("ccddda"), tmp_path / "log")
-    before = make_preprocessor(preset, SCHEMA, counted(preset, lines("aabb"), tmp_path / "first")[0])
-    extension = extend(before, preset, counts)
+    before = made_from(read(lines("aabb"), tmp_path / "first"), SCHEMA, preset)
+    extension = extend(before, preset, counted(preset, lines("ccddda"), tmp_path / "log"))
     assert list(hexadecimal(extension.preprocessor)) == ["a", "b", "d"]
     assert extension.left_out == {"C": 1, "D": 1}
     _, after = extended(preset.replace(beyond_limit="modulo"), "aabb", "ccddda", tmp_path / "modulo")
@@ -153,15 +150,14 @@ def test_every_preset_keeps_the_ids_of_a_real_size_log(click_log: Path, tmp_path
     for day, rows in days.items():
         (tmp_path / f"{day}.txt").write_bytes(b"".join(rows))
     config = PreparationConfig(preset=name, engine="threads")
-    vocabulary(str(tmp_path / "first.txt"), out=str(tmp_path / "old"), config=config, console=CONSOLE)
-    made = vocabulary(
+    make_vocabulary(str(tmp_path / "first.txt"), out=str(tmp_path / "old"), config=config)
+    made = make_vocabulary(
         str(tmp_path / "second.txt"),
         out=str(tmp_path / "new"),
         extend=str(tmp_path / "old"),
         config=PreparationConfig(engine="threads"),
-        console=CONSOLE,
     )
-    alone = vocabulary(str(tmp_path / "second.txt"), out=str(tmp_path / "alone"), config=config, console=CONSOLE)
+    alone = make_vocabulary(str(tmp_path / "second.txt"), out=str(tmp_path / "alone"), config=config)
     old, new = (Preprocessor.load(str(tmp_path / folder)) for folder in ("old", "new"))
     second = Preprocessor.load(str(tmp_path / "alone"))
     assert made["extends"] == old.hash()
@@ -205,7 +201,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str,
     first = csv(tmp_path / "first.csv", [(1, 2, "x", "y"), (0, 3, "x", "y"), (0, 5, "z", "z")])
     second = csv(tmp_path / "second.csv", [(1, 9, "w", "x"), (0, 3, "w", "v"), (0, 5, "v", "v")])
     config = PreparationConfig(schema=ANY, engine="threads", min_count=2)
-    vocabulary(first, out=str(tmp_path / "old"), config=config, console=CONSOLE)
+    make_vocabulary(first, out=str(tmp_path / "old"), config=config)
     return first, second, config
 
 
@@ -213,7 +209,7 @@ def test_columns_that_share_a_vocabulary_share_its_extension(tmp_path: Path, mon
     _, second, config = prepared(tmp_path, monkeypatch)
     (tmp_path / "run").mkdir()
     (tmp_path / "old").rename(tmp_path / "run" / "preprocessor")
-    made = vocabulary(
+    made = make_vocabulary(
         second, out=str(tmp_path / "new"), extend=str(tmp_path / "run"), config=config, console=CONSOLE
     )  # a run's folder will do
     assert made["appended"] == {"b": 2}
@@ -232,7 +228,7 @@ def test_other_columns_and_other_rules_are_refused(tmp_path: Path, monkeypatch: 
     }
     for message, other in wrong.items():
         with pytest.raises(InputError, match=message):
-            vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=other, console=CONSOLE)
+            make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=other)
     with pytest.raises(InputError, match="has no Preprocessor"):
-        vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path), config=config, console=CONSOLE)
+        make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path), config=config)
     assert not (tmp_path / "new").exists()
