@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -36,6 +37,12 @@ HOTNESS = (3, 1, *(1,) * 23, 2)
 SEGMENT = 128
 
 
+adopt = functools.partial(rayrec.adopt, console=QUIET)
+
+
+train = functools.partial(rayrec.train, console=QUIET)
+
+
 @pytest.fixture(scope="module")
 def npy(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three days by TorchRec's first script: ids are hashes, int64."""
@@ -60,7 +67,7 @@ def arrays(npy: Path) -> Path:
 @pytest.fixture(scope="module")
 def adopted(arrays: Path) -> Path:
     """A folder of its own, since others adopt `arrays` themselves."""
-    rayrec.adopt(str(arrays), out=str(arrays.parent / "adopted"), rows_per_segment=SEGMENT, console=QUIET)
+    adopt(str(arrays), out=str(arrays.parent / "adopted"), rows_per_segment=SEGMENT)
     return arrays.parent / "adopted"
 
 
@@ -122,10 +129,8 @@ def read(folder: Path, order: np.ndarray | None = None) -> EncodedRows:
     return read_preprocessed(index.segments, order, Preprocessor.load(dataset.preprocessor))
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.suffix == ".npy"
-    }
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.npy")}
 
 
 def copy_of(folder: Path, target: Path) -> Path:
@@ -138,9 +143,9 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 def test_the_folder_gets_a_manifest_and_a_preprocessor_and_nothing_else(arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
-    before = hashes(folder)
-    made = rayrec.adopt(str(folder), console=QUIET)
-    assert hashes(folder) == before
+    before = contents(folder)
+    made = adopt(str(folder))
+    assert contents(folder) == before
     assert {path.name for path in folder.iterdir()} == {*before, "dataset.json", "preprocessor"}
     assert (made["rows"], made["bad_rows"], made["format"], made["labelled"]) == (sum(ROWS), 0, "npy", True)
     assert made["sets"] == {"train": [0, 1350], "validation": [1350, 1501], "test": [1501, 1651]}
@@ -152,7 +157,7 @@ def test_the_folder_gets_a_manifest_and_a_preprocessor_and_nothing_else(arrays: 
     np.testing.assert_array_equal(rows.dense, np.concatenate([loaded(folder, f"day_{n}")[0] for n in range(3)]))
     np.testing.assert_array_equal(rows.label, np.concatenate([loaded(folder, f"day_{n}")[2] for n in range(3)])[:, 0])
     with pytest.raises(InputError, match=r"has a dataset\.json already, .*remove its dataset\.json"):
-        rayrec.adopt(str(folder), console=QUIET)
+        adopt(str(folder))
 
 
 def test_the_held_out_halves_are_those_of_torchrecs_loader(arrays: Path, adopted: Path) -> None:
@@ -184,8 +189,8 @@ def test_ids_above_the_tables_are_taken_modulo_their_rows_as_by_torchrecs_loader
     np.save(folder / "day_1_sparse.npy", negative)
     sizes = [100 + number for number in range(26)]
     with pytest.raises(InputError, match=r"column 3 has id -17; .*--num-embeddings-per-feature"):
-        rayrec.adopt(str(folder), console=QUIET)
-    made = rayrec.adopt(str(folder), num_embeddings_per_feature=sizes, console=QUIET)
+        adopt(str(folder))
+    made = adopt(str(folder), num_embeddings_per_feature=sizes)
     assert made["num_embeddings"] == sizes
     assert len(made["modulo"]) > 20
     with torchrec_criteo() as criteo:
@@ -211,8 +216,8 @@ def test_hashes_without_sizes_are_pointed_out(npy: Path, tmp_path: Path, capsys:
 def runs(adopted: Path, raw: Path) -> tuple[Path, Path]:
     """A run on adopted arrays, and one on the same rows given raw."""
     folder = adopted.parent / "runs"
-    rayrec.train(config_of(adopted, folder, "adopted"), console=QUIET)
-    rayrec.train(from_raw(config_of(raw, folder, "raw"), adopted), console=QUIET)
+    train(config_of(adopted, folder, "adopted"))
+    train(from_raw(config_of(raw, folder, "raw"), adopted))
     return folder / "adopted", folder / "raw"
 
 
@@ -233,7 +238,7 @@ def test_a_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp_path:
     run = copy_of(runs[0], tmp_path / "adopted")
     shutil.rmtree(run / "checkpoints" / "step_00000016")
     (run / "summary.json").unlink()
-    again = rayrec.train(config_of(adopted, tmp_path, "adopted"), console=QUIET)
+    again = train(config_of(adopted, tmp_path, "adopted"))
     assert again.summary["weights_sha256"] == summary_of(runs[0])["weights_sha256"]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "start"] == [0, 8]
@@ -246,7 +251,7 @@ def test_scores_are_those_of_the_raw_rows(
     run = str(runs[0])
     assert rayrec.evaluate(run, str(adopted)) == rayrec.evaluate(run, str(raw))
     for name, path in (("of-adopted", adopted), ("of-raw", raw)):
-        predict(run, str(path), out=str(tmp_path / name), console=QUIET)
+        predict(run, str(path), out=str(tmp_path / name))
     scores = pq.read_table(tmp_path / "of-adopted")
     assert scores == pq.read_table(tmp_path / "of-raw")
     rayrec.export(run, out=str(tmp_path / "export"))
@@ -272,14 +277,14 @@ def test_other_days_are_adopted_with_the_preprocessor_of_a_run(
     folder.mkdir()
     for part in PARTS:
         shutil.copy(arrays / f"day_2_{part}.npy", folder)
-    assert rayrec.adopt(str(folder), out=str(tmp_path / "own"), console=QUIET)["preprocessor"]
+    assert adopt(str(folder), out=str(tmp_path / "own"))["preprocessor"]
     with pytest.raises(InputError, match=r"adopt it with the model's: --preprocessor RUN --out DIR"):
         rayrec.evaluate(str(runs[0]), str(tmp_path / "own"))
-    made = rayrec.adopt(str(folder), preprocessor=str(runs[0]), console=QUIET)
+    made = adopt(str(folder), preprocessor=str(runs[0]))
     assert made["preprocessor"] == summary_of(runs[0])["preprocessor"]
     assert rayrec.evaluate(str(runs[0]), str(folder))["rows"] == ROWS[2]
     changed = config_of(adopted, tmp_path, "two").updated({"eval_data": {"path": str(folder), "files": ()}})
-    assert rayrec.train(changed, console=QUIET).summary["rows_of_sets"] == {"train": sum(ROWS), "validation": ROWS[2]}
+    assert train(changed).summary["rows_of_sets"] == {"train": sum(ROWS), "validation": ROWS[2]}
 
 
 def test_a_plan_has_the_tables_of_the_arrays(adopted: Path, tmp_path: Path) -> None:
@@ -311,9 +316,9 @@ def test_multi_hot_arrays_train_as_lists_do(arrays: Path, tmp_path: Path) -> Non
         rayrec.adopt(str(arrays), **both)
     made = rayrec.adopt(str(arrays), out=str(tmp_path / "out"), **both)
     assert (made["format"], made["rows"], made["num_embeddings"][0] >= 50) == ("npz", sum(ROWS), True)
-    mine = rayrec.train(config_of(tmp_path / "out", tmp_path, "mine", steps=6), console=QUIET)
+    mine = train(config_of(tmp_path / "out", tmp_path, "mine", steps=6))
     other = from_raw(config_of(raw, tmp_path, "other", steps=6), tmp_path / "out")
-    assert rayrec.train(other, console=QUIET).summary["weights_sha256"] == mine.summary["weights_sha256"]
+    assert train(other).summary["weights_sha256"] == mine.summary["weights_sha256"]
     assert rayrec.evaluate(mine.checkpoint, str(tmp_path / "out")) == rayrec.evaluate(mine.checkpoint, str(raw))
     app = make_app(open_served(mine.checkpoint))
     row = pq.read_table(raw / "day_0.parquet").slice(0, 1).to_pylist()[0]
@@ -332,83 +337,55 @@ def changed(folder: Path, name: str, change: Callable[[np.ndarray], np.ndarray |
 def test_faulty_rows_are_left_out(arrays: Path, tmp_path: Path) -> None:
     """An infinite number, as TorchRec's scripts of before June 2025 write for -3, and a label that is none."""
     folder = copy_of(arrays, tmp_path / "arrays")
-
-    def spoil(dense: np.ndarray) -> None:
-        dense[[0, 131, 132], 2] = -np.inf, np.nan, np.inf
-
-    def mislabel(labels: np.ndarray) -> None:
-        labels[[200, 0]] = 2
-
-    changed(folder, "day_0_dense.npy", spoil)
-    changed(folder, "day_0_labels.npy", mislabel)
-    with pytest.raises(
-        InputError, match=r"4 faulty rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0"
-    ):
-        rayrec.adopt(str(folder), console=QUIET)
-    made = rayrec.adopt(str(folder), max_bad_fraction=0.01, rows_per_segment=100, console=QUIET)
-    assert made["bad_rows"] == 4
-    kept = np.delete(np.arange(ROWS[0]), [0, 131, 132, 200])
-    assert made["rows"] == sum(ROWS) - 4
-    rows = read(folder)
-    np.testing.assert_array_equal(rows.dense[: len(kept)], np.load(folder / "day_0_dense.npy")[kept])
-    np.testing.assert_array_equal(rows.dense[len(kept) : len(kept) + ROWS[1]], np.load(folder / "day_1_dense.npy"))
-    assert np.isfinite(rows.dense).all()
+    dense, labels = (np.load(folder / f"day_0_{part}.npy") for part in ("dense", "labels"))
+    dense[[0, 131, 132], 2], labels[[200, 0]] = (-np.inf, np.nan, np.inf), 2
+    np.save(folder / "day_0_dense.npy", dense)
+    np.save(folder / "day_0_labels.npy", labels)
+    told = r"4 faulty rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0"
+    with pytest.raises(InputError, match=told):
+        adopt(str(folder))
+    made = adopt(str(folder), max_bad_fraction=0.01, rows_per_segment=100)
+    assert (made["bad_rows"], made["rows"]) == (4, sum(ROWS) - 4)
+    kept = np.delete(dense, [0, 131, 132, 200], axis=0)
+    expected = np.concatenate([kept, *(np.load(folder / f"day_{day}_dense.npy") for day in (1, 2))])
+    np.testing.assert_array_equal(read(folder).dense, expected)
 
 
 def test_unlabelled_arrays_are_scored_and_not_evaluated(runs: tuple[Path, Path], arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
     changed(folder, "day_2_labels.npy", lambda labels: np.full_like(labels, -1))
     with pytest.raises(InputError, match=r"^day_2: its labels are all -1, .* leave it out with --files day_0 day_1$"):
-        rayrec.adopt(str(folder), console=QUIET)
+        adopt(str(folder))
     options = {"files": ("day_2",), "preprocessor": str(runs[0]), "console": QUIET}
     assert not rayrec.adopt(str(folder), **options)["labelled"]
     with pytest.raises(InputError, match="holds no labels"):
         rayrec.evaluate(str(runs[0]), str(folder))
-    assert predict(str(runs[0]), str(folder), out=str(tmp_path / "scores"), console=QUIET)["rows"] == ROWS[2]
+    assert predict(str(runs[0]), str(folder), out=str(tmp_path / "scores"))["rows"] == ROWS[2]
 
 
-def truncated(folder: Path) -> None:
-    path = folder / "day_1_sparse.npy"
-    path.write_bytes(path.read_bytes()[:-8])
-
-
-def by_columns(folder: Path) -> None:
-    changed(folder, "day_1_dense.npy", np.asfortranarray)
-
-
-def no_array(folder: Path) -> None:
-    (folder / "day_1_labels.npy").write_bytes(b"nothing of the kind")
-
-
-def compressed(folder: Path) -> None:
+def as_bags(folder: Path, name: str, save: Callable[..., None]) -> None:
     for day in range(3):
         (folder / f"day_{day}_sparse.npy").unlink()
-        np.savez_compressed(folder / f"day_{day}_sparse_multi_hot.npz", **{"0": np.zeros((ROWS[day], 2), np.int32)})
-
-
-def of_other_numbers(folder: Path) -> None:
-    for day in range(3):
-        (folder / f"day_{day}_sparse.npy").unlink()
-        np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **{"1": np.zeros((ROWS[day], 2), np.int32)})
+        save(folder / f"day_{day}_sparse_multi_hot.npz", **{name: np.zeros((ROWS[day], 2), np.int32)})
 
 
 @pytest.mark.parametrize(
     ("spoil", "options", "message"),
     [
-        (lambda folder: (folder / "day_1_labels.npy").unlink(), {}, r"day_1_labels\.npy is missing; .*--files"),
-        (truncated, {}, r"day_1_sparse\.npy: has [\d,]+ bytes, its header says [\d,]+; copy it again"),
-        (lambda folder: changed(folder, "day_1_dense.npy", lambda x: x[:-1]), {}, r"day_1_labels\.npy: has 650 rows, .* 649"),
-        (lambda folder: changed(folder, "day_1_dense.npy", lambda x: x[:, 1:]), {}, r"12 values in array dense, .* 13"),
-        (lambda folder: changed(folder, "day_0_dense.npy", lambda x: x.astype(np.float64)), {}, "holds float64; expected"),
-        (lambda folder: changed(folder, "day_0_sparse.npy", lambda x: x.astype(np.float32)), {}, "holds float32; expected"),
-        (by_columns, {}, "stored column by column; write it again with"),
-        (no_array, {}, r"day_1_labels\.npy: is no array of NumPy"),
-        (compressed, {}, r"is compressed, so that it cannot be mapped; write it with numpy\.savez"),
-        (of_other_numbers, {}, "holds arrays 1.npy, ...; expected are 0, 1, 2"),
-        (lambda folder: (folder / "day_0_sparse_multi_hot.npz").write_bytes(b"PK"), {}, r"choose one with --ids sparse$"),
-        (lambda folder: None, {"num_embeddings_per_feature": (5, 6)}, "2 tables, and day_0_sparse.npy has 26 columns"),
-        (lambda folder: None, {"files": ("day_7",)}, r"day_7_dense\.npy is missing"),
-        (lambda folder: None, {"split": "days", "parts": {"validation_days": 2, "test_days": 2}}, "leave none for training"),
+        (lambda f: (f / "day_1_labels.npy").unlink(), {}, r"day_1_labels\.npy is missing; .*--files"),
+        (lambda f: os.truncate(f / "day_1_sparse.npy", 1000), {}, r"has 1,000 bytes, its header says [\d,]+; copy it again"),
+        (lambda f: changed(f, "day_1_dense.npy", lambda x: x[:-1]), {}, r"day_1_labels\.npy: has 650 rows, .* 649"),
+        (lambda f: changed(f, "day_1_dense.npy", lambda x: x[:, 1:]), {}, r"12 values in array dense, .* 13"),
+        (lambda f: changed(f, "day_0_dense.npy", lambda x: x.astype(np.float64)), {}, "holds float64; expected"),
+        (lambda f: changed(f, "day_0_sparse.npy", lambda x: x.astype(np.float32)), {}, "holds float32; expected"),
+        (lambda f: changed(f, "day_1_dense.npy", np.asfortranarray), {}, "stored column by column; write it again with"),
+        (lambda f: (f / "day_1_labels.npy").write_bytes(b"nothing of the kind"), {}, r"day_1_labels\.npy: is no array of NumPy"),
+        (lambda f: as_bags(f, "0", np.savez_compressed), {}, "is compressed, so that it cannot be mapped; write it with"),
+        (lambda f: as_bags(f, "1", np.savez), {}, "holds arrays 1.npy, ...; expected are 0, 1, 2"),
+        (lambda f: (f / "day_0_sparse_multi_hot.npz").write_bytes(b"PK"), {}, r"choose one with --ids sparse$"),
+        (lambda f: None, {"num_embeddings_per_feature": (5, 6)}, "2 tables, and day_0_sparse.npy has 26 columns"),
+        (lambda f: None, {"files": ("day_7",)}, r"day_7_dense\.npy is missing"),
+        (lambda f: None, {"split": "days", "parts": {"validation_days": 2, "test_days": 2}}, "leave none for training"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(
@@ -417,22 +394,22 @@ def test_what_is_wrong_is_one_line(
     folder = copy_of(arrays, tmp_path / "arrays")
     spoil(folder)
     with pytest.raises(InputError, match=message) as found:
-        rayrec.adopt(str(folder), console=QUIET, **options)
+        adopt(str(folder), console=QUIET, **options)
     assert "\n" not in str(found.value)
     assert not (folder / "dataset.json").exists()
 
 
 def test_a_file_that_changed_since_is_refused(arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
-    rayrec.adopt(str(folder), console=QUIET)
+    adopt(str(folder))
     changed(folder, "day_1_sparse.npy", lambda ids: ids[::-1])
     with pytest.raises(InputError, match=r"day_1_sparse\.npy: has other bytes than were written"):
-        rayrec.train(config_of(folder, tmp_path, "run"), console=QUIET)
+        train(config_of(folder, tmp_path, "run"))
 
 
 def test_arrays_that_were_not_adopted_name_the_command(npy: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"as TorchRec's scripts write them; `rayrec adopt [^`]*npy` checks"):
-        rayrec.train(config_of(npy, tmp_path, "run"), console=QUIET)
+        train(config_of(npy, tmp_path, "run"))
 
 
 def test_an_adopted_preprocessor_is_not_extended(adopted: Path) -> None:
@@ -450,35 +427,32 @@ def test_the_command(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_adopt_names_wrong_labels_and_fix(arrays: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "arrays"
-    shutil.copytree(arrays, folder)
-    for file in folder.glob("*_labels.npy"):
-        labels = np.load(file)
-        np.save(file, (np.arange(len(labels)) % 5 + 1).astype(labels.dtype).reshape(labels.shape))
+    folder = copy_of(arrays, tmp_path / "arrays")
+    for day in range(3):
+        changed(
+            folder, f"day_{day}_labels.npy", lambda labels: np.resize(np.arange(1, 6, dtype=labels.dtype), labels.shape)
+        )
     with pytest.raises(InputError, match=r"found 1, 2, 3, 4, 5 in column labels; derive one, such as labels >= 4$"):
-        rayrec.adopt(str(folder), console=QUIET)
-
-
-def with_id(folder: Path, value: int) -> None:
-    def put(ids: np.ndarray) -> np.ndarray:
-        ids = ids.astype(np.int64)
-        ids[5, 3] = value
-        return ids
-
-    changed(folder, "day_0_sparse.npy", put)
+        adopt(str(folder))
 
 
 def test_adopt_rejects_ids_beyond_a_preprocessor(arrays: Path, tmp_path: Path) -> None:
     """What it writes can be read: the largest id is that of the largest table."""
     folder = copy_of(arrays, tmp_path / "arrays")
-    with_id(folder, 2**40)
+
+    def put_id(value: int) -> None:
+        changed(
+            folder, "day_0_sparse.npy", lambda ids: np.where(np.indices(ids.shape).sum(0), ids.astype(np.int64), value)
+        )
+
+    put_id(2**40)
     with pytest.raises(
-        InputError, match=r"ids of column 3 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"
+        InputError, match=r"ids of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"
     ):
-        rayrec.adopt(str(folder), console=QUIET)
+        adopt(str(folder))
     assert not (folder / "dataset.json").exists()
     with pytest.raises(InputError, match=r"must be from 1 to 1,099,511,627,776, got 1,099,511,627,777"):
-        rayrec.adopt(str(folder), num_embeddings_per_feature=(2**40 + 1,) * 26, console=QUIET)
-    with_id(folder, 2**40 - 1)
-    rayrec.adopt(str(folder), console=QUIET)
-    assert Preprocessor.load(str(folder / "preprocessor")).num_embeddings[3] == 2**40
+        adopt(str(folder), num_embeddings_per_feature=(2**40 + 1,) * 26)
+    put_id(2**40 - 1)
+    adopt(str(folder))
+    assert Preprocessor.load(str(folder / "preprocessor")).num_embeddings[0] == 2**40

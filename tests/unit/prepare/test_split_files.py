@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
+from builders.logs import open_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +24,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import synthetic
 from rayrec.data.arrow import json_of
-from rayrec.data.engine import Engine, TaskContext, ThreadEngine
-from rayrec.data.log_source import LogSource
+from rayrec.data.engine import ThreadEngine
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console
@@ -85,11 +85,8 @@ def split(path: str, out: Path, by: Any, **options: Any) -> dict[str, Any]:
 
 def parts_of(out: Path) -> dict[str, pa.Table]:
     """The rows of each part, in the order of the files."""
-    return {
-        name: pa.concat_tables(pq.read_table(file) for file in sorted(out.glob(f"{name}-*.parquet")))
-        for name in ("train", "validation", "test")
-        if list(out.glob(f"{name}-*"))
-    }
+    files = {name: sorted(out.glob(f"{name}-*.parquet")) for name in ("train", "validation", "test")}
+    return {name: pa.concat_tables([*map(pq.read_table, of_part)]) for name, of_part in files.items() if of_part}
 
 
 def numbers(table: pa.Table) -> list[int]:
@@ -111,23 +108,16 @@ def test_random_rows_of_a_table(tmp_path: Path) -> None:
     found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1, schema=SCHEMA)
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
-    assert {name: part["rows"] for name, part in found["parts"].items()} == {
-        name: len(part) for name, part in parts.items()
-    }
-    assert found["rows"] == 3000
-    assert found["parts"]["validation"]["share"] == pytest.approx(0.2, abs=0.02)
-    assert found["parts"]["test"]["share"] == pytest.approx(0.1, abs=0.02)
+    sizes = {name: len(part) for name, part in parts.items()}
+    assert {name: part["rows"] for name, part in found["parts"].items()} == sizes
+    shares = [found["parts"][name]["share"] for name in ("train", "validation", "test")]
+    assert (found["rows"], shares) == (3000, pytest.approx([0.7, 0.2, 0.1], abs=0.03))
     assert json.loads((tmp_path / "out" / "split.json").read_text())["options"]["seed"] == 0
-    assert sorted({file.name.partition("-")[0] for file in (tmp_path / "out").iterdir()}) == [
-        "split.json", "test", "train", "validation",
-    ]  # fmt: skip
+    assert {file.name.partition("-")[0] for file in (tmp_path / "out").iterdir()} == {"split.json", *sizes}
 
     # What is trained on: the files by their names.
-    index = LogSource.at(str(tmp_path / "out")).index(
-        SCHEMA, segment_bytes=1 << 16, context=TaskContext(ThreadEngine(1), str(tmp_path / "cache"), print)
-    )
-    ranges = Split(kind="named_files").rows(index)
-    assert {name: stop - start for name, (start, stop) in ranges.items()} == {n: len(p) for n, p in parts.items()}
+    ranges = Split(kind="named_files").rows(open_index(tmp_path / "out", SCHEMA))
+    assert {name: stop - start for name, (start, stop) in ranges.items()} == sizes
 
     # The parts depend on the rows' numbers and the seed, not on files, row groups or tasks.
     again = split(written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2, schema=SCHEMA)
@@ -215,10 +205,11 @@ def test_lines_of_text_keep_their_bytes_and_faulty_ones_are_left_out(tmp_path: P
     (log / "b.txt.gz").write_bytes(gzip.compress(b"".join(lines[500:]).rstrip(b"\n")))  # no end of the last line
     found = split(str(log), tmp_path / "out", "rows", max_bad_fraction=0.1, block_bytes=1 << 16)
     assert (found["rows"], found["bad_rows"]) == (800, 2)
-    parts = {
-        name: b"".join(file.read_bytes() for file in sorted((tmp_path / "out").glob(f"{name}-*.txt"))).splitlines(True)
-        for name in ("train", "validation", "test")
-    }
+
+    def lines_of(out: str, name: str) -> list[bytes]:
+        return [line for file in sorted((tmp_path / out).glob(f"{name}-*.txt")) for line in file.open("rb")]
+
+    parts = {name: lines_of("out", name) for name in ("train", "validation", "test")}
     place = {line: number for number, line in enumerate(lines)}
     for of_part in parts.values():
         assert [place[line] for line in of_part] == sorted(place[line] for line in of_part)
@@ -228,18 +219,12 @@ def test_lines_of_text_keep_their_bytes_and_faulty_ones_are_left_out(tmp_path: P
 
     # Bytes do not depend on blocks; a group of text.
     split(str(log), tmp_path / "again", "rows", max_bad_fraction=0.1, block_bytes=1 << 17)
-    for name, of_part in parts.items():
-        files = sorted((tmp_path / "again").glob(f"{name}-*.txt"))
-        assert b"".join(file.read_bytes() for file in files).splitlines(True) == of_part
+    assert {name: lines_of("again", name) for name in parts} == parts
     split(str(log), tmp_path / "groups", "group", group="cat_5", max_bad_fraction=0.1)
     column = CRITEO.columns.index("cat_5")
-    values = {
-        name: {
-            line.split(b"\t")[column] for file in (tmp_path / "groups").glob(f"{name}-*") for line in file.open("rb")
-        }
-        for name in ("train", "test")
-    }
-    assert not values["train"] & values["test"]
+    train, test = ({line.split(b"\t")[column] for line in lines_of("groups", name)} for name in ("train", "test"))
+    assert train
+    assert not train & test
 
 
 def test_csv_becomes_parquet_with_its_fields_as_text(tmp_path: Path) -> None:
@@ -363,15 +348,9 @@ def test_an_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-class one_thread:
-    """The engine of one thread, as a context."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> Engine:
-        return ThreadEngine(1)
-
-    def __exit__(self, *_: object) -> None: ...
+@contextmanager
+def one_thread(*_: Any, **__: Any) -> Iterator[ThreadEngine]:
+    yield ThreadEngine(1)
 
 
 @pytest.mark.parametrize(
