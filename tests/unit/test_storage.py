@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,22 +43,24 @@ def test_digits_of_any_script_sort(tmp_path: Path) -> None:
     assert len(storage.list_files(str(tmp_path))) == 3
 
 
-def test_nothing_there_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda folder: storage.list_files(f"{folder}/absent"), "no such file or folder"),
+        (storage.list_files, "holds no data files"),
+        (lambda folder: storage.list_files(f"{folder}/*.gz"), "holds no data files"),
+        (lambda folder: storage.read_bytes(f"{folder}/absent"), "no such file"),
+        (lambda folder: storage.read_into(f"{folder}/absent", 0, np.zeros(1, np.uint8)), "no such file"),
+        (
+            lambda folder: storage.resolve("nosuch://x/y"),
+            r"nosuch://x/y: no store has this scheme; .*s3://, gs://, gcs://, az://, abfs://, abfss://",
+        ),
+    ],
+)
+def test_nothing_there_is_said(tmp_path: Path, call: Callable[[str], object], why: str) -> None:
     (tmp_path / "only.json").write_bytes(b"{}")
-    with pytest.raises(InputError, match="no such file or folder"):
-        storage.list_files(str(tmp_path / "absent"))
-    with pytest.raises(InputError, match="holds no data files"):
-        storage.list_files(str(tmp_path))
-    with pytest.raises(InputError, match="holds no data files"):
-        storage.list_files(f"{tmp_path}/*.gz")
-    with pytest.raises(InputError, match="no such file"):
-        storage.read_bytes(str(tmp_path / "absent"))
-    with pytest.raises(InputError, match="no such file"):
-        storage.read_into(str(tmp_path / "absent"), 0, np.zeros(1, np.uint8))
-    with pytest.raises(
-        InputError, match=r"nosuch://x/y: no store has this scheme; .*s3://, gs://, gcs://, az://, abfs://, abfss://"
-    ):
-        storage.resolve("nosuch://x/y")
+    with pytest.raises(InputError, match=why):
+        call(str(tmp_path))
 
 
 def test_urls_name_the_same_files(tmp_path: Path) -> None:
@@ -85,17 +87,17 @@ def test_ranges_are_read_up_to_the_end(tmp_path: Path) -> None:
     assert storage.read_into(str(path), 100, buffer) == 0
 
 
+def half_written(path: str) -> None:
+    with storage.writing(path) as local:
+        Path(local).write_bytes(b"half")
+        raise RuntimeError
+
+
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
     storage.write_bytes(str(path), b"old")
-
-    def fail() -> None:
-        with storage.writing(str(path)) as local:
-            Path(local).write_bytes(b"half")
-            raise RuntimeError
-
     with pytest.raises(RuntimeError):
-        fail()
+        half_written(str(path))
     assert path.read_bytes() == b"old"
     assert os.listdir(path.parent) == ["file"]
     storage.write_bytes(str(path), b"new")
@@ -239,48 +241,37 @@ def test_a_write_replaces_one_of_two_linked_files(tmp_path: Path, prefix: str, r
 
 # As pyarrow says it, of a real store.
 _HEAD = "When getting information for key 'a' in bucket 'logs': AWS Error {} during HeadObject operation: {}"
-_NO_BODY = "No response body."
 _REFUSED = "curlCode: 7, Could not connect to server; Details: Failed to connect to 127.0.0.1:9 after 0 ms: Could not"
-
-
-@pytest.mark.parametrize(
-    ("name", "said", "expected"),
-    [
-        ("NETWORK_CONNECTION", _REFUSED, "passing"),
-        (
-            "NETWORK_CONNECTION",
-            "curlCode: 28, Timeout was reached; Details: Operation too slow. Less than 1",
-            "passing",
-        ),
-        ("NETWORK_CONNECTION", "curlCode: 6, Could not resolve hostname; Details: Could not resolve host", "passing"),
-        ("NETWORK_CONNECTION", "curlCode: 60, SSL peer certificate or SSH remote key was not OK", "certificate"),
-        ("SLOW_DOWN", "Please reduce your request rate.", "passing"),
-        ("UNKNOWN (HTTP status 503)", _NO_BODY, "passing"),
-        ("UNKNOWN (HTTP status 500)", "", "passing"),
-        ("UNKNOWN (HTTP status 429)", _NO_BODY, "passing"),
-        ("INTERNAL_FAILURE", "We encountered an internal error. Please try again.", "passing"),
-        ("ACCESS_DENIED", _NO_BODY, "denied"),
-        ("SIGNATURE_DOES_NOT_MATCH", "The request signature we calculated does not match the signature", "denied"),
-        ("UNKNOWN (HTTP status 400)", _NO_BODY, "denied"),
-        ("UNKNOWN (HTTP status 412)", "", "denied"),
-        ("UNKNOWN (HTTP status 400)", "The provided token has expired.", "denied"),
-        ("UNKNOWN (HTTP status 400)", "Your proposed upload exceeds the maximum allowed size", "other"),
-        ("NO_SUCH_BUCKET", "The specified bucket does not exist. (Request ID: tx0)", "no bucket"),
-        ("UNKNOWN (HTTP status 301)", _NO_BODY, "region"),
-        ("NO_SUCH_UPLOAD", "The specified upload does not exist.", "other"),
+S3_TROUBLE: dict[str, list[tuple[str, str]]] = {
+    "passing": [
+        ("NETWORK_CONNECTION", _REFUSED),
+        ("NETWORK_CONNECTION", "curlCode: 28, Timeout was reached; Details: Operation too slow. Less than 1"),
+        ("NETWORK_CONNECTION", "curlCode: 6, Could not resolve hostname; Details: Could not resolve host"),
+        ("SLOW_DOWN", "Please reduce your request rate."),
+        *((f"UNKNOWN (HTTP status {status})", "No response body.") for status in (503, 429)),
+        ("UNKNOWN (HTTP status 500)", ""),
+        ("INTERNAL_FAILURE", "We encountered an internal error. Please try again."),
     ],
-)
-def test_trouble_is_told_by_its_text(name: str, said: str, expected: str) -> None:
-    error = OSError(_HEAD.format(name, said))
-    assert outages.trouble(error) == expected
-    raised = outages.explained("s3://logs/a", error, waited_s=60, remedy="somewhere")
-    assert isinstance(raised, OSError if expected in {"passing", "other"} else InputError)
-    assert "\n" not in str(raised)
-    assert str(raised).startswith("s3://logs")
+    "certificate": [("NETWORK_CONNECTION", "curlCode: 60, SSL peer certificate or SSH remote key was not OK")],
+    "denied": [
+        ("ACCESS_DENIED", "No response body."),
+        ("SIGNATURE_DOES_NOT_MATCH", "The request signature we calculated does not match the signature"),
+        ("UNKNOWN (HTTP status 400)", "No response body."),
+        ("UNKNOWN (HTTP status 412)", ""),
+        ("UNKNOWN (HTTP status 400)", "The provided token has expired."),
+    ],
+    "no bucket": [("NO_SUCH_BUCKET", "The specified bucket does not exist. (Request ID: tx0)")],
+    "region": [("UNKNOWN (HTTP status 301)", "No response body.")],
+    "other": [
+        ("UNKNOWN (HTTP status 400)", "Your proposed upload exceeds the maximum allowed size"),
+        ("NO_SUCH_UPLOAD", "The specified upload does not exist."),
+    ],
+}
 
 
 # As pyarrow says it, of gcp-storage-emulator, Azurite and a server that gives these answers.
 _GOOGLE = "google::cloud::Status({} error_info={{reason=, domain=, metadata={{gcloud-cpp.retry.on-entry=false}}}})"
+_NO_ACCESS = 'PERMISSION_DENIED: with a last message of {"error": {"message": "no access"}}'
 _TOKEN = "Could not create a OAuth2 access token to authenticate the request. The underlying error message was: "
 _SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http://a/c?sig=hush) Azure Error: {}\nRequestId:7"
 
@@ -288,30 +279,19 @@ _SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http
 @pytest.mark.parametrize(
     ("url", "error", "expected", "cause"),
     [
-        (
-            "gs://logs/a",
-            OSError(_GOOGLE.format("UNAVAILABLE: with a last message of CURL error [7]=Could not connect")),
-            "passing",
-            "could not connect",
+        *(
+            ("s3://logs/a", OSError(_HEAD.format(name, said)), expected, None)
+            for expected, cases in S3_TROUBLE.items()
+            for name, said in cases
         ),
-        (
-            "gs://logs/a",
-            PermissionError(13, _GOOGLE.format('PERMISSION_DENIED: with a last message of {"error": {"message": "no access"}}')),
-            "denied",
-            "permission denied: no access",
-        ),
-        (
-            "gs://logs/a",
-            OSError(_GOOGLE.format(f"UNAVAILABLE: last message of {_TOKEN}CURL error [6]=Could not resolve hostname")),
-            "denied",
-            "could not resolve hostname",
-        ),
-        (
-            "gs://logs/a",
-            pa.ArrowInvalid(_GOOGLE.format(f"INVALID_ARGUMENT: {_TOKEN}the client_email field is missing on /key.json")),
-            "denied",
-            "invalid argument: the client_email field is missing on /key.json",
-        ),
+        ("gs://logs/a", OSError(_GOOGLE.format("UNAVAILABLE: with a last message of CURL error [7]=Could not connect")),
+         "passing", "could not connect"),
+        ("gs://logs/a", PermissionError(13, _GOOGLE.format(_NO_ACCESS)),
+         "denied", "permission denied: no access"),
+        ("gs://logs/a", OSError(_GOOGLE.format(f"UNAVAILABLE: last message of {_TOKEN}CURL error [6]=Could not resolve host")),
+         "denied", "could not resolve host"),
+        ("gs://logs/a", pa.ArrowInvalid(_GOOGLE.format(f"INVALID_ARGUMENT: {_TOKEN}client_email is missing on /key.json")),
+         "denied", "invalid argument: client_email is missing on /key.json"),
         ("gs://logs/a", OSError(_GOOGLE.format("UNAVAILABLE: CURL error [60]=SSL peer")), "certificate", "sSL peer"),
         ("gs://logs/a", OSError(_GOOGLE.format("FAILED_PRECONDITION: a generation")), "other", None),
         ("az://logs/a", OSError(_SAS.format("[] Fail to get a new connection for: http://a.")), "passing", None),
@@ -322,9 +302,7 @@ _SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http
         ("az://logs/a", pa.ArrowException("AuthenticationExceptionE: Failed to get token."), "denied", "Failed to get token"),
     ],
 )  # fmt: skip
-def test_trouble_of_google_and_azure_is_told_by_its_text(
-    url: str, error: Exception, expected: str, cause: str | None
-) -> None:
+def test_trouble_is_told_by_its_text(url: str, error: Exception, expected: str, cause: str | None) -> None:
     assert outages.trouble(error) == expected
     assert cause is None or outages.cause_of(error) == cause
     raised = outages.explained(url, error, waited_s=60, remedy="somewhere")
@@ -362,26 +340,29 @@ def test_the_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         outages.outage_s()
 
 
-def test_secrets_in_urls_are_refused_and_not_repeated() -> None:
-    with pytest.raises(InputError, match=r"s3://\.\.\.@bucket: holds credentials") as raised:
-        storage.resolve("s3://user:hush@bucket/key")
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s3://user:hush@bucket/key", r"s3://\.\.\.@bucket: holds credentials"),
+        ("s3:///key", "names no bucket"),
+        ("s3://bucket/key?colour=red", "colour is no option"),
+        ("gs://hush@bucket/key", "credentials"),
+        ("az://:hush@account.blob.core.windows.net/c/key", "credentials"),
+        ("abfs://user:hush@a/key", "credentials"),
+    ],
+)
+def test_secrets_in_urls_are_refused_and_not_repeated(url: str, why: str) -> None:
+    with pytest.raises(InputError, match=why) as raised:
+        storage.resolve(url)
     assert "hush" not in str(raised.value)
-    with pytest.raises(InputError, match="names no bucket"):
-        storage.resolve("s3:///key")
-    with pytest.raises(InputError, match="colour is no option"):
-        storage.resolve("s3://bucket/key?colour=red")
-    for url in ("gs://hush@bucket/key", "az://:hush@account.blob.core.windows.net/c/key", "abfs://user:hush@a/key"):
-        with pytest.raises(InputError, match="credentials") as raised:
-            storage.resolve(url)
-        assert "hush" not in str(raised.value)
 
 
 def test_google_and_azure_places_are_found_as_their_tools_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
-        "STORAGE_EMULATOR_HOST",
         "AZURE_STORAGE_ACCOUNT",
         "AZURE_STORAGE_KEY",
         "AZURE_STORAGE_CONNECTION_STRING",
+        "STORAGE_EMULATOR_HOST",
     ):
         monkeypatch.delenv(name, raising=False)
     assert GcsPlace.of("gs://bucket/a%20b/") == GcsPlace("bucket/a%20b", None, anonymous=False)
@@ -413,20 +394,18 @@ def test_an_s3_place_is_found_as_aws_tools_find_it(tmp_path: Path, monkeypatch: 
     config = tmp_path / "config"
     config.write_text("[default]\nregion = a\n[profile b]\nregion = b\nendpoint_url = http://b:1\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    place = S3Place.of("s3://bucket/key x/day_?")
-    assert (place.inner, place.endpoint, place.region) == ("bucket/key x/day_?", None, "a")
-    monkeypatch.setenv("AWS_PROFILE", "b")
-    place = S3Place.of("s3://bucket")
-    assert (place.inner, place.endpoint, place.region) == ("bucket", "http://b:1", "b")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "c")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://c:1")
-    assert (S3Place.of("s3://bucket").endpoint, S3Place.of("s3://bucket").region) == ("http://c:1", "c")
-    monkeypatch.setenv("AWS_REGION", "d")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://d:1")
-    assert (S3Place.of("s3://bucket").endpoint, S3Place.of("s3://bucket").region) == ("http://d:1", "d")
-    place = S3Place.of("s3://bucket/key?region=e&endpoint_override=e:1&scheme=http&allow_bucket_creation=true")
-    assert (place.inner, place.endpoint, place.region) == ("bucket/key", "http://e:1", "e")
-    assert place.flags == ("allow_bucket_creation",)
+    for variables, url, expected in (
+        ({}, "s3://bucket/key x/day_?", ("bucket/key x/day_?", None, "a")),
+        ({"AWS_PROFILE": "b"}, "s3://bucket", ("bucket", "http://b:1", "b")),
+        ({"AWS_DEFAULT_REGION": "c", "AWS_ENDPOINT_URL": "http://c:1"}, "s3://bucket", ("bucket", "http://c:1", "c")),
+        ({"AWS_REGION": "d", "AWS_ENDPOINT_URL_S3": "http://d:1"}, "s3://bucket", ("bucket", "http://d:1", "d")),
+        ({}, "s3://bucket/key?region=e&endpoint_override=e:1&scheme=http", ("bucket/key", "http://e:1", "e")),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        place = S3Place.of(url)
+        assert (place.inner, place.endpoint, place.region) == expected
+    assert S3Place.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
     config.write_text("rubbish")
     with pytest.raises(InputError, match="not a configuration of AWS"):
         S3Place.of("s3://bucket")

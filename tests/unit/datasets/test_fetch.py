@@ -56,7 +56,7 @@ class Served:
     drops: list[int] = field(default_factory=list)
     """For each request in turn, after how many bytes the connection is cut."""
     statuses: list[int] = field(default_factory=list)
-    """For each request in turn, an error to answer with (200: none)."""
+    """For each request in turn, an error to answer with."""
     headers: dict[str, str] = field(default_factory=dict)
     before: Callable[[Served, int], None] = lambda served, number: None
     requests: list[dict[str, str]] = field(default_factory=list)
@@ -86,41 +86,37 @@ class Handler(BaseHTTPRequestHandler):
         number = len(served.requests)
         served.requests.append(dict(self.headers))
         served.before(served, number)
-        if number < len(served.statuses) and served.statuses[number] != 200:
-            self.send_response(served.statuses[number])
-            self.send_header("Content-Length", "0")
-            self.send_header("Retry-After", "0")
-            self.end_headers()
+        if number < len(served.statuses):
+            self.answer(served.statuses[number], [("Content-Length", "0"), ("Retry-After", "0")])
             return
         start, validator = 0, served.etag or served.modified
         wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
         if wanted and served.ranges and (not served.heeds_if_range or condition in (None, validator)):
             start = int(wanted.removeprefix("bytes=").removesuffix("-"))
             if start >= len(served.body):
-                self.send_response(416)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                self.answer(416, [("Content-Length", "0")])
                 return
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(served.body) - 1}/{len(served.body)}")
-        else:
-            self.send_response(200)
         part = served.body[start:]
-        if served.length:
-            self.send_header("Content-Length", str(len(part)))
-        if served.etag:
-            self.send_header("ETag", served.etag)
-        if served.modified:
-            self.send_header("Last-Modified", served.modified)
+        headers = [*served.headers.items()]
+        if start:
+            headers.append(("Content-Range", f"bytes {start}-{len(served.body) - 1}/{len(served.body)}"))
+        headers += [("ETag", served.etag)] * bool(served.etag) + [("Last-Modified", served.modified)] * bool(
+            served.modified
+        )
         if served.google:
-            self.send_header("x-goog-hash", "crc32c=AAAAAA==")
-            self.send_header("x-goog-hash", f"md5={base64.b64encode(bytes.fromhex(served.google)).decode()}")
-        for name, value in served.headers.items():
+            known = base64.b64encode(bytes.fromhex(served.google)).decode()
+            headers += [("x-goog-hash", "crc32c=AAAAAA=="), ("x-goog-hash", f"md5={known}")]
+        headers += [("Content-Length", str(len(part)))] * served.length
+        self.answer(
+            206 if start else 200, headers, part[: served.drops[number] if number < len(served.drops) else None]
+        )
+
+    def answer(self, status: int, headers: list[tuple[str, Any]], body: bytes = b"") -> None:
+        self.send_response(status)
+        for name, value in headers:
             self.send_header(name, value)
         self.end_headers()
-        if number < len(served.drops):
-            part = part[: served.drops[number]]
-        self.wfile.write(part)
+        self.wfile.write(body)
 
 
 class QuietServer(ThreadingHTTPServer):
@@ -149,17 +145,9 @@ def test_a_file_is_fetched_checked_and_recorded(server: Server, tmp_path: Path) 
     folder = tmp_path / "deep" / "folder"
     seen: list[tuple[int, int | None]] = []
     file = server.file(size_bytes=len(BODY), md5=md5(BODY))
-    [result] = fetch(
-        [file], str(folder), retries=RETRIES, progress=lambda what, done, total: seen.append((done, total))
-    )
-    assert result == {
-        "name": "a.gz",
-        "bytes": len(BODY),
-        "sha256": sha256(BODY),
-        "url": f"{server.url}/a.gz",
-        "status": "fetched",
-        "verified": "published md5",
-    }
+    [result] = fetch([file], str(folder), retries=RETRIES, progress=lambda _, *progress: seen.append(progress))
+    of_file = {"name": "a.gz", "bytes": len(BODY), "sha256": sha256(BODY), "url": f"{server.url}/a.gz"}
+    assert result == {**of_file, "status": "fetched", "verified": "published md5"}
     assert (folder / "a.gz").read_bytes() == BODY
     assert seen[-1] == (len(BODY), len(BODY))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -176,11 +164,8 @@ def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> N
     [first] = fetch([file], str(tmp_path), retries=RETRIES)
     assert fetch([file], str(tmp_path)) == [{**first, "status": "present"}]
     assert fetch([file], str(tmp_path), verify=True) == [{**first, "status": "present"}]
-    for damaged in (
-        "{ damaged",
-        '{"files": [{"name": "a.gz"}]}',
-        '{"files": [{"name": "a.gz", "bytes": "x", "sha256": 1}]}',
-    ):
+    of_file = ('{"name": "a.gz"}', '{"name": "a.gz", "bytes": "x", "sha256": 1}')
+    for damaged in ("{ damaged", *(f'{{"files": [{text}]}}' for text in of_file)):
         (tmp_path / "fetched.json").write_text(damaged)
         assert fetch([file], str(tmp_path)) == [{**first, "url": None, "status": "present"}]
     assert len(served.requests) == 1
@@ -454,15 +439,8 @@ def _link(name: str, target: str) -> tarfile.TarInfo:
 
 def test_members_come_out_of_an_archive_and_nothing_else(server: Server, tmp_path: Path) -> None:
     train, test = b"1\ttrain\n" * 1000, b"test\n" * 1000
-    packed = _archive(
-        {
-            "readme.txt": b"read me",
-            "../evil.txt": b"evil",
-            "x/train.txt": _link("x/train.txt", "/etc/passwd"),
-            "./train.txt": train,
-            "../../test.txt": test,
-        }
-    )
+    others = {"readme.txt": b"read me", "../evil.txt": b"evil", "x/train.txt": _link("x/train.txt", "/etc/passwd")}
+    packed = _archive({**others, "./train.txt": train, "../../test.txt": test})
     served = server.files["all.tar.gz"] = Served(body=packed)
     archive = server.file("all.tar.gz", md5=md5(packed), terms="Not for sale")
     files = [
