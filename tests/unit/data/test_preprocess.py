@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -61,17 +62,16 @@ def log(click_log: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def run(log: Path, out: Path, **changes: Any) -> dict[str, Any]:
+def run(log: Path | str, out: Path | str, **changes: Any) -> dict[str, Any]:
     index = open_index(log)
+    sets = changes.pop("sets") if "sets" in changes else Split(kind="last_file").rows(index)
     arguments: dict[str, Any] = {
         "preprocessor": make(),
         "format": "binary",
         "engine": LoopEngine(),
-        "sets": Split(kind="last_file").rows(index),
         "segments_per_task": 2,
-        **changes,
     }
-    return preprocess(index, out=str(out), **arguments)
+    return preprocess(index, out=str(out), sets=sets, **{**arguments, **changes})
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -149,10 +149,8 @@ def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
         ({"segments_per_task": 3, "shuffle": "full"}, "shuffle, seed, segments_per_task"),
         ({"preprocessor": make(MultiHot(sizes=(1,) * 26))}, "preprocessor"),
     ):
-        with pytest.raises(
-            InputError,
-            match=rf"out\.partial: left by an unfinished call with another {named}; give the same .* remove",
-        ):
+        told = rf"out\.partial: left by an unfinished call with another {named}; give the same .* remove"
+        with pytest.raises(InputError, match=told):
             run(log, out, **changes)
     day = log / "day_1"
     day.write_bytes(day.read_bytes() + day.read_bytes())
@@ -163,23 +161,19 @@ def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
     assert open_preprocessed(str(out)).index.rows == 3000
 
 
-def test_out_exists(log: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match=r"out: exists already; remove it or choose another place"):
-        run(log, tmp_path / "out")
-
-
 def test_what_is_no_raw_log(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out")
-    made = open_preprocessed(str(tmp_path / "out"))
-    with pytest.raises(InputError, match="preprocessed already, in format binary; give the raw log"):
-        preprocess(made.index, preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=LoopEngine())
-    with pytest.raises(InputError, match="no rows to write"):
-        preprocess(
-            LogIndex((), Faults()), preprocessor=make(), out=str(tmp_path / "b"), format="npy", engine=LoopEngine()
-        )
+    made, arguments = open_preprocessed(str(tmp_path / "out")), {"preprocessor": make(), "out": str(tmp_path / "b")}
+    for index, why in (
+        (made.index, "preprocessed already, in format binary; give the raw log"),
+        (LogIndex((), Faults()), "no rows to write"),
+    ):
+        with pytest.raises(InputError, match=why):
+            preprocess(index, format="npy", engine=LoopEngine(), **arguments)
     with pytest.raises(InputError, match=r"sets: b has rows 4-9, which others have too or a log of 2000 rows has not"):
         run(log, tmp_path / "b", sets={"a": (0, 5), "b": (4, 9)})
+    with pytest.raises(InputError, match=r"out: exists already; remove it or choose another place"):
+        run(log, tmp_path / "out")
 
 
 def test_rows_of_no_set(log: Path, tmp_path: Path) -> None:
@@ -193,47 +187,35 @@ def test_urls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     out = f"file://{tmp_path}/remote"
     for format in ("binary", "npy"):
         with pytest.raises(InputError, match=rf"remote: format {format} is written at any row.*a folder and copy it"):
-            run_to(log, out, format=format)
+            run(log, out, format=format)
     with pytest.raises(InputError, match="a full shuffle needs a file system to shuffle in"):
-        run_to(log, out, format="parquet", shuffle="full")
+        run(log, out, format="parquet", shuffle="full")
     with pytest.raises(Died):
-        run_to(log, out, format="parquet", engine=LoopEngine(3))
+        run(log, out, format="parquet", engine=LoopEngine(3))
     assert not LogSource.at(out).is_preprocessed
-    run_to(log, out, format="parquet")
+    run(log, out, format="parquet")
     run(log, tmp_path / "local", format="parquet")
     assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
     made = open_preprocessed(out, verify=True)
     rows = read_preprocessed(made.index.segments, np.arange(ROWS), make())
     assert len(rows) == ROWS
     with pytest.raises(InputError, match="remote: exists already"):
-        run_to(log, out, format="parquet")
-
-
-def run_to(log: Path, out: str, **changes: Any) -> dict[str, Any]:
-    index = open_index(log)
-    arguments = {"engine": LoopEngine(), "segments_per_task": 2, **changes}
-    sets = Split(kind="last_file").rows(index)
-    return preprocess(index, preprocessor=make(), out=out, sets=sets, **arguments)
+        run(log, out, format="parquet")
 
 
 def test_a_small_disk(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(
-        InputError, match=r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there; make room or"
-    ):
+    told = r"out\.partial: about 0\.0 GB are needed and 0\.0 GB are free there; make room or"
+    with pytest.raises(InputError, match=told):
         run(log, tmp_path / "out")
     assert not Path(f"{tmp_path / 'out'}.partial").exists()
 
 
 def test_a_disk_that_fills_up(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, data: memoryview, start: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    told = r"out\.partial: No space left on device; make room there and give the same"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        with pytest.raises(
-            InputError, match=r"out\.partial: No space left on device; make room there and give the same"
-        ):
+        patch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(InputError, match=told):
             run(log, tmp_path / "out")
     run(log, tmp_path / "out")
 
@@ -258,27 +240,16 @@ def test_a_folder_that_tasks_do_not_see(log: Path, tmp_path: Path) -> None:
 
 def test_names_of_files(log: Path, tmp_path: Path) -> None:
     """A packed file's are those of the plain one; files of one name in two folders get numbers."""
-    packed = tmp_path / "packed"
-    packed.mkdir()
-    (packed / "train.txt.gz").write_bytes(gzip.compress((log / "day_0").read_bytes()))
-    plain = unpack(storage.list_files(str(packed))[0], str(tmp_path / "cache"))
-    preprocess(
-        open_index(plain.path), preprocessor=make(), out=str(tmp_path / "kaggle"), format="npy", engine=LoopEngine()
-    )
-    assert {path.name for path in (tmp_path / "kaggle").glob("*.npy")} == {
-        "train_dense.npy",
-        "train_labels.npy",
-        "train_sparse.npy",
-    }
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "train.txt.gz").write_bytes(gzip.compress((log / "day_0").read_bytes()))
+    plain = unpack(storage.list_files(str(tmp_path / "packed"))[0], str(tmp_path / "cache"))
     shutil.copytree(log, tmp_path / "log2")
-    both = open_index(f"{tmp_path}/log*/*")
-    preprocess(both, preprocessor=make(), out=str(tmp_path / "both"), format="binary", engine=LoopEngine())
-    assert {path.name for path in (tmp_path / "both").glob("*.bin")} == {
-        "day_0.bin",
-        "day_0-2.bin",
-        "day_1.bin",
-        "day_1-2.bin",
-    }
+    for place, format, names in (
+        (plain.path, "npy", ["train_dense.npy", "train_labels.npy", "train_sparse.npy"]),
+        (f"{tmp_path}/log*/*", "binary", ["day_0-2.bin", "day_0.bin", "day_1-2.bin", "day_1.bin"]),
+    ):
+        run(place, tmp_path / format, format=format, sets=None)
+        assert sorted(path.name for path in (tmp_path / format).glob("*.[nb]*")) == names
 
 
 def test_the_manifest(log: Path, tmp_path: Path) -> None:
@@ -288,8 +259,6 @@ def test_the_manifest(log: Path, tmp_path: Path) -> None:
     assert (manifest["rows"], manifest["shuffle"], manifest["seed"]) == (ROWS, "full", 9)
     assert manifest["sets"] == {"train": [0, 1000], "validation": [1000, 1500], "test": [1500, 2000]}
     assert manifest["raw_files"] == ["day_0", "day_1"]
-    assert manifest["source"] == [
-        {"path": str(log / name), "bytes": (log / name).stat().st_size} for name in ("day_0", "day_1")
-    ]
+    assert manifest["source"] == [{"path": str(day), "bytes": day.stat().st_size} for day in sorted(log.iterdir())]
     for file in manifest["files"]:
         assert zlib.crc32((tmp_path / "out" / file["name"]).read_bytes()) == int(file["crc32"], 16)

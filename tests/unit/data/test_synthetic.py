@@ -48,11 +48,10 @@ def test_same_bytes_whatever_the_parallelism(kaggle: tuple[Path, dict[str, Any]]
 
 def test_more_rows_continue_the_same_process() -> None:
     plan = Plant("terabyte", 1)
-    short, long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
-    for name in ("labels", "logits", "missing"):
-        joined = np.concatenate([getattr(piece, name) for piece in long])
-        assert (joined[:5_000] == getattr(short[0], name)).all()
-    assert (np.concatenate([p.tokens for p in long], axis=1)[:, :5_000] == short[0].tokens).all()
+    (short,), long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
+    for name in ("labels", "logits", "missing", "tokens"):
+        joined = np.concatenate([getattr(piece, name) for piece in long], axis=-1)
+        assert (joined[..., :5_000] == getattr(short, name)).all()
 
 
 def test_seeds_differ() -> None:
@@ -125,9 +124,8 @@ def test_auroc_counts_ties_half() -> None:
 
 def test_terabyte_writes_a_file_a_day(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
-    truth = synthetic.generate(
-        str(tmp_path / "new"), rows=1_001, dialect="terabyte", days=3, progress=lambda *c: calls.append(c)
-    )
+    options: dict[str, Any] = {"dialect": "terabyte", "days": 3, "progress": lambda *of_rows: calls.append(of_rows)}
+    truth = synthetic.generate(str(tmp_path / "new"), rows=1_001, **options)
     assert sorted(os.listdir(tmp_path / "new")) == ["day_0", "day_1", "day_2", "truth.json"]
     lines = [len((tmp_path / "new" / f"day_{day}").read_text().splitlines()) for day in range(3)]
     assert lines == [detail["rows"] for detail in truth["days_detail"]] == [334, 334, 333]
@@ -163,14 +161,9 @@ def test_dated_folders_hold_a_day_each_of_a_law_that_moves_faster(tmp_path: Path
 
 
 def test_a_dated_log_that_cannot_be_written_leaves_no_folder(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"days": 2, "first_date": "2026-01-01", "progress": lambda *_: 1 // 0}
     with pytest.raises(ZeroDivisionError):
-        synthetic.generate(
-            str(tmp_path / "log"),
-            rows=100,
-            days=2,
-            first_date="2026-01-01",
-            progress=lambda *_: 1 // 0,  # type: ignore[arg-type, return-value]
-        )
+        synthetic.generate(str(tmp_path / "log"), rows=100, **options)
     assert list((tmp_path / "log").iterdir()) == []
 
 
@@ -227,29 +220,23 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rows": 0}, "rows"),
-        ({"rows": 2.5}, "rows"),
-        ({"rows": True}, "rows"),
+        *(({"rows": rows}, "rows") for rows in (0, 2.5, True)),
         ({"days": 0}, "days"),
         ({"days": 101}, "at least as many rows"),
         ({"seed": -1}, "seed"),
         ({"parallelism": 0}, "parallelism"),
         ({"dialect": "avazu"}, "kaggle, terabyte"),
+        ({"out": "FOLDER/file"}, "is a file"),
+        ({"out": "s3://bucket/log"}, "local folder"),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        synthetic.generate(str(tmp_path / "out"), **{"rows": 100, **wrong})
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_bad_places_are_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
-        synthetic.generate(str(tmp_path / "file"), rows=100)
-    with pytest.raises(InputError, match="local folder"):
-        synthetic.generate("s3://bucket/log", rows=100)
+    arguments = {"out": "FOLDER/out", "rows": 100, **wrong}
+    with pytest.raises(InputError, match=message) as caught:
+        synthetic.generate(arguments.pop("out").replace("FOLDER", str(tmp_path)), **arguments)
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == ["file"]
 
 
 EXTREMES = np.array([[0, 9, 10, 99, 100, -1, -2, 12345, 2**31 - 1, -(2**31)]], dtype=np.int32)

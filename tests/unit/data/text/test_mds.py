@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hosts.program_server import Ended, Program, ProgramServer
+from hosts.program_server import Program, ProgramServer
 
 from rayrec.config import InputError
 from rayrec.data.text import mds
@@ -52,9 +53,7 @@ def copies(cache: Path) -> list[Path]:
 
 def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """A copy of the set whose index is changed."""
-    folder.mkdir()
-    for file in written.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(written, folder)
     index = json.loads((folder / "index.json").read_text())
     change(index)
     (folder / "index.json").write_text(json.dumps(index))
@@ -87,9 +86,8 @@ def test_anybody_reads_what_is_written_and_what_anybody_writes_is_read(written: 
     np.testing.assert_array_equal(np.stack([sample["tokens"] for sample in theirs]), ROWS)
     wide = ROWS.astype(np.uint32) + 100_000
     columns = {"tokens": f"ndarray:uint32:{BLOCK}"}
-    with streaming.MDSWriter(
-        out=str(tmp_path / "theirs"), columns=columns, hashes=["sha1"], size_limit=2_000
-    ) as writer:
+    options = {"out": str(tmp_path / "theirs"), "columns": columns, "hashes": ["sha1"], "size_limit": 2_000}
+    with streaming.MDSWriter(**options) as writer:
         for row in wide:
             writer.write({"tokens": row})
     rows = TokenRows(str(tmp_path / "theirs"))
@@ -126,20 +124,12 @@ rows.close()
 """
 
 
-def reader(path: str, cache: Path) -> Program:
-    """Reads all rows, and prints the sum of their tokens and the bytes that it downloaded."""
-    return Program(READER, (path, str(cache)))
-
-
-def numbers(ended: Ended) -> list[int]:
-    return [int(word) for word in ended.output.split()]
-
-
 @pytest.mark.slow
 @pytest.mark.extended
 def test_processes_of_a_node_fetch_a_shard_once(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
     size_bytes = sum(file.stat().st_size for file in written.glob("*.mds"))
-    found = [numbers(ended) for ended in processes.run(*[reader(url(written), tmp_path)] * 3)]
+    readers = [Program(READER, (url(written), str(tmp_path)))] * 3
+    found = [[int(word) for word in ended.output.split()] for ended in processes.run(*readers)]
     assert {total for total, _ in found} == {int(ROWS.sum(dtype=np.int64))}
     assert sum(downloaded for _, downloaded in found) == size_bytes
     assert len(copies(tmp_path)) == len(SHARDS)
@@ -216,10 +206,7 @@ def test_a_limited_cache_keeps_its_limit_and_what_is_in_use(tmp_path: Path) -> N
     second.close()
     assert sum(file.stat().st_size for file in copies(cache)) <= limit_bytes
     assert first.downloaded_bytes == 2 * shard_bytes
-    assert (copies(cache)[1].name, first.downloaded_bytes) == (
-        "shard.00001.mds",
-        2 * shard_bytes,
-    )  # mapped all the time
+    assert copies(cache)[1].name == "shard.00001.mds"  # mapped all the time
     first.close()
     with pytest.raises(InputError, match=r"^file://[^\n]* at least [\d,]+ bytes[^\n]*$"):
         TokenRows(url(source), cache_folder=str(cache), cache_bytes=3 * shard_bytes)
@@ -293,15 +280,16 @@ def test_a_copy_that_went_bad_is_fetched_again(written: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
-@pytest.mark.parametrize("damage", ["short", "flipped", "gone"])
-def test_a_damaged_shard_is_named(written: Path, tmp_path: Path, place: Callable[[Path], str], damage: str) -> None:
-    folder = edited(written, tmp_path / "set", lambda index: None)
-    shard = folder / "shard.00001.mds"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1] if damage == "short" else content[:-1] + bytes([content[-1] ^ 1]))
-    if damage == "gone":
-        shard.unlink()
-    rows = TokenRows(place(folder), cache_folder=str(tmp_path / "cache"))
+@pytest.mark.parametrize(
+    "content",
+    [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), None],
+    ids=["short", "flipped", "gone"],
+)
+def test_a_damaged_shard_is_named(written: Path, tmp_path: Path, place: Callable[[Path], str], content: Any) -> None:
+    shutil.copytree(written, tmp_path / "set")
+    shard = tmp_path / "set" / "shard.00001.mds"
+    shard.write_bytes(content(shard.read_bytes())) if content else shard.unlink()
+    rows = TokenRows(place(tmp_path / "set"), cache_folder=str(tmp_path / "cache"))
     np.testing.assert_array_equal(rows.read(np.arange(30))["tokens"], ROWS[:30])
     with pytest.raises(InputError, match=r"^[^\n]*set/shard\.00001\.mds: [^\n]*$"):
         rows.read(np.array([31]))
@@ -334,11 +322,9 @@ def test_an_index_that_is_not_ours_is_refused(
 
 
 def test_a_shard_of_other_rows_than_its_index_says_is_refused(written: Path, tmp_path: Path) -> None:
-    def fewer(index: dict[str, Any]) -> None:
-        index["shards"][0]["samples"] = 29
-
+    folder = edited(written, tmp_path / "set", lambda index: index["shards"][0].update(samples=29))
     with pytest.raises(InputError, match=r"shard\.00000\.mds: damaged: does not hold 29 rows"):
-        TokenRows(str(edited(written, tmp_path / "set", fewer))).read(np.array([0]))
+        TokenRows(str(folder)).read(np.array([0]))
 
 
 def test_what_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,12 +337,10 @@ def test_what_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_shard_may_have_any_name(tmp_path: Path) -> None:
     """Even that of the lock under which a limited cache makes room."""
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "room").write_bytes(b"shard")
-    cache = ShardCache(
-        str(source), index=b"", sizes_bytes={"room": 5}, folder=str(tmp_path / "cache"), limit_bytes=5 * LEAST_FILES
-    )
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "room").write_bytes(b"shard")
+    limits: dict[str, Any] = {"sizes_bytes": {"room": 5}, "limit_bytes": 5 * LEAST_FILES}
+    cache = ShardCache(str(tmp_path / "source"), index=b"", folder=str(tmp_path / "cache"), **limits)
     fetched: list[int] = []
     thread = threading.Thread(target=lambda: fetched.append(cache.fetch("room", lambda path: None)), daemon=True)
     thread.start()
