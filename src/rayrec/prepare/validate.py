@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.data.arrow import arrow_numbers, json_of, json_reply, numpy_of
-from rayrec.data.encoding.counts import Counts, count_log
+from rayrec.data.encoding.counts import Counts, count_log, filled
 from rayrec.data.encoding.derivation import Derivation
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, merged
@@ -167,18 +167,6 @@ def _batches(items: Sequence[tuple[int, Part]], limit: int) -> list[Batch]:
     return [(number, tuple(parts)) for number, parts in batches]
 
 
-def _tasks(batches: Sequence[Batch], limit: int) -> list[list[Batch]]:
-    tasks: list[list[Batch]] = []
-    room = 0
-    for batch in batches:
-        if room <= 0:
-            tasks.append([])
-            room = limit
-        tasks[-1].append(batch)
-        room -= sum(part.stop - part.start for part in batch[1])
-    return tasks
-
-
 def _read(parts: Sequence[Part], schema: Schema) -> RawBlock:
     block = read_raw([part.segment for part in parts], schema)
     return block.cut(parts[0].start, block.rows - (parts[-1].segment.rows - parts[-1].stop))  # only the ends may be cut
@@ -236,7 +224,8 @@ def _tally(
 ) -> tuple[Tally, np.ndarray]:
     items = [(n, part) for n, piece in enumerate(slices) for part in index.parts(piece.start, piece.stop)]
     limit = max(1, min(_TASK_ROWS, index.rows // 8))
-    tasks = _tasks(_batches(items, min(limit, _READ_ROWS)), limit)
+    batches = _batches(items, min(limit, _READ_ROWS))
+    tasks = filled(batches, [sum(part.stop - part.start for part in parts) for _, parts in batches], limit)
     total = Tally.empty(job)
     hashes = [np.zeros(0, np.uint64)]
     for table in engine.run("examine", functools.partial(_tally_task, job=job), tasks):

@@ -386,7 +386,11 @@ _LEAST_TASKS, _LEAST_TASK_BYTES = 16, 24 << 20
 
 def tasks_of(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[list[Any]]:
     """Neighbouring items of so many bytes, put together into tasks."""
-    limit = min(max(sum(sizes) // _LEAST_TASKS, _LEAST_TASK_BYTES), task_bytes)
+    return filled(items, sizes, min(max(sum(sizes) // _LEAST_TASKS, _LEAST_TASK_BYTES), task_bytes))
+
+
+def filled(items: Sequence[Any], sizes: Sequence[int], limit: int) -> list[list[Any]]:
+    """Neighbouring items, put together until they reach the limit."""
     tasks: list[list[Any]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):
