@@ -1,4 +1,4 @@
-"""Rows that can be read in any order, by number: images in memory, blocks of tokens in shards."""
+"""Rows that can be read in any order, by number: images of idx files, blocks of tokens in shards."""
 
 from __future__ import annotations
 
