@@ -143,44 +143,44 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("words", "line"),
     [
-        (("--step", "5"), "no flag --step; did you mean --steps?"),
-        (("--batchsize=5",), "no flag --batchsize; did you mean --batch-size?"),
-        (("--shuffl", "none"), "no flag --shuffl; did you mean --train-data.shuffle or --eval-data.shuffle?"),
-        (("--pin_memory",), "no flag --pin_memory; `rayrec config criteo_demo --help-all` shows every flag"),
-        (("--qqqqqqq",), "no flag --qqqqqqq; `rayrec config criteo_demo --help-all` shows every flag"),
-        (("more",), "takes no argument 'more'; `rayrec config criteo_demo --help` shows what it takes"),
-        (("--steps", "few"), "--steps: must be a whole number, got 'few'"),
-        (("--precision", "fp8"), "--precision: must be fp32 or bf16, got 'fp8'"),
+        ("--step 5", "no flag --step; did you mean --steps?"),
+        ("--batchsize=5", "no flag --batchsize; did you mean --batch-size?"),
+        ("--shuffl none", "no flag --shuffl; did you mean --train-data.shuffle or --eval-data.shuffle?"),
+        ("--pin_memory", "no flag --pin_memory; `rayrec config criteo_demo --help-all` shows every flag"),
+        ("--qqqqqqq", "no flag --qqqqqqq; `rayrec config criteo_demo --help-all` shows every flag"),
+        ("more", "takes no argument 'more'; `rayrec config criteo_demo --help` shows what it takes"),
+        ("--steps few", "--steps: must be a whole number, got 'few'"),
+        ("--precision fp8", "--precision: must be fp32 or bf16, got 'fp8'"),
         (
-            ("--scaling.num-workers", "1", "2", "3"),
+            "--scaling.num-workers 1 2 3",
             "--scaling.num-workers: must be a whole number or 2 whole numbers, got '1 2 3'",
         ),
-        (("--batch-size", "0"), "TrainConfig.batch_size: 0 must be at least 1"),
-        (("--scaling.num-workers", "0"), "scaling.num_workers: 0 must be at least 1, and the least not above the most"),
-        (("--config",), "--config needs a value"),
-        (("--config=",), "--config needs a value"),
-        (("--schema", "--steps", "5"), "--schema needs a value"),
-        (("--config=a", "--config", "b"), "--config is given 2 times; give it once"),
+        ("--batch-size 0", "TrainConfig.batch_size: 0 must be at least 1"),
+        ("--scaling.num-workers 0", "scaling.num_workers: 0 must be at least 1, and the least not above the most"),
+        ("--config", "--config needs a value"),
+        ("--config=", "--config needs a value"),
+        ("--schema --steps 5", "--schema needs a value"),
+        ("--config=a --config b", "--config is given 2 times; give it once"),
     ],
     ids=str,
 )
-def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str) -> None:
-    assert run(capsys, "config", "criteo_demo", *arguments) == (2, "", f"rayrec config: {line}\n")
+def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
+    assert run(capsys, "config", "criteo_demo", *words.split()) == (2, "", f"rayrec config: {line}\n")
 
 
-def test_wrong_flags_of_other_commands_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "evaluate", "run") == (
-        2,
-        "",
-        "rayrec evaluate: missing PATH; `rayrec evaluate --help` describes every flag\n",
-    )
-    assert (
-        run(capsys, "predict", "run", "log", "--uot", "x")[2] == "rayrec predict: no flag --uot; did you mean --out?\n"
-    )
-    status, _, line = run(capsys, "predict", "run", "log", "--out", "x", "--recipe", "criteo_dem")
-    assert (status, line) == (2, "rayrec predict: no recipe 'criteo_dem'; did you mean 'criteo_demo'?\n")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("evaluate run", "missing PATH; `rayrec evaluate --help` describes every flag"),
+        ("predict run log --uot x", "no flag --uot; did you mean --out?"),
+        ("predict run log --out x --recipe criteo_dem", "no recipe 'criteo_dem'; did you mean 'criteo_demo'?"),
+    ],
+)
+def test_a_wrong_flag_of_another_command_is_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
+    name, *others = words.split()
+    assert run(capsys, name, *others) == (2, "", f"rayrec {name}: {line}\n")
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -191,11 +191,9 @@ def test_a_file_may_follow_its_flag_or_an_equals_sign(
     config.write_text("\ufeffrecipe: clicks\nsteps: 7\n", encoding="utf-8")
     schema.write_text("{label: y, dense: [a], sparse: [b]}")
     given = (
-        [(f"--config={config}",), (f"--schema={schema}",)]
-        if joined
-        else [("--config", str(config)), ("--schema", str(schema))]
+        [f"--config={config}", f"--schema={schema}"] if joined else ["--config", str(config), "--schema", str(schema)]
     )
-    status, out, err = run(capsys, "config", *given[0], *given[1])
+    status, out, err = run(capsys, "config", *given)
     assert (status, err) == (0, "")
     resolved = yaml.safe_load(out)
     assert (resolved["steps"], resolved["workload"]["schema"]["dense"]) == (7, ["a"])
@@ -224,15 +222,12 @@ def test_a_wrong_config_file_is_one_line_that_names_it(
     assert err.startswith(f"rayrec config: {file}: {line}")
 
 
-@pytest.mark.parametrize("name", ["..", ".", ".hidden", "-x", "a/b", "", "a b", "x" * 129, "a\n"])
-def test_a_run_s_name_is_one_folder(name: str) -> None:
-    with pytest.raises(InputError, match="is no name of a run"):
-        recipes.criteo_demo().replace(name=name)
-
-
-@pytest.mark.parametrize("name", ["a", "_b", "7", "a..b", "x" * 128, "größe_1.0-rc"])
-def test_names_of_runs(name: str) -> None:
-    assert recipes.criteo_demo().replace(name=name).name == name
+def test_a_run_s_name_is_one_folder() -> None:
+    for name in ("..", ".", ".hidden", "-x", "a/b", "", "a b", "x" * 129, "a\n"):
+        with pytest.raises(InputError, match="is no name of a run"):
+            recipes.criteo_demo().replace(name=name)
+    for name in ("a", "_b", "7", "a..b", "x" * 128, "größe_1.0-rc"):
+        assert recipes.criteo_demo().replace(name=name).name == name
 
 
 def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,11 +256,7 @@ def test_the_summary_of_a_click_model_ends_with_the_report_and_what_can_be_done_
 @pytest.mark.parametrize(
     ("command", "words", "notice"),
     [
-        (
-            "vocabulary",
-            "log --out v --profile nvt",
-            "--profile is now --preset; the old name will be removed",
-        ),
+        ("vocabulary", "log --out v --profile nvt", "--profile is now --preset; the old name will be removed"),
         ("vocabulary", "log --out v --profile=nvt", "--profile is now --preset"),
         ("config", "criteo_demo --workload.profile.min-count 3", "--workload.profile.min-count is now"),
         ("config", "criteo_demo --profile.steps 10:20", ""),
@@ -287,20 +278,21 @@ def test_an_old_flag_reaches_its_field(tmp_path: Path) -> None:
 
 
 def test_a_model_by_its_name() -> None:
-    flags = ["criteo_kaggle", "--model", "finalnet", "--workload.model.first-tower", "8"]
-    (config,) = parse(COMMANDS["train"], flags).arguments
+    flags = "criteo_kaggle --model finalnet --workload.model.first-tower 8"
+    (config,) = parse(COMMANDS["train"], flags.split()).arguments
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.model == FinalNetConfig(embedding_dim=16, first_tower=(8,))
-    with pytest.raises(InputError, match=r"^model: no model finalnett; did you mean finalnet\?$"):
-        parse(COMMANDS["train"], ["criteo_kaggle", "--model", "finalnett"])
-    with pytest.raises(
-        InputError, match=r"^model: no model tree; there are .*dlrm, .*finalnet.*, and your own, by a recipe$"
+    for words, match in (
+        ("criteo_kaggle --model finalnett", r"^model: no model finalnett; did you mean finalnet\?$"),
+        (
+            "criteo_kaggle --model=tree",
+            r"^model: no model tree; there are .*dlrm, .*finalnet.*, and your own, by a recipe$",
+        ),
+        ("mnist_resnet18 --model dlrm", r"^model: must be settings of ResNetConfig, got 'dlrm'"),
+        (flags.replace("tower", "towe"), r"did you mean --workload\.model\.first-tower"),
     ):
-        parse(COMMANDS["train"], ["criteo_kaggle", "--model=tree"])
-    with pytest.raises(InputError, match=r"^model: must be settings of ResNetConfig, got 'dlrm'"):
-        parse(COMMANDS["train"], ["mnist_resnet18", "--model", "dlrm"])
-    with pytest.raises(InputError, match=r"did you mean --workload\.model\.first-tower"):
-        parse(COMMANDS["train"], ["criteo_kaggle", "--model", "finalnet", "--workload.model.first-towe", "8"])
+        with pytest.raises(InputError, match=match):
+            parse(COMMANDS["train"], words.split())
 
 
 def test_q_silences_every_command_that_prepares_or_scores(

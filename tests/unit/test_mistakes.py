@@ -13,13 +13,7 @@ import ray
 
 from rayrec import cli
 
-CRITEO = (
-    "1\t"
-    + "\t".join(str(number) for number in range(13))
-    + "\t"
-    + "\t".join(f"{number:08x}" for number in range(26))
-    + "\n"
-)
+CRITEO = "\t".join(["1", *map(str, range(13)), *(f"{number:08x}" for number in range(26))]) + "\n"
 HEADER = "label\t" + "\t".join([f"I{number}" for number in range(13)] + [f"C{number}" for number in range(26)]) + "\n"
 SCHEMA = "{label: click, dense: [age], sparse: [user, item]}"
 
@@ -51,13 +45,13 @@ def table(content: str | pa.Table, schema: str = SCHEMA) -> Make:
     return make
 
 
-def good(*flags: str) -> Make:
+def good(flags: str = "") -> Make:
     """Trains on a good log with other flags; FOLDER stands for the folder of the test."""
 
     def make(folder: Path) -> list[str]:
         (folder / "train.txt").write_text(CRITEO * 50)
         paths = ["--train-data.path", str(folder / "train.txt"), "--storage-path", str(folder / "runs")]
-        return ["train", "criteo_demo", *paths, *(flag.replace("FOLDER", str(folder)) for flag in flags)]
+        return ["train", "criteo_demo", *paths, *(flag.replace("FOLDER", str(folder)) for flag in flags.split())]
 
     return make
 
@@ -67,8 +61,12 @@ def planned(make: Make) -> Make:
     return lambda folder: ["plan", *make(folder)[1:]]
 
 
-def command(*arguments: str) -> Make:
-    return lambda folder: [argument.replace("FOLDER", str(folder)) for argument in arguments]
+def command(line: str) -> Make:
+    return lambda folder: [argument.replace("FOLDER", str(folder)) for argument in line.split()]
+
+
+def train(flags: str) -> Make:
+    return command(f"train criteo_demo {flags}")
 
 
 def config(content: bytes) -> Make:
@@ -95,47 +93,28 @@ def checkpoint(content: str) -> Make:
 
 MISTAKES: dict[str, tuple[Make, str]] = {
     # the command line
-    "unknown command": (command("trainn", "criteo_demo"), "did you mean 'train'?"),
-    "unknown recipe": (command("train", "criteo_dem"), "did you mean 'criteo_demo'?"),
+    "unknown command": (command("trainn criteo_demo"), "did you mean 'train'?"),
+    "unknown recipe": (command("train criteo_dem"), "did you mean 'criteo_demo'?"),
     "no recipe": (command("train"), "which recipe?"),
-    "recipe file absent": (command("train", "own.py:mine"), "own.py: no such file"),
-    "flag with a typo": (command("train", "criteo_demo", "--batch-sise", "5"), "did you mean --batch-size?"),
-    "wrong type": (command("train", "criteo_demo", "--steps", "many"), "--steps: must be a whole number, got 'many'"),
-    "wrong choice": (command("train", "criteo_demo", "--precision", "fp8"), "must be fp32 or bf16"),
-    "missing argument": (command("evaluate", "run"), "missing PATH"),
-    "batch size 0": (command("train", "criteo_demo", "--batch-size", "0"), "batch_size: 0 must be at least 1"),
-    "steps 0": (command("train", "criteo_demo", "--steps", "0"), "steps: 0 must be at least 1"),
-    "workers 0": (command("train", "criteo_demo", "--scaling.num-workers", "0"), "num_workers: 0 must be at least 1"),
-    "embedding_dim 0": (
-        command("train", "criteo_demo", "--workload.model.embedding-dim", "0"),
-        "embedding_dim: 0 must be at least 1",
-    ),
-    "negative learning rate": (
-        command("train", "criteo_demo", "--workload.dense-optimizer.learning-rate", "-1"),
-        "learning_rate",
-    ),
-    "impossible share of faults": (
-        command("train", "criteo_demo", "--max-bad-fraction", "2"),
-        "at least 0 and at most 1",
-    ),
-    "name ..": (command("train", "criteo_demo", "--name", ".."), "name: '..'"),
-    "name a/b": (command("train", "criteo_demo", "--name", "a/b"), "name: 'a/b'"),
-    "name too long": (command("train", "criteo_demo", "--name", "x" * 300), "1 to 128 letters"),
-    "port": (command("serve", "model", "--port", "99999"), "port: 99999 must be from 1 to 65535"),
-    "quantize": (command("export", "run", "--out", "x", "--quantize", "int3"), "int3"),
+    "recipe file absent": (command("train own.py:mine"), "own.py: no such file"),
+    "missing argument": (command("evaluate run"), "missing PATH"),
+    "steps 0": (train("--steps 0"), "steps: 0 must be at least 1"),
+    "workers 0": (train("--scaling.num-workers 0"), "num_workers: 0 must be at least 1"),
+    "embedding_dim 0": (train("--workload.model.embedding-dim 0"), "embedding_dim: 0 must be at least 1"),
+    "negative learning rate": (train("--workload.dense-optimizer.learning-rate -1"), "learning_rate"),
+    "impossible share of faults": (train("--max-bad-fraction 2"), "at least 0 and at most 1"),
+    "name ..": (train("--name .."), "name: '..'"),
+    "name a/b": (train("--name a/b"), "name: 'a/b'"),
+    "name too long": (train("--name " + "x" * 300), "1 to 128 letters"),
+    "port": (command("serve model --port 99999"), "port: 99999 must be from 1 to 65535"),
+    "quantize": (command("export run --out x --quantize int3"), "int3"),
     # configuration files
-    "config absent": (command("train", "--config=FOLDER/none.yaml"), "none.yaml: no such file"),
-    "config not YAML": (config(b"recipe: ["), "config.yaml: not YAML"),
-    "config not UTF-8": (config(b"recipe: clicks\nname: \xe9"), "config.yaml: not UTF-8"),
-    "config with an unknown key": (config(b"recipe: clicks\nbatchsize: 1"), "did you mean 'batch_size'?"),
+    "config absent": (command("train --config=FOLDER/none.yaml"), "none.yaml: no such file"),
     "config of another type": (config(b"recipe: clicks\nsteps: many"), "steps: 'many' does not fit"),
     # data
-    "no data": (command("train", "criteo_demo"), "--train-data.path"),
-    "data absent": (
-        command("train", "criteo_demo", "--train-data.path", "FOLDER/none"),
-        "none: no such file or folder",
-    ),
-    "empty folder": (command("train", "criteo_demo", "--train-data.path", "FOLDER"), "holds no data files"),
+    "no data": (command("train criteo_demo"), "--train-data.path"),
+    "data absent": (train("--train-data.path FOLDER/none"), "none: no such file or folder"),
+    "empty folder": (train("--train-data.path FOLDER"), "holds no data files"),
     "empty file": (log(""), "train.txt: no usable rows; it is empty"),
     "header alone": (log(HEADER), "no line at its beginning can be read"),
     "comma for tab": (log(CRITEO.replace("\t", ",") * 9), "separated by commas"),
@@ -147,45 +126,39 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "column absent from Parquet": (table(pa.table({"click": [1], "age": [2], "user": [3]})), "no column named item"),
     "bad schema": (table("a\n1\n", "{label: click, dens: [age]}"), "did you mean 'dense'?"),
     "schema not a mapping": (table("a\n1\n", "[age]"), "a schema is a mapping"),
-    "planned data absent": (
-        command("plan", "criteo_demo", "--train-data.path", "FOLDER/none"),
-        "none: no such file or folder",
-    ),
+    "planned data absent": (command("plan criteo_demo --train-data.path FOLDER/none"), "none: no such file or folder"),
     "planned columns absent": (planned(table("click,age,user\n1,2,3\n")), "no column named item"),
     "dense columns alone": (table("click,age\n1,2\n", "{label: click, dense: [age]}"), "sparse"),
-    "Preprocessor absent": (good("--workload.preprocessor", "FOLDER/none"), "none"),
+    "Preprocessor absent": (good("--workload.preprocessor FOLDER/none"), "none"),
     # places
     "storage path is a file": (file_in_the_way, "runs is a file"),
-    "unknown scheme": (command("train", "criteo_demo", "--train-data.path", "nosuch://x/y"), "nosuch://x/y"),
-    "bad S3 URL": (command("train", "criteo_demo", "--train-data.path", "s3:///key"), "names no bucket"),
-    "S3 option": (command("train", "criteo_demo", "--train-data.path", "s3://b/k?colour=red"), "colour is no option"),
-    "storage scheme": (good("--storage-path", "nosuch://x"), "nosuch://x"),
-    "MLflow": (good("--trackers.mlflow", "--trackers.mlflow-uri", "s3://bucket/x"), "MLflow does not know s3"),
+    "unknown scheme": (train("--train-data.path nosuch://x/y"), "nosuch://x/y"),
+    "bad S3 URL": (train("--train-data.path s3:///key"), "names no bucket"),
+    "S3 option": (train("--train-data.path s3://b/k?colour=red"), "colour is no option"),
+    "storage scheme": (good("--storage-path nosuch://x"), "nosuch://x"),
+    "MLflow": (good("--trackers.mlflow --trackers.mlflow-uri s3://bucket/x"), "MLflow does not know s3"),
     # machines
     "more workers than CPUs": (
-        good("--scaling.num-workers", "9", "--scaling.cpus-per-worker", "1", "--cluster.num-cpus", "2"),
+        good("--scaling.num-workers 9 --scaling.cpus-per-worker 1 --cluster.num-cpus 2"),
         "9 workers need 9 CPU",
     ),
     "GPUs on a machine without": (good("--scaling.use-gpu"), "GPU"),
-    "several workers in one process": (
-        good("--scaling.num-workers", "2", "--cluster.address", "none"),
-        "scaling.num_workers 2",
-    ),
+    "several workers in one process": (good("--scaling.num-workers 2 --cluster.address none"), "scaling.num_workers 2"),
     "threads at an address": (
-        command("vocabulary", "FOLDER/t.txt", "--out", "FOLDER/v", "--engine", "threads", "--address", "host:1"),
+        command("vocabulary FOLDER/t.txt --out FOLDER/v --engine threads --address host:1"),
         "engine threads",
     ),
     "tokenizer absent": (
-        command("preprocess", "FOLDER", "--format", "mds", "--out", "FOLDER/m", "--tokenizer", "none"),
+        command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"),
         "tokenizer: none is no folder",
     ),
-    "teacher without weight": (good("--workload.teacher.checkpoint", "FOLDER/none"), "teacher.weight: is 0"),
+    "teacher without weight": (good("--workload.teacher.checkpoint FOLDER/none"), "teacher.weight: is 0"),
     # checkpoints
-    "checkpoint absent": (command("evaluate", "FOLDER/none", "FOLDER"), "holds no complete checkpoint"),
+    "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "holds no complete checkpoint"),
     "checkpoint damaged": (checkpoint("{"), "manifest.json"),
-    "nothing to export": (command("export", "FOLDER", "--out", "FOLDER/out"), "holds no complete checkpoint"),
-    "no run to report on": (command("report", "FOLDER"), "not the folder of a run"),
-    "no run to watch": (command("top", "FOLDER", "--once"), "not the folder of a run"),
+    "nothing to export": (command("export FOLDER --out FOLDER/out"), "holds no complete checkpoint"),
+    "no run to report on": (command("report FOLDER"), "not the folder of a run"),
+    "no run to watch": (command("top FOLDER --once"), "not the folder of a run"),
 }
 
 
