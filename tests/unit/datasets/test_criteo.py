@@ -20,9 +20,6 @@ def test_rows_add_up_to_what_the_benchmarks_count() -> None:
     assert [file.rows for file in criteo.KAGGLE_FILES] == [45_840_617, 6_042_135]
     assert [file.plain_name for file in criteo.SMALL_DAYS] == ["day_0", "day_1", "day_2", "day_3", "day_23"]
     for file in criteo.FULL_DAYS:  # a slip in one of the tables would stand out
-        assert file.rows
-        assert file.unpacked_about_bytes
-        assert file.about_bytes
         assert 245 < file.unpacked_about_bytes / file.rows < 262
         assert 0.31 < file.about_bytes / file.unpacked_about_bytes < 0.345
 
@@ -51,12 +48,8 @@ def _files(*names: str, size_bytes: int = 15_000_000_000) -> list[File]:
 
 def test_files_are_found_plain_packed_or_as_parquet() -> None:
     report = check_folder(_files("day_0", "day_1.gz", "day_2.parquet", "day_23.gz", "day_3.gz.old"), criteo.SMALL_DAYS)
-    assert report.present == {
-        "day_0": "s3://bucket/day_0",
-        "day_1": "s3://bucket/day_1.gz",
-        "day_2": "s3://bucket/day_2.parquet",
-        "day_23": "s3://bucket/day_23.gz",
-    }
+    present = {"day_0": "day_0", "day_1": "day_1.gz", "day_2": "day_2.parquet", "day_23": "day_23.gz"}
+    assert report.present == {name: f"s3://bucket/{file}" for name, file in present.items()}
     assert [file.name for file in report.missing] == ["day_3.gz"]
     assert report.repeated == ()
     assert report.unlike_published == ("s3://bucket/day_0: 15 GB, but 49.8 GB are published",)
@@ -90,24 +83,20 @@ def test_a_folder_is_asked_for_all_files_of_a_set(tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_folder_and_none_at_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("criteo_full", r"day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB unpacked\)"),
+        ("criteo_kaggle", r"train\.txt \(45,840,617 rows, about 11\.1 GB\)"),
+        ("mnist", r".*train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47 MB unpacked\)"),
+        ("y", r"x \(number of rows not published, size not published\); rayrec fetch y"),
+    ],
+)
+def test_an_empty_folder_and_none_at_all(tmp_path: Path, name: str, why: str) -> None:
+    files = [RemoteFile(name="x")] if name == "y" else files_of(name)
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(
-            InputError,
-            match=r"missing day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB unpacked\)",
-        ):
-            require_files(str(path), files_of("criteo_full"), fetch_name="criteo_full")
-        with pytest.raises(InputError, match=r"missing train\.txt \(45,840,617 rows, about 11\.1 GB\)"):
-            require_files(str(path), files_of("criteo_kaggle"), fetch_name="criteo_kaggle")
-        with pytest.raises(
-            InputError, match=r"train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47 MB unpacked\)"
-        ):
-            require_files(str(path), files_of("mnist"), fetch_name="mnist")
-    unknown = RemoteFile(name="x")
-    with pytest.raises(
-        InputError, match=r"missing x \(number of rows not published, size not published\); rayrec fetch y"
-    ):
-        require_files(str(tmp_path), [unknown], fetch_name="y")
+        with pytest.raises(InputError, match=f"missing {why}"):
+            require_files(str(path), files, fetch_name=name)
 
 
 def test_names_and_sizes_for_a_person() -> None:

@@ -62,9 +62,8 @@ def _numbers(batches: list[Batch]) -> list[list[int]]:
 
 def _all_workers(source: ArrayRows, world_size: int, **options: object) -> list[list[int]]:
     """Each step's rows over all workers, in the order of the epoch."""
-    shares = [
-        _numbers(list(_loader(source, rank=rank, world_size=world_size, **options))) for rank in range(world_size)
-    ]
+    loaders = [_loader(source, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    shares = [_numbers(list(loader)) for loader in loaders]
     steps = []
     for parts in zip(*shares, strict=True):
         merged = [0] * sum(map(len, parts))
@@ -123,13 +122,9 @@ def test_every_row_comes_once_an_epoch_whoever_goes_on(
 
 def test_a_short_rest_joins_the_batch_before() -> None:
     source = Shards(17)
-    sizes = [len(step) for step in _all_workers(source, 2, batch_size=4)]
-    assert sizes == [8, 9]
-    assert [len(step) for step in _all_workers(source, 2, batch_size=4, order=_order(source, small_steps=True))] == [
-        8,
-        8,
-        1,
-    ]
+    for small_steps, sizes in ((False, [8, 9]), (True, [8, 8, 1])):
+        steps = _all_workers(source, 2, batch_size=4, order=_order(source, small_steps=small_steps))
+        assert list(map(len, steps)) == sizes
 
 
 def test_a_worker_without_a_row_gets_a_filler_that_counts_nowhere() -> None:
@@ -161,37 +156,40 @@ def test_epochs_differ_and_seeds_differ() -> None:
     assert not np.array_equal(first, other)
 
 
-def test_a_position_in_other_data_is_refused() -> None:
-    source = Shards(10)
-    state = _loader(source).state()
-    with pytest.raises(InputError, match="rows 10, and this has 11"):
-        _loader(Shards(11), state=state)
-    with pytest.raises(InputError, match="seed 0, and this has 3"):
-        _loader(source, state=state, order=_order(source, seed=3))
+FOURS = (4, 4, 4, 4)
 
 
-def test_a_position_is_one_of_these_chunks_in_these_windows() -> None:
-    source = Shards(4, 4, 4, 4)
-    state = _loader(source, order=_order(source, "window", chunks_per_window=2)).state()
-    with pytest.raises(InputError, match=r"^train_data: [^\n]*window 2, and this has 3[^\n]* another --name$"):
-        _loader(source, state=state, order=_order(source, "window", chunks_per_window=3))
-    with pytest.raises(InputError, match="with chunk_rows"):
-        _loader(Shards(3, 5, 4, 4), state=state, order=_order(Shards(3, 5, 4, 4), "window", chunks_per_window=2))
-    # A window that holds all chunks is one order, however large.
-    state = _loader(source, order=_order(source, "window", chunks_per_window=4)).state()
-    _loader(source, state=state, order=_order(source, "window", chunks_per_window=9))
-    # Elsewhere its size decides nothing.
-    state = _loader(source, order=_order(source, "full", chunks_per_window=2)).state()
-    _loader(source, state=state, order=_order(source, "full", chunks_per_window=3))
-
-
-def test_a_position_is_one_in_this_very_data() -> None:
-    source = Shards(10)
-    order, other = (_order(source, data_hash=data_hash) for data_hash in ("0a", "0b"))
-    state = _loader(source, order=order).state()
-    assert _loader(source, order=order, state=state).state() == state
-    with pytest.raises(InputError, match="data_hash 0a, and this has 0b"):
-        _loader(source, order=other, state=state)
+@pytest.mark.parametrize(
+    ("chunks", "options", "others", "changes", "why"),
+    [
+        ((10,), {}, (11,), {}, "rows 10, and this has 11"),
+        ((10,), {}, (10,), {"seed": 3}, "seed 0, and this has 3"),
+        ((10,), {"data_hash": "0a"}, (10,), {"data_hash": "0b"}, "data_hash 0a, and this has 0b"),
+        ((10,), {"data_hash": "0a"}, (10,), {}, None),
+        (FOURS, {"shuffle": "window"}, (3, 5, 4, 4), {}, "with chunk_rows"),
+        (
+            FOURS,
+            {"shuffle": "window"},
+            FOURS,
+            {"chunks_per_window": 3},
+            r"[^\n]*window 2, and this has 3[^\n]* another --name$",
+        ),
+        # A window that holds all chunks is one order, however large; elsewhere its size decides nothing.
+        (FOURS, {"shuffle": "window", "chunks_per_window": 4}, FOURS, {"chunks_per_window": 9}, None),
+        (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),
+    ],
+)
+def test_a_position_is_one_in_this_very_order(
+    chunks: tuple[int, ...], options: dict[str, Any], others: tuple[int, ...], changes: dict[str, Any], why: str | None
+) -> None:
+    source, other = Shards(*chunks), Shards(*others)
+    state = _loader(source, order=_order(source, **options)).state()
+    order = _order(other, **{**options, **changes})
+    if why is None:
+        assert _loader(other, order=order, state=state).state()["offset"] == state["offset"]
+    else:
+        with pytest.raises(InputError, match=f"^train_data: .*{why}"):
+            _loader(other, order=order, state=state)
 
 
 def test_a_position_of_before_windows_and_hashes_were_noted_still_is_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from builders.logs import open_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrec.data.logs.index import Block, LogIndex, Part, Segment, numbered
+from rayrec.data.logs.index import Block, Part, Segment, numbered
 from rayrec.data.logs.reading import distinct_names, good_lines, line_starts, read_raw, stretch_of, values_of
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.data.logs.text_log import Chunk, index_chunk, read_text
@@ -53,8 +54,7 @@ def test_good_lines_of_any_mixture(tmp_path_factory: pytest.TempPathFactory, end
 
 
 def test_many_faults(tmp_path: Path) -> None:
-    lines = [GOOD if place % 3 else b"bad" for place in range(1000)]
-    content = b"\n".join(lines) + b"\n"
+    content = b"".join((GOOD if place % 3 else b"bad") + b"\n" for place in range(1000))
     (tmp_path / "log.tsv").write_bytes(content)
     segment = Segment(str(tmp_path / "log.tsv"), 0, len(content), 0, 666)
     assert good_lines(segment, SCHEMA).tolist() == [place for place in range(1000) if place % 3]
@@ -64,40 +64,35 @@ HEXADECIMAL = Schema(tokens="hexadecimal", dense=("i", "j"), sparse=("c", "d"))
 ANY = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
 
 
-def _values(
-    index: LogIndex, schema: Schema, *columns: str, start: int = 0, stop: int | None = None
-) -> list[list[object]]:
+def _values(path: Path, schema: Schema, *columns: str, start: int = 0, stop: int | None = None) -> list[list[object]]:
     """Of rows [start, stop) of a log of one segment."""
-    (segment,) = index.segments
-    block = Block((Part(segment, start, segment.rows if stop is None else stop),), None)
-    raw = read_raw([segment], schema)
-    return [values_of(block, raw, column, schema).to_pylist() for column in columns]
+    with tempfile.TemporaryDirectory() as cache:
+        (segment,) = open_index(path, schema, segment_bytes=1 << 16, cache=cache).segments
+        block = Block((Part(segment, start, segment.rows if stop is None else stop),), None)
+        raw = read_raw([segment], schema)
+        return [values_of(block, raw, column, schema).to_pylist() for column in columns]
 
 
 def test_text(tmp_path: Path) -> None:
     lines = ["1\t3\t\t0000000a\t", "0\t-7\t5\t\tffffffff", "nonsense", "0\t\t123456789012\t0000000b\t00000000"]
     (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
-    index = open_index(tmp_path / "log.tsv", HEXADECIMAL, segment_bytes=1 << 16, cache=tmp_path / "cache")
-    assert _values(index, HEXADECIMAL, "i", "j", "c", "d") == [
+    assert _values(tmp_path / "log.tsv", HEXADECIMAL, "i", "j", "c", "d") == [
         [3, -7, None],
         [None, 5, 123456789012],
         [0xA, None, 0xB],
         [None, 0xFFFFFFFF, 0],
     ]
-    assert _values(index, HEXADECIMAL, "c", start=1, stop=3) == [[None, 0xB]]
+    assert _values(tmp_path / "log.tsv", HEXADECIMAL, "c", start=1, stop=3) == [[None, 0xB]]
 
 
 @pytest.mark.parametrize("faulty", [False, True])
 def test_csv(tmp_path: Path, faulty: bool) -> None:
     rows = ["1,30,ann,a|b", "0,,bob,", '0,2.5,"x,y",a', *(["7,1,eve,a"] if faulty else []), "1,-1,,b", "0,4,ann,"]
     (tmp_path / "log.csv").write_text("\n".join(["click,age,user,tags", *rows]) + "\n")
-    index = open_index(tmp_path / "log.csv", ANY, segment_bytes=1 << 16, cache=tmp_path / "cache")
-    assert index.faults.total == faulty
-    assert _values(index, ANY, "age", "user") == [
-        [30.0, None, 2.5, -1.0, 4.0],
-        ["ann", "bob", "x,y", None, "ann"],
-    ]
-    assert _values(index, ANY, "user", start=2, stop=4) == [["x,y", None]]
+    assert open_index(tmp_path / "log.csv", ANY).faults.total == faulty
+    ages, users = [30.0, None, 2.5, -1.0, 4.0], ["ann", "bob", "x,y", None, "ann"]
+    assert _values(tmp_path / "log.csv", ANY, "age", "user") == [ages, users]
+    assert _values(tmp_path / "log.csv", ANY, "user", start=2, stop=4) == [["x,y", None]]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +109,7 @@ def test_csv(tmp_path: Path, faulty: bool) -> None:
 def test_parquet(tmp_path: Path, users: pa.Array, expected: list[str | None]) -> None:
     table = pa.table({"click": [1, 0, 1], "age": [1, 2, 3], "user": users, "tags": [["a"], [], None]})
     pq.write_table(table, tmp_path / "log.parquet")
-    assert _values(
-        open_index(tmp_path / "log.parquet", ANY, segment_bytes=1 << 16, cache=tmp_path / "cache"), ANY, "user"
-    ) == [expected]
+    assert _values(tmp_path / "log.parquet", ANY, "user") == [expected]
 
 
 def test_stretches(tmp_path: Path) -> None:
