@@ -165,7 +165,9 @@ def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) ->
         name = _name(requirement)
         for text in installed[name].requires if name in installed else ():
             inner = Requirement(text)
-            if any(_applies(inner, extra) for extra in ("", *requirement.extras)) and _needs(name, inner):
+            if any(_applies(inner, extra) for extra in ("", *requirement.extras)) and _name(inner) not in UNNEEDED.get(
+                name, ()
+            ):
                 waiting.append((name, inner))
 
 
@@ -178,22 +180,12 @@ def extras(installed: Mapping[str, Installed], *, there: bool) -> list[str]:
     return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == there]
 
 
-def _needs(asker: str, requirement: Requirement) -> bool:
-    return _name(requirement) not in UNNEEDED.get(asker, ())
-
-
 def _rayrec_findings(
     installed: Mapping[str, Installed], machine: Machine, kernels: str | None, pip: str
 ) -> Iterator[Finding]:
     install = f"{pip} install --no-deps -e .   # in a checkout"
     if "rayrec" not in installed:
         yield Finding("problem", "rayrec itself is not installed, only found on the path", (install,))
-    else:
-        wanted = installed["rayrec"].requires_python
-        if not _fits(machine.python, wanted):
-            yield Finding(
-                "problem", f"Python is {machine.python}, rayrec needs {wanted}: make an environment with such a Python"
-            )
     if shlex.quote(machine.interpreter) != machine.interpreter:
         # ray._private.runtime_env.context hands it to a shell as it is.
         why = "a shell reads its path otherwise (a space?), and so does Ray, whose workers then never start"

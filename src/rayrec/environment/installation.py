@@ -59,7 +59,6 @@ class Installed:
 
     version: str
     requires: tuple[str, ...] = ()
-    requires_python: str = ""
     holds_fbgemm: bool = False
     """Whether it brings the module fbgemm_gpu; packaging/fbgemm-gpu-cpu, which only has the name, does not."""
 
@@ -114,7 +113,6 @@ def installed_distributions() -> dict[str, Installed]:
         found[canonicalize_name(name)] = Installed(
             version=distribution.version,
             requires=tuple(distribution.requires or ()),
-            requires_python=(told.get_all("Requires-Python") or [""])[0],
             holds_fbgemm=holds,
         )
     return found

@@ -40,7 +40,6 @@ RAYREC = Installed(
         'onnxruntime>=1.20; extra == "onnx"',
         'pytest>=8; extra == "test"',
     ),
-    requires_python=">=3.11,<3.14",
 )
 CPU = {
     "rayrec": RAYREC,
@@ -258,8 +257,7 @@ def test_closure_ends_where_requirements_go_round() -> None:
     assert sorted(asked) == [("", "a"), ("a", "b"), ("b", "a"), ("b", "c[x]")]
 
 
-def test_python_kernels_and_rayrec_itself() -> None:
-    assert "needs >=3.11,<3.14" in _only(diagnose(CPU, WORKS, replace(MACHINE, python="3.14.0"))).text
+def test_kernels_and_rayrec_itself() -> None:
     finding = _only(diagnose(CPU, WORKS, MACHINE, kernels="no such file"))
     assert (finding.kind, finding.text) == ("problem", "the compiled kernels do not load: no such file")
     assert "only found on the path" in diagnose(_without(CPU, "rayrec"), WORKS, MACHINE)[0].text
@@ -281,7 +279,7 @@ def test_little_shm_is_noted() -> None:
 
 
 def test_problems_come_before_notes() -> None:
-    machine = replace(MACHINE, shm_bytes=0, python="3.10.1")
+    machine = replace(MACHINE, shm_bytes=0, interpreter="/my work/python")
     assert [finding.kind for finding in diagnose(CPU, WORKS, machine)] == ["problem", "note"]
 
 
@@ -363,7 +361,6 @@ def test_this_machine_is_seen() -> None:
 
 def test_this_interpreter_s_distributions_are_seen() -> None:
     installed = installed_distributions()
-    assert installed["rayrec"].requires_python == "<3.14,>=3.11"
     assert any(requirement.startswith("torch==") for requirement in installed["rayrec"].requires)
     holders = [name for name, each in installed.items() if each.holds_fbgemm]
     assert holders in (["fbgemm-gpu-cpu"], ["fbgemm-gpu"])
