@@ -43,6 +43,14 @@ def trained(path: Path, runs: Path, *, name: str, **changes: Any) -> dict[str, A
     return rayrec.train(config, console=QUIET).summary
 
 
+def preprocessed(
+    log: Path, out: Path, format: str = "binary", run: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """Prepare a log, with the Preprocessor of a run if one is given."""
+    given = {} if run is None else {"preprocessor": str(run / "preprocessor")}
+    return rayrec.preprocess(str(log), out=str(out), format=format, console=QUIET, **given, **options)
+
+
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("log")
@@ -66,9 +74,7 @@ def test_ready_made_data_trains_the_same_weights(
 ) -> None:
     """The vocabulary is counted from the training rows in both cases, and every batch is the same."""
     _, raw = raw_run
-    made = rayrec.preprocess(
-        str(log), out=str(tmp_path / format), format=format, split="sevenths", console=QUIET, **BLOCKS
-    )
+    made = preprocessed(log, tmp_path / format, format, split="sevenths", **BLOCKS)
     assert made["rows"] == 6_000
     in_memory = {"train_data": {"in_memory": format == "npy"}}
     ready = trained(tmp_path / format, tmp_path, name="ready", **in_memory)
@@ -82,17 +88,7 @@ def test_ready_made_data_trains_the_same_weights(
 @pytest.mark.extended
 def test_full_shuffle_is_asked_for_and_given(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The same rows in another order; data that is not mixed so is refused."""
-    rayrec.preprocess(
-        str(log),
-        out=str(tmp_path / "mixed"),
-        format="binary",
-        preprocessor=str(raw_run[0] / "preprocessor"),
-        split="sevenths",
-        shuffle="full",
-        seed=1,
-        console=QUIET,
-        **BLOCKS,
-    )
+    preprocessed(log, tmp_path / "mixed", run=raw_run[0], split="sevenths", shuffle="full", seed=1, **BLOCKS)
     full = {"train_data": {"shuffle": "full"}}
     mixed = trained(tmp_path / "mixed", tmp_path, name="mixed", **full)
     assert mixed["rows_of_sets"] == raw_run[1]["rows_of_sets"]
@@ -107,14 +103,7 @@ def test_ready_made_data_of_a_log_with_faulty_rows_is_scored(
     """Its rows are numbered as they stand there."""
     lines = log.read_bytes().splitlines(keepends=True)[:300]
     (tmp_path / "train.txt").write_bytes(b"".join([*lines[:100], b"no row\n", *lines[100:]]))
-    rayrec.preprocess(
-        str(tmp_path / "train.txt"),
-        out=str(tmp_path / "ready"),
-        format="binary",
-        preprocessor=str(raw_run[0] / "preprocessor"),
-        max_bad_fraction=0.1,
-        console=QUIET,
-    )
+    preprocessed(tmp_path / "train.txt", tmp_path / "ready", run=raw_run[0], max_bad_fraction=0.1)
     predict(str(raw_run[0]), str(tmp_path / "ready"), out=str(tmp_path / "scores"), max_bad_fraction=0.1)
     assert pq.read_table(tmp_path / "scores")["row"].to_pylist() == list(range(300))
 
@@ -126,16 +115,15 @@ def test_the_labels_are_those_of_the_files_that_are_meant(log: Path, tmp_path: P
     lines = log.read_bytes().splitlines(keepends=True)[:300]
     (folder / "train.txt").write_bytes(b"".join(lines))
     (folder / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines[:50]))
-    made = rayrec.preprocess(str(folder), files=("train",), out=str(tmp_path / "ready"), format="binary", console=QUIET)
-    assert made["rows"] == 300
+    assert preprocessed(folder, tmp_path / "ready", files=("train",))["rows"] == 300
     with pytest.raises(InputError, match=r"^[^\n]*test\.txt: has no labels[^\n]*--preprocessor$"):
-        rayrec.preprocess(str(folder / "test.txt"), out=str(tmp_path / "x"), format="binary", console=QUIET)
+        preprocessed(folder / "test.txt", tmp_path / "x")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
 def test_a_preprocessor_of_another_log_is_refused(log: Path, tmp_path: Path) -> None:
-    rayrec.preprocess(str(log), out=str(tmp_path / "ready"), format="binary", console=QUIET, **BLOCKS)
+    preprocessed(log, tmp_path / "ready", **BLOCKS)
     rayrec.vocabulary(str(log), out=str(tmp_path / "other"), min_count=50, console=QUIET)
     with pytest.raises(InputError, match=r"^[^\n]*was made with Preprocessor [^\n]*$"):
         trained(tmp_path / "ready", tmp_path, name="run", workload={"preprocessor": str(tmp_path / "other")})
@@ -149,13 +137,7 @@ def test_an_unlabelled_log_is_made_ready_and_scored(
     lines = log.read_bytes().splitlines(keepends=True)[:500]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
     (tmp_path / "labelled.txt").write_bytes(b"".join(lines))
-    rayrec.preprocess(
-        str(tmp_path / "test.txt"),
-        out=str(tmp_path / "ready"),
-        format="npy",
-        preprocessor=str(raw_run[0] / "preprocessor"),
-        console=QUIET,
-    )
+    preprocessed(tmp_path / "test.txt", tmp_path / "ready", "npy", raw_run[0])
     tables = []
     for name in ("test.txt", "labelled.txt", "ready"):
         predict(run, str(tmp_path / name), out=str(tmp_path / f"scores-{name}"))
@@ -225,15 +207,8 @@ def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
 
 # Any click log -------------------------------------------------------------------------------------------------------
 
-MOVIES = Schema(
-    label="liked",
-    dense=("age",),
-    sparse=("user.id", "type", "genres"),
-    lists=("genres",),
-    weight="importance",
-    tokens="any",
-    delimiter=",",
-)
+COLUMNS: dict[str, Any] = {"dense": ("age",), "sparse": ("user.id", "type", "genres"), "lists": ("genres",)}
+MOVIES = Schema(label="liked", weight="importance", tokens="any", delimiter=",", **COLUMNS)
 GENRES = ("action", "comedy", "drama", "film noir", "war")
 
 
@@ -278,9 +253,7 @@ def test_rows_are_numbered_as_they_stand_in_the_table(tmp_path: Path) -> None:
 def test_schema_files(tmp_path: Path) -> None:
     text = json.dumps({**MOVIES.to_dict(), "delimiter": ","})
     assert load_schema(text, "s.yaml") == MOVIES
-    assert load_schema("{label: a, sparse: [b]}", "s.yaml") == Schema(
-        label="a", sparse=("b",), tokens="any", delimiter=","
-    )
+    assert load_schema("{label: a, sparse: [b]}", "s.yaml") == Schema(label="a", sparse=("b",), delimiter=",")
     for wrong, told in (
         ("- a", "a mapping"),
         ("{label: a}", "no feature columns"),
@@ -292,6 +265,4 @@ def test_schema_files(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", ratings(5))
     assert "genres" in column_names(storage.list_files(f"{tmp_path}/a.csv")[0], MOVIES)
     with pytest.raises(InputError, match="hexadecimal"):
-        rayrec.vocabulary(
-            str(tmp_path / "a.csv"), out=str(tmp_path / "v"), schema=MOVIES, preset="torchrec", console=QUIET
-        )
+        rayrec.vocabulary(f"{tmp_path}/a.csv", out=f"{tmp_path}/v", schema=MOVIES, preset="torchrec", console=QUIET)
