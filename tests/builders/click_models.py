@@ -91,7 +91,8 @@ def multi_hot_preprocessor(num_sparse: int = 26) -> Preprocessor:
     """Columns of bags of 1 to 3 ids."""
     schema = CRITEO.replace(sparse=CRITEO.sparse[:num_sparse])
     multi_hot = MultiHot(sizes=tuple(1 + column % 3 for column in range(num_sparse)))
-    return hashed_preprocessor(range(9, 9 + num_sparse), schema, multi_hot=multi_hot)
+    dense = (DenseColumn(mean=1.0, scale=0.5),) * len(schema.dense)  # as in the golden of exports
+    return hashed_preprocessor(range(9, 9 + num_sparse), schema, multi_hot=multi_hot, dense=dense)
 
 
 def bucketed_preprocessor() -> Preprocessor:
