@@ -13,9 +13,9 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from builders.click_models import make_app
 from builders.interactions import ITEMS, small, write_log
 from builders.requests import ask, post
-from builders.served_click_model import make_app
 
 import rayrec
 from rayrec.checkpoint import committed
