@@ -286,6 +286,7 @@ def test_columns_of_one_vocabulary_give_a_category_the_same_id(encoded: tuple[Pr
     assert history.lengths.tolist() == [1, 1, 3, 1]
     assert (history.values[1], history.values[5], item[3]) == (missing, missing, missing)
     assert preprocessor.sparse[1] == preprocessor.sparse[2]
+    assert preprocessor.hotness == [1, 1, None, None]
     # 40 was seen in a history alone, and all four are stored once.
     assert preprocessor.vocabulary(1).tolist() == preprocessor.vocabulary(2).tolist()
     assert sorted(preprocessor.vocabulary(1).tolist()) == [10, 20, 30, 40]

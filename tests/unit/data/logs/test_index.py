@@ -147,6 +147,7 @@ def test_an_index_comes_back_from_json(tmp_path: Path) -> None:
     storage.write_json(path, made.to_dict())
     assert LogIndex.from_dict(storage.read_json(path)) == made
     assert (made.rows, made.faults.total) == (20, 30)
+    assert made.size_bytes == (tmp_path / "log.txt").stat().st_size
 
 
 @pytest.mark.parametrize(
