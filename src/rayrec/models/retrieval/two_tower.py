@@ -102,6 +102,8 @@ class TwoTowerConfig(ClickModelConfig):
 class TwoTower(nn.Module):
     """Two MLPs, whose outputs have the norm 1."""
 
+    item_counts: torch.Tensor
+
     def __init__(self, config: TwoTowerConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._users, self._items = config.user_features(inputs), config.item_features
