@@ -19,6 +19,7 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._answer: asyncio.Future[int] | None = None
         self._transport: Any = None
+        self.closed = False
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -39,6 +40,7 @@ class Connection(asyncio.Protocol):
             self._answer.set_result(int(head[9:12]))
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
         if self._answer and not self._answer.done():
             self._answer.set_exception(ConnectionError("closed"))
 
@@ -63,6 +65,7 @@ async def run(
     end = start + seconds
     taken: list[float] = []
     failures: dict[str, int] = {}
+    failed: list[tuple[float, str]] = []
     due = start - warm_s
 
     async def client(connection: Connection) -> None:
@@ -75,19 +78,21 @@ async def run(
             if began > end:
                 return
             try:
+                if connection.closed:  # between two requests; nothing was lost
+                    _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
                 status = await asyncio.wait_for(connection.ask(request), 60)
                 kind = "" if status == 200 else str(status)
             except (OSError, TimeoutError) as error:
-                kind = type(error).__name__
-                _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+                kind, connection.closed = type(error).__name__, True
             if began >= start:
                 if kind:
                     failures[kind] = failures.get(kind, 0) + 1
+                    failed.append((time.time(), kind))
                 else:
                     taken.append(time.perf_counter() - began)
 
     await asyncio.gather(*(client(connection) for _, connection in made))
-    return {"seconds": time.perf_counter() - start, "taken_s": taken, "failures": failures}
+    return {"seconds": time.perf_counter() - start, "taken_s": taken, "failures": failures, "failed": failed}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 connections, of single rows and of 256 and 2048, with the load from a separate process. Peers: bare Ray Serve handlers (the
 same forward over preprocessed rows; a small MLP), the limit of Ray Serve's proxy; our server without that proxy (--ingress
 direct), and behind the HAProxy that Ray Serve has in place of its own (RAY_SERVE_ENABLE_HA_PROXY=1); within one process
-against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of the peak with another model every 20 s, the
-checkpoint and its export in turn, by either ingress; failures and memory."""
+against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of the peak by either ingress, with swaps to
+the export and back, refused swaps, rollbacks, shadow models and killed replicas in turn; failures and memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,9 @@ TARGETS = {
     "bare handler, same forward over preprocessed rows": "/forward",
     "bare handler, small MLP": "/mlp",
 }
-SWAP_EVERY_S = 20.0
+CHANGE_EVERY_S = 5.0
+DEATH_S = 3.0
+"""How long requests may fail after a replica was killed."""
 ROOM: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS), "max_held_bytes": 8 << 30}
 """What waits for the model at most: all that the connections ask for at once, as JSON too."""
 
@@ -138,32 +141,64 @@ def host_haproxy(*, path: str, checkpoint: str, port: int) -> None:
         sys.stdin.read()
 
 
-def host_swapping(*, path: str, checkpoint: str, export: str, ingress: Any, port: int) -> None:
-    """Our server, which goes from the checkpoint to the export and back, each time loading it again, every SWAP_EVERY_S; prints
-    swaps and memory as JSON at the end."""
+def host_changing(*, path: str, checkpoint: str, export: str, damaged: str, ingress: Any, port: int) -> None:
+    """Two replicas of ours, to which everything happens in turn every CHANGE_EVERY_S: a swap, one that is refused, a rollback, a
+    shadow model, the death of a replica. Prints changes, times of deaths and memory as JSON at the end."""
+
+    import psutil
 
     import rayrec
+    from rayrec.config import InputError
     from rayrec.observe.console import Console
-    from rayrec.serve.client import request
+    from rayrec.serve.control import rolled_back, swapped, with_shadow
 
-    swaps: list[str] = []
+    changes: dict[str, int] = {}
+    killed: list[float] = []
     memory: list[int] = []
     stop = threading.Event()
-    with rayrec.serving(checkpoint, port=port, ingress=ingress, console=Console(quiet=True)) as server:
+    options = {"port": port, "ingress": ingress, "replicas": 2, "cpus_per_replica": 0.5}
+    with rayrec.serving(checkpoint, **options, console=Console(quiet=True)) as server:
 
-        def swap() -> None:
-            while not stop.wait(SWAP_EVERY_S):
-                other = (export, checkpoint)[len(swaps) % 2]
-                swaps.append(request(server.coordinator, "swap", other).state)
+        def kill() -> None:
+            children = psutil.Process().children(recursive=True)
+            killed.append(time.time())
+            next(child for child in children if child.name().startswith("ray::ServeRepl")).kill()
+
+        def make(changed: Any) -> None:
+            server.control.change(changed)
+
+        events = {
+            "swap to the export": lambda: make(partial(swapped, path=export)),
+            "refused swap": lambda: make(partial(swapped, path=damaged)),
+            "rollback": lambda: make(rolled_back),
+            "shadow": lambda: make(partial(with_shadow, path=export)),
+            "replica killed": kill,
+            "swap to the checkpoint": lambda: make(partial(swapped, path=checkpoint)),
+            "no shadow": lambda: make(partial(with_shadow, path=None)),
+        }
+
+        def change() -> None:
+            for name in itertools.cycle(events):
+                if stop.wait(CHANGE_EVERY_S):
+                    return
+                try:
+                    events[name]()
+                    outcome = "accepted" if name == "refused swap" else "done"
+                except InputError as error:
+                    outcome = "done" if name == "refused swap" else str(error)
+                except Exception as error:
+                    outcome = repr(error)
+                counted = name if outcome == "done" else f"{name}: {outcome}"
+                changes[counted] = changes.get(counted, 0) + 1
                 memory.append(memory_bytes(os.getpid()))
 
-        thread = threading.Thread(target=swap)
+        thread = threading.Thread(target=change)
         thread.start()
         print("ready", flush=True)
         sys.stdin.read()
         stop.set()
         thread.join()
-    print(json.dumps({"swaps": swaps, "memory_bytes": memory}), flush=True)
+    print(json.dumps({"changes": changes, "killed": killed, "memory_bytes": memory}), flush=True)
 
 
 def in_process(*, path: str, checkpoint: str, export: str, format: Any, size: int, repeats: int) -> dict[str, float]:
@@ -328,33 +363,47 @@ def compare_in_process(*, format: str, size: int, repeats: int, **common: Any) -
         )
 
 
-def soak(body: str, *, minutes: float, ingress: str, **common: Any) -> None:
-    """70 % of the peak of 256 rows over 16 connections, swapping all the time."""
+def soak(body: str, *, minutes: float, ingress: str, export: str, **common: Any) -> None:
+    """70 % of the peak of 256 rows over 16 connections, while models change and replicas die. Requests may fail only on a replica
+    that was killed."""
     from hosts.ports import free_ports  # of tests/, which only the process that runs benchmarks finds
 
-    port = free_ports(1)
-    with hosted("host_swapping", **common, ingress=ingress, port=port) as told:
+    port, damaged = free_ports(1), f"{export}-damaged"
+    if not os.path.exists(damaged):
+        shutil.copytree(export, damaged)
+        largest = max(
+            (file for file in Path(damaged).rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
+        )
+        os.truncate(largest, largest.stat().st_size // 2)
+    with hosted("host_changing", **common, export=export, damaged=damaged, ingress=ingress, port=port) as told:
         path = TARGETS["ours"]
-        peak = measure(port, path, body=body, connections=16, seconds=min(20.0, 60 * minutes))
+        peak = measure(port, path, body=body, connections=16, seconds=min(8.0, 60 * minutes))
         rate = 0.7 * len(peak["taken_s"]) / peak["seconds"]
         found = measure(port, path, body=body, connections=16, seconds=60 * minutes, rate=rate)
     memory = told["memory_bytes"]
     quarter = max(1, len(memory) // 4)
+    elsewhere = [
+        failure for failure in found["failed"] if not any(0 <= failure[0] - at < DEATH_S for at in told["killed"])
+    ]
     emit(
         "serve",
         peer=None,
         workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the peak, --ingress {ingress}, a "
-        "swap every 20 s",
+        f"change or the death of a replica every {CHANGE_EVERY_S:g} s",
         unit="requests_per_s",
         value=len(found["taken_s"]) / found["seconds"],
         ratio=None,
         repeats=1,
         failures=found["failures"],
+        failures_without_a_death=len(elsewhere),
         **percentiles_ms([found]),
-        swaps={state: told["swaps"].count(state) for state in set(told["swaps"])},
+        changes=told["changes"],
+        deaths=len(told["killed"]),
         memory_first_quarter_bytes=round(statistics.median(memory[:quarter])) if memory else None,
         memory_last_quarter_bytes=round(statistics.median(memory[-quarter:])) if memory else None,
     )
+    if elsewhere:
+        raise RuntimeError(f"requests failed though no replica died: {elsewhere[:8]}")
 
 
 def main(*, quick: bool) -> None:
@@ -403,4 +452,4 @@ def main(*, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    run_task(prepare, in_process, host_ray, host_direct, host_haproxy, host_swapping)
+    run_task(prepare, in_process, host_ray, host_direct, host_haproxy, host_changing)

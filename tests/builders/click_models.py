@@ -242,8 +242,8 @@ def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config:
 
     counters = Counters()
     models = ReplicaModels({model.source: model}.__getitem__, counters)
-    models.apply(Wanted(0, Source(0, model.source)))
-    assert models.ready, models.status()
+    models.hear(Wanted(0, Source(0, model.source)))
+    assert not models.switch()
     return ScoringApp(models, counters, config=ServeConfig(**config), token_digest=token_digest)
 
 

@@ -21,7 +21,7 @@ from hosts.ports import free_ports
 from hosts.processes import Session, environment_for
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayrec.serve.coordinator import GONE_S
+from rayrec.serve.control import GONE_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
@@ -165,7 +165,7 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
         assert "holds no complete checkpoint" in refused.stderr
 
         with Load(port) as load:
-            # So many that the share of one replica is more than what the coordinator has not heard of the other yet.
+            # So many that the share of one replica is more than what the register has not heard of the other yet.
             _wait(lambda: len(load.answers) > 200)
             counted = _rows(port, version)
             died = _replicas(server)[0]

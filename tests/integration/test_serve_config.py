@@ -30,15 +30,16 @@ from ray.serve.context import _get_global_client
 from ray.serve.scripts import cli
 
 import rayrec
+from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.metrics.binary import sigmoid
 from rayrec.models.base import ClickModelConfig
 from rayrec.observe.console import Console
-from rayrec.serve import client
+from rayrec.serve import control
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.coordinator import Coordinator
-from rayrec.serve.deployment import APPLICATION, COORDINATOR, NAMESPACE
-from rayrec.serve.ingress import find_instance, held_port, settle
+from rayrec.serve.control import APPLICATION, REGISTER
+from rayrec.serve.listener import held_port
+from rayrec.serve.server import find_instance, settle
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
 
@@ -153,9 +154,6 @@ def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]
     asking.join()
     assert not failures
     assert _replicas() == replicas
-    for application in config["applications"]:
-        coordinator: Any = ray.get_actor(f"{COORDINATOR}-{application['name']}", namespace=NAMESPACE)
-        ray.kill(coordinator)
 
 
 def _application(name: str = "clicks") -> dict[str, Any]:
@@ -215,16 +213,15 @@ def test_how_a_server_is_reached(tmp_path: Path) -> None:
     assert find_instance(APPLICATION) is None
 
 
-def test_swaps_while_a_replica_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swaps_while_a_replica_starts(tmp_path: Path) -> None:
     """Of models that load for seconds: a rejected one, three times at once, is never served, and an accepted one by all; then
-    the coordinator is killed, and the server goes back."""
+    the register is killed, and the server goes back."""
     slow = SlowConfig(embedding_dim=4, build_s=3)
     models = [make_model(seed=seed, config=SlowConfig(embedding_dim=4)) for seed in (1, 2)]
     first, second = (save_checkpoint(tmp_path / "run", seed, model, network=slow) for seed, model in enumerate(models))
     other = make_model(make_preprocessor(ANY), config=SlowConfig(embedding_dim=4))
     rejected = save_checkpoint(tmp_path / "other", 3, other, network=slow)
     versions = {place: _version(place, own=SlowConfig) for place in (first, second)}
-    monkeypatch.setattr(client, "_CHANGE_S", 90)
     options: dict[str, Any] = {"port": free_ports(1), "cpus_per_replica": 0.5, "replicas": 2, "ingress": "direct"}
     options["recipe"] = f"{own_click_model.__file__}:slow_model"
     answers: list[str] = []
@@ -240,10 +237,10 @@ def test_swaps_while_a_replica_starts(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def reject() -> None:
         with pytest.raises(InputError, match="the schemas differ in"):
-            client.swap(rejected, address=None)
+            control.swap(rejected, address=None)
 
     with rayrec.serving(first, console=Console(quiet=True), **options) as server:
-        asking = [threading.Thread(target=ask, args=(server.url,)) for _ in range(4)]
+        asking = [threading.Thread(target=ask, args=(server.url,), daemon=True) for _ in range(4)]
         for thread in asking:
             thread.start()
         before = {replica.get("pid") for replica in _listed(APPLICATION)}
@@ -255,15 +252,15 @@ def test_swaps_while_a_replica_starts(tmp_path: Path, monkeypatch: pytest.Monkey
                 done.result()
         found = server.describe()
         assert (found["model"], found["previous"]) == (first, None)
-        assert client.swap(second, address=None)["version"] == versions[second]
+        assert control.swap(second, address=None)["version"] == versions[second]
         assert {replica["model"] for replica in server.describe()["replicas"].values()} == {versions[second]}
         _wait(lambda: len(server.describe()["replicas"]) == 2)
         assert len(failures) <= len(asking)  # what the killed replica had taken
         del answers[:]
         _wait(lambda: len(answers) > 50)
         assert set(answers) == {versions[second]}
-        ray.kill(server.coordinator, no_restart=False)
-        assert client.roll_back(address=None)["version"] == versions[first]
+        ray.kill(ray_compat.find_shared_actor(APPLICATION, APPLICATION, REGISTER))
+        assert control.roll_back(address=None)["version"] == versions[first]
         del answers[:]
         _wait(lambda: len(answers) > 50)
         stop.set()
@@ -278,12 +275,3 @@ def _wait(done: Callable[[], object]) -> None:
     while not done():
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
-
-
-def test_a_board_that_nobody_calls_ends() -> None:
-    actor: Any = ray.remote(Coordinator)
-    coordinator = actor.options(num_cpus=0, max_restarts=-1).remote("a", alone_s=0.5)
-    assert ray.get(coordinator.describe.remote())["model"] == "a"
-    time.sleep(2)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(coordinator.describe.remote(), timeout=60)

@@ -63,7 +63,7 @@ def serve(
 
     `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
     """
-    from rayrec.serve import client, server
+    from rayrec.serve import control, server
     from rayrec.serve.config import ServeConfig
 
     address, tell = cluster_address, started or (lambda told: None)
@@ -79,17 +79,17 @@ def serve(
             raise InputError(f"{(asked or ['shadow'])[0]}: tells a running server, and takes no {', '.join(unused)}")
     if model is None:
         if rollback:
-            tell(client.roll_back(address=address))
+            tell(control.roll_back(address=address))
         elif stop:
-            tell(client.stop(address=address))
+            tell(control.stop(address=address))
         elif no_shadow or shadow:
-            tell(client.set_shadow(None if no_shadow else shadow, address=address))
+            tell(control.set_shadow(None if no_shadow else shadow, address=address))
         else:
             raise InputError("which model? give the folder of a checkpoint, a run or an export")
     elif rollback or no_shadow or stop:
         raise InputError(f"{model}: rollback, no_shadow and stop take no model")
     elif swap:
-        tell(client.swap(model, address=address))
+        tell(control.swap(model, address=address))
     else:
         server.serve_forever(
             model,

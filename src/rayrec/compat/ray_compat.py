@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import importlib
 from collections.abc import Iterator
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     )
     from ray.data._internal.execution.interfaces import PhysicalOperator
     from ray.data._internal.stats import get_or_create_stats_actor
+    from ray.serve._private.common import DeploymentID
+    from ray.serve._private.constants import SERVE_NAMESPACE
+    from ray.serve._private.utils import get_deployment_actor_name
     from ray.serve.context import _get_global_client as get_global_client
     from ray.train.v2._internal.constants import get_env_vars_to_propagate
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
@@ -98,6 +102,19 @@ NAMES: Final = {
     "get_global_client": PrivateName(
         "ray.serve.context", "_get_global_client", "Details of a running Ray Serve without starting one."
     ),
+    "DeploymentID": PrivateName(
+        "ray.serve._private.common", "DeploymentID", "Names a deployment in the next function."
+    ),
+    "SERVE_NAMESPACE": PrivateName(
+        "ray.serve._private.constants",
+        "SERVE_NAMESPACE",
+        "Finds an actor of a deployment from outside of its replicas.",
+    ),
+    "get_deployment_actor_name": PrivateName(
+        "ray.serve._private.utils",
+        "get_deployment_actor_name",
+        "Finds an actor of a deployment from outside of its replicas, which alone have a public function for it.",
+    ),
     "get_env_vars_to_propagate": PrivateName(
         "ray.train.v2._internal.constants",
         "get_env_vars_to_propagate",
@@ -155,3 +172,44 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
         yield
     finally:
         module.RayParams, node.start_api_server = whole, start_api_server
+
+
+# Public names of Ray Serve that its maintainers may still change ("alpha"). tests/integration/test_serve_config.py calls them.
+
+
+def shared_actor(name: str, actor_class: type, **arguments: Any) -> dict[str, Any]:
+    """Return options of a deployment for an actor that its replicas share: Ray Serve starts it before them, again if it ends, and
+    ends it with them."""
+    import ray
+    from ray.serve.config import DeploymentActorConfig
+
+    remote: Any = ray.remote(actor_class)
+    options = {"num_cpus": 0}
+    actor = DeploymentActorConfig(name=name, actor_class=remote, init_kwargs=arguments, actor_options=options)
+    return {"deployment_actors": [actor]}
+
+
+def get_shared_actor(name: str) -> Any:
+    """Return the handle of such an actor in a replica. Raises ValueError while it is started again."""
+    from ray import serve
+
+    return serve.get_deployment_actor(name)
+
+
+def find_shared_actor(application: str, deployment: str, name: str) -> Any:
+    """Return the handle of such an actor in any process. Raises ValueError if there is none, or it is started again."""
+    import ray
+
+    here = importlib.import_module(__name__)
+    identity = here.DeploymentID(deployment, application)
+    pattern = here.get_deployment_actor_name(identity, name, code_version="*")
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["namespace"] == here.SERVE_NAMESPACE and fnmatch.fnmatchcase(found["name"], pattern):
+            return ray.get_actor(found["name"], namespace=here.SERVE_NAMESPACE)
+    raise ValueError(f"{application}: no actor {name}")
+
+
+def call_replicas(handle: Any, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+    """Call a method of all replicas that take requests, and return their results, or the exceptions in place of them."""
+    found: list[Any] = handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True)
+    return found

@@ -25,7 +25,6 @@ from rayrec.serve import page
 from rayrec.serve.batcher import Batcher
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
-from rayrec.serve.ingress import is_own_host
 from rayrec.serve.openapi import document
 from rayrec.serve.replica_models import ReplicaModels
 from rayrec.serve.requests import FORMATS, Body, RequestError, open_body, shown
@@ -350,7 +349,7 @@ class _OwnHost:
     def _check(self, hosts: list[str], http_version: str) -> None:
         if len(hosts) > 1 or (not hosts and http_version != "1.0"):
             raise RequestError(400, f"a request needs one header Host, not {len(hosts)}", headers=_CLOSE)
-        if hosts and not is_own_host(hosts[0], self._config):
+        if hosts and not self._config.is_own_host(hosts[0]):
             message = f"this is not {shown(hosts[0])}; the server's --allowed-hosts (allowed_hosts) adds names"
             raise RequestError(421, message)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from rayrec import storage
 from rayrec.config import Config, InputError
@@ -15,6 +16,8 @@ from rayrec.workloads.scoring import Device
 
 Follow = Literal["no", "newest", "best"]
 """Checkpoint of a run in progress that a server changes to."""
+WILDCARDS: Final = ("0.0.0.0", "::", "")
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +107,19 @@ class ServeConfig(Config):
         if not token:
             raise InputError(f"{where}: holds no token; put one there, such as `openssl rand -hex 32` gives")
         return hashlib.sha256(token).digest()
+
+    def is_own_host(self, value: str) -> bool:
+        """Return whether the value of a request's header Host names the server. Other names are those of web pages that
+        resolve to its address (DNS rebinding)."""
+        match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]*)?", value.lower())
+        if match is None:
+            return False
+        name = match[1].strip("[]").removesuffix(".")
+        for allowed in (*LOOPBACK, self.host.lower(), *map(str.lower, self.allowed_hosts)):
+            if allowed in (name, "*") or (allowed.startswith("*.") and name.endswith(allowed[1:])):
+                return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or self.host in WILDCARDS

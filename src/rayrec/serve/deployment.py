@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import os
 import threading
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import yaml
 
 from rayrec.cluster import connection
+from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.imports import function_in_file
 from rayrec.inference.model import source_of
 from rayrec.serve.app import ScoringApp
-from rayrec.serve.config import ServeConfig
-from rayrec.serve.coordinator import Coordinator
+from rayrec.serve.config import WILDCARDS, ServeConfig
+from rayrec.serve.control import APPLICATION, CALL_S, REGISTER, Control, Register, reconfigured, refused
 from rayrec.serve.counters import Counters, Snapshot
-from rayrec.serve.ingress import WILDCARDS
-from rayrec.serve.protocol import Configured, Wanted
-from rayrec.serve.replica_models import ReplicaModels
+from rayrec.serve.replica_models import Configured, ReplicaModels, Source, Wanted
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 
@@ -38,88 +34,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-CoordinatorHandle = Any
-"""Of the Ray actor `Coordinator`; Ray's own type knows nothing of its methods."""
-
-APPLICATION: Final = "rayrec"
-COORDINATOR: Final = "rayrec-serve-coordinator"
-NAMESPACE: Final = "rayrec"
-EXCHANGE_EVERY_S: Final = 0.5
-_RETRY_BEATS: Final = 30
-"""Exchanges between attempts to load an accepted model that could not be loaded."""
-_START_S: Final = 120.0
-"""How long the coordinator may take to start."""
 _ANSWER_S: Final = 5.0
-"""How long the coordinator may take to answer."""
+"""How long the register may take to answer."""
 _SPARE_REQUESTS: Final = 64
 """Requests of other paths beside those that wait and those that are scored."""
-
-
-def start_coordinator(path: str, *, started_serve: bool = False) -> CoordinatorHandle:
-    """Starts the coordinator of a new server. `started_serve`: whether Ray Serve ends with it. Raises InputError if the cluster
-    already has a server."""
-    import ray
-    from ray import serve
-
-    left = find_coordinator()
-    if left is not None:
-        if APPLICATION in serve.status().applications:
-            raise InputError(
-                "this Ray cluster runs a `rayrec serve` already; --swap gives it another model, --stop ends it (both with "
-                "--cluster.address)"
-            )
-        end_coordinator(left)  # of a server that was killed, and whose replicas somebody removed
-    coordinator = make_coordinator(APPLICATION, path, started_serve=started_serve)
-    ray.get(coordinator.describe.remote(), timeout=_START_S)  # replicas do not wait long for it
-    return coordinator
-
-
-def make_coordinator(
-    application: str, path: str, *, started_serve: bool = False, restarted: bool = False
-) -> CoordinatorHandle:
-    """The coordinator of an application of Ray Serve, started for a model at `path` if it has none. `restarted`: in place of one
-    that ended, so replicas know what is wanted."""
-    import ray
-
-    actor: Any = ray.remote(Coordinator)
-    actor = actor.options(
-        name=f"{COORDINATOR}-{application}",
-        namespace=NAMESPACE,
-        num_cpus=0,
-        max_restarts=-1,
-        lifetime="detached",
-        get_if_exists=True,
-    )
-    return actor.remote(path, started_serve=started_serve, restarted=restarted)
-
-
-def find_coordinator() -> CoordinatorHandle | None:
-    """The coordinator of the `rayrec serve` that runs on the cluster; None if there is none."""
-    import ray
-
-    try:
-        return ray.get_actor(f"{COORDINATOR}-{APPLICATION}", namespace=NAMESPACE)
-    except ValueError:
-        return None
-
-
-def end_coordinator(coordinator: CoordinatorHandle) -> None:
-    """Returns once its name is free."""
-    import ray
-
-    ray.kill(coordinator)
-    deadline_s = time.monotonic() + _START_S
-    while find_coordinator() is not None and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-
-
-def end_serve(coordinator: CoordinatorHandle | None) -> None:
-    """Ends Ray Serve if it was started for this coordinator's server and runs nothing else."""
-    import ray
-    from ray import serve
-
-    if coordinator is not None and ray.get(coordinator.started_serve.remote()) and not serve.status().applications:
-        serve.shutdown()
 
 
 def make_application(
@@ -129,10 +47,12 @@ def make_application(
     model: str,
     shadow: str | None = None,
     autoscaling: Mapping[str, Any] | None = None,
+    started_serve: bool = False,
 ) -> Application:
     """What `serve.run` takes: an application that loads `model`, which Ray Serve may later change by `user_config`.
 
-    `autoscaling`: Ray Serve's autoscaling_config, in place of `config.replicas`."""
+    `autoscaling`: Ray Serve's autoscaling_config, in place of `config.replicas`. `started_serve`: whether Ray Serve was started
+    for it and ends with it."""
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -155,6 +75,7 @@ def make_application(
         health_check_period_s=2,
         max_constructor_retry_count=1,
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+        **ray_compat.shared_actor(REGISTER, Register, started_serve=started_serve),
     )
     return deployment.bind(config, token_digest, own_network(config.recipe))
 
@@ -172,38 +93,135 @@ def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
 
 
 class _Replica:
-    """A process that answers requests. A thread asks the coordinator which model to load, and changes to it."""
+    """A process that answers requests, behind Ray Serve's proxies. Its methods may be called for all replicas at once."""
 
     def __init__(
         self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None
     ) -> None:
-        self._held = _ReplicaProcess(config, token_digest, network)
+        import torch
+        from ray import serve
+
+        from rayrec.inference.model import open_served
+
+        torch.set_num_threads(max(1, int(config.cpus_per_replica)))
+        context = serve.get_replica_context()
+        self._name, self._application = context.replica_id.unique_id, context.app_name
+        self._config, counters = config, Counters()
+
+        def load(path: str) -> ServedModel:
+            return open_served(path, device=config.device, own=network)
+
+        self._models = ReplicaModels(load, counters)
+        self._configured: Configured | None = None
+        """Newest configuration of the application, until it is known to be wanted."""
+        self._control = Control(self._application, partial(ray_compat.get_shared_actor, REGISTER))
+        self._silent = False
+        self._mending = threading.Lock()
+        self._scoring = ScoringApp(
+            self._models, counters, config=config, token_digest=token_digest, collect=self._collect
+        )
 
     def __serve_build_asgi_app__(self) -> ScoringApp:
-        return self._held.app
+        return self._scoring
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Ray Serve calls it before a replica takes requests, and when the configuration changes."""
-        await asyncio.to_thread(self._held.configure, user_config)
+        """Ray Serve calls it before a replica takes requests, and when the configuration changes.
 
-    def check_health(self) -> None:
-        """Ray Serve asks now and then, and replaces a replica that raises."""
-        self._held.check_health()
+        The first call loads the model, and raises if it cannot. A later one returns at once, since Ray Serve sends no requests
+        meanwhile: after the next report one of the replicas changes all of them, as `--swap` does."""
+        self._configured = configured = read_user_config(user_config)
+        if self._models.wanted is None:
+            await self._begin(configured)
+
+    async def _begin(self, configured: Configured) -> None:
+        model = Source(0, await asyncio.to_thread(source_of, configured.model))
+        shadow = Source(0, await asyncio.to_thread(source_of, configured.shadow)) if configured.shadow else None
+        self._models.hear(Wanted(0, model, shadow=shadow, configured=configured))
+        await self._report(timeout_s=CALL_S)
+        while self._models.incomplete:
+            cause = await asyncio.to_thread(self._models.switch)
+            await self._report()
+            if cause and not self._models.ready:
+                raise InputError(cause)
+
+    async def check_health(self) -> None:
+        """Ray Serve asks every other second, and replaces a replica that raises. The replica follows what is wanted then."""
+        if not self._models.ready:
+            raise RuntimeError("no model is loaded")
+        await self._report()
+
+    async def load(self, wanted: Wanted) -> tuple[str, str]:
+        """Return the replica's name and what `ReplicaModels` returns; so do the next two."""
+        return self._name, await asyncio.to_thread(self._models.load, wanted)
+
+    async def switch(self, wanted: Wanted) -> tuple[str, str]:
+        self._models.hear(wanted)
+        cause = await asyncio.to_thread(self._models.switch)
+        await self._report()
+        return self._name, cause
+
+    async def drop(self, refused: Wanted) -> tuple[str, str]:
+        await asyncio.to_thread(self._models.drop, refused)
+        return self._name, ""
+
+    async def _ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
+        return await asyncio.to_thread(self._control.ask, method, *arguments, timeout_s=timeout_s)
+
+    async def _report(self, *, timeout_s: float = _ANSWER_S) -> None:
+        """Tell the register what this replica has, and begin to follow what is wanted. If it does not answer, what is served
+        stays."""
+        models = self._models
+        own = self._name, models.wanted, models.status(), self._scoring.snapshot(), self._configured
+        try:
+            wanted, leads = await self._ask("report", *own, timeout_s=timeout_s)
+            models.hear(wanted)
+            if self._configured == wanted.configured:
+                self._configured = None
+            self._silent = False
+        except Exception as error:
+            if not self._silent:
+                _log.warning("the register does not answer (%s); this replica continues with its model", error)
+            self._silent = True
+            return
+        if models.ready and (leads or models.incomplete) and self._mending.acquire(blocking=False):
+            threading.Thread(target=self._mend, args=(leads,), name="models", daemon=True).start()
+
+    def _mend(self, leads: bool) -> None:
+        """Load what is missing; the replica that leads changes all to the application's configuration."""
+        try:
+            if leads:
+                self._lead()
+            else:
+                self._models.switch()
+        except Exception:
+            _log.exception("a change of the model failed")
+        finally:
+            self._mending.release()
+
+    def _lead(self) -> None:
+        configured = self._configured
+        if configured is None:
+            return
+        try:
+            self._control.change(lambda wanted: reconfigured(wanted, configured))
+        except InputError as error:
+            _log.error("user_config: %s; the replicas continue with their model", error)
+            self._control.change(lambda wanted: refused(wanted, configured))
+
+    async def _collect(self) -> Snapshot:
+        found: Snapshot = await self._ask("collect", self._name, self._scoring.snapshot())
+        return found
 
 
 @final
-class _ListeningReplica:
-    """One that takes requests itself, at the port of its node."""
+class _ListeningReplica(_Replica):
+    """A replica that takes requests itself, at the port of its node."""
 
-    def __init__(
-        self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None
-    ) -> None:
-        self._listener: Listener | None = None  # first, for __del__
-        self._config, self._held = config, _ReplicaProcess(config, token_digest, network)
+    _listener: Listener | None = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """As above; the replica listens once it has a model."""
-        await asyncio.to_thread(self._held.configure, user_config)
+        await super().reconfigure(user_config)
         if self._listener is None:
             self._listener = await asyncio.to_thread(self._listen)
 
@@ -213,12 +231,12 @@ class _ListeningReplica:
         config = self._config
         end_s = config.time_limit_s + 1
         return Listener(
-            self._held.app, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes, end_s=end_s
+            self._scoring, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes, end_s=end_s
         )
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """As above."""
-        self._held.check_health()
+        await super().check_health()
         if self._listener is None or not self._listener.alive:
             raise RuntimeError("the HTTP server has ended")
 
@@ -226,7 +244,7 @@ class _ListeningReplica:
         """Ray Serve calls it when it ends a replica, and waits."""
         if self._listener is not None:
             self._listener.close()
-            self._held.app.close()
+            self._scoring.close()
 
 
 def read_user_config(user_config: Mapping[str, Any]) -> Configured:
@@ -240,115 +258,6 @@ def read_user_config(user_config: Mapping[str, Any]) -> Configured:
     if shadow is not None and not isinstance(shadow, str):
         raise InputError("user_config: shadow must be the path of a checkpoint, a run or an export, or null")
     return Configured(model, shadow)
-
-
-@final
-class _ReplicaProcess:
-    """The model and the application of a replica."""
-
-    def __init__(self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None) -> None:
-        import torch
-        from ray import serve
-
-        from rayrec.inference.model import open_served
-
-        torch.set_num_threads(max(1, int(config.cpus_per_replica)))
-        context = serve.get_replica_context()
-        self._name, self._application = context.replica_id.unique_id, context.app_name
-        self._coordinator: CoordinatorHandle = None
-        counters = Counters()
-
-        def load(path: str) -> ServedModel:
-            return open_served(path, device=config.device, own=network)
-
-        self._models = ReplicaModels(load, counters)
-        self._wanted: Wanted | None = None
-        self._exchanging = threading.Lock()
-        self._path = ""
-        self.app = ScoringApp(self._models, counters, config=config, token_digest=token_digest, collect=self._collect)
-
-    def configure(self, user_config: dict[str, Any]) -> None:
-        """Registers the configured models at the coordinator. The first call also loads the model, and raises if it cannot.
-        Later the replica changes its model while it answers, and keeps its model if the new one cannot be loaded."""
-        configured = read_user_config(user_config)
-        if self._coordinator is not None:
-            try:
-                self._register(configured)
-            except InputError as error:
-                _log.error("user_config: %s; this replica continues with its model", error)
-            return
-        self._path = source_of(configured.model)
-        self._coordinator = make_coordinator(self._application, self._path)
-        self._register(configured)
-        self._start()
-
-    def _register(self, configured: Configured) -> None:
-        model, shadow = source_of(configured.model), source_of(configured.shadow) if configured.shadow else None
-        while not self._ask("configure", configured, model, shadow):
-            time.sleep(EXCHANGE_EVERY_S)  # the coordinator was restarted, and has yet to hear of other replicas
-
-    def check_health(self) -> None:
-        if not self._models.ready:
-            raise RuntimeError("no model is loaded")
-
-    def _start(self) -> None:
-        """Wait until a thread has loaded a model. Raises if none can be loaded."""
-        threading.Thread(target=self._follow, name="coordinator", daemon=True).start()
-        while not (self._models.ready or self._models.failed):
-            time.sleep(0.02)
-        self._exchange()  # the process that started the server asks the coordinator for this status
-        if not self._models.ready:
-            raise RuntimeError("; ".join(self._models.status().failures.values()))
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """Calls the coordinator; one that has ended is started again, and learns from the replicas what is wanted."""
-        import ray
-
-        try:
-            return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=_ANSWER_S)
-        except ray.exceptions.ActorDiedError:
-            self._coordinator = make_coordinator(self._application, self._path, restarted=True)
-            return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=_ANSWER_S)
-
-    def _exchange(self) -> None:
-        with self._exchanging:
-            wanted = self._ask("exchange", self._name, self._wanted, self._models.status(), self.app.snapshot())
-            if wanted is not None:
-                self._wanted = wanted
-                self._models.hear(wanted)
-
-    def _follow(self) -> None:
-        """Exchange status and wanted models with the coordinator, also while a model is loaded."""
-        silent = False
-        loading = ThreadPoolExecutor(1, thread_name_prefix="load")
-        load: Future[None] | None = None
-        for beat in itertools.count():
-            try:
-                self._exchange()
-                silent = False
-            except Exception as error:  # Ray restarts it, or this replica does; what is served stays
-                if not silent:
-                    _log.warning("the coordinator does not answer (%s); this replica continues with its model", error)
-                silent = True
-            if load is None or load.done():
-                load = loading.submit(self._models.load, retry=beat % _RETRY_BEATS == 0)
-                load.add_done_callback(_log_failure)
-            time.sleep(EXCHANGE_EVERY_S)
-
-    async def _collect(self) -> Snapshot:
-        return await self._coordinator.collect.remote(self._name, self.app.snapshot())
-
-
-def _log_failure(load: Future[None]) -> None:
-    if (error := load.exception()) is not None:
-        _log.error("a change of the model failed", exc_info=error)
-
-
-def quieten() -> None:
-    """What Ray Serve logs goes to its files, not to the terminal. To be called before Ray starts, whose processes inherit it."""
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    for name in ("ray", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def http_options(config: ServeConfig) -> dict[str, Any]:

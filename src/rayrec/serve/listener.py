@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import socket
 import struct
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import httptools
+import psutil
 import uvicorn
 from starlette.middleware import Middleware
 from starlette.responses import Response
@@ -22,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rayrec.config import InputError
-from rayrec.serve.ingress import bind
 from rayrec.serve.requests import RequestError
 
 if TYPE_CHECKING:
@@ -127,6 +129,56 @@ class Listener:
             time.sleep(_SETTLE_S)
         self._server.should_exit = True
         self._thread.join(self._end_s + 1)
+
+
+@contextlib.contextmanager
+def held_port(host: str, port: int) -> Iterator[None]:
+    """Hold a port of this machine for one server, whose replicas may share it. Raises InputError if the port is taken.
+
+    The lock is a Unix socket with an abstract name: these belong to a network namespace, as ports do, and end with their
+    process."""
+    with socket.socket(socket.AF_UNIX) as lock:
+        name = f"\0rayrec-serve-{port}"
+        try:
+            lock.bind(name)
+        except OSError as error:
+            raise _cannot_listen(host, port, error, _pid_at(name)) from None
+        lock.listen(socket.SOMAXCONN)
+        bind(host, port).close()
+        yield
+
+
+def _pid_at(name: str) -> int | None:
+    """The process that listens at a Unix socket, if it can be seen from here."""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+        client.setblocking(False)
+        client.connect(name)
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid: int = struct.unpack("3i", credentials)[0]
+        return pid or None
+    return None
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a socket bound to an address, with `shared` also if others share it. Raises InputError if it is taken."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        connections = psutil.net_connections("tcp") if error.errno == errno.EADDRINUSE else ()
+        listeners = (one.pid for one in connections if one.status == psutil.CONN_LISTEN and one.laddr.port == port)
+        raise _cannot_listen(host, port, error, next(filter(None, listeners), None)) from None
+    return bound
+
+
+def _cannot_listen(host: str, port: int, error: OSError, pid: int | None) -> InputError:
+    owner = ""
+    with contextlib.suppress(psutil.Error):
+        owner = f", by process {pid} ({psutil.Process(pid).name()})" if pid else ""
+    return InputError(f"{host}:{port}: cannot listen there ({error.strerror}{owner}); choose another --port or --host")
 
 
 def bound_proxy() -> None:

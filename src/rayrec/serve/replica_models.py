@@ -7,7 +7,9 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -16,7 +18,6 @@ from rayrec.config import InputError
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
-from rayrec.serve.protocol import ReplicaState, Source, Status, Wanted
 from rayrec.serve.requests import Body, RequestError
 from rayrec.serve.responses import BatchScorer, ScoreResponse
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rayrec.schema import Schema
 
 _log = logging.getLogger(__name__)
+RETRY_S: Final = 15.0
+"""Seconds between attempts to load an accepted model that could not be loaded."""
 _SHADOW_BATCHES: Final = 8
 """Batches that may wait for the shadow model."""
 _SHADOW_BYTES: Final = 64 << 20
@@ -32,129 +35,201 @@ _SHADOW_BYTES: Final = 64 << 20
 _LOWEST_PRIORITY: Final = 19
 
 
+@dataclass(frozen=True)
+class Source:
+    """Path of a model at the time of a change. Replicas that loaded equal sources have the same model."""
+
+    serial: int
+    """Serial of the change that named the path."""
+    path: str
+    """Checkpoint or export."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """Models in an application's configuration, as written there."""
+
+    model: str
+    shadow: str | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Models that all replicas should have. Every replica has loaded them before they are accepted."""
+
+    serial: int
+    """Number of the change, larger than that of the change before. 0: the configuration of the application."""
+    model: Source
+    """Model that answers requests."""
+    previous: Source | None = None
+    """Model before this one, to go back to."""
+    shadow: Source | None = None
+    configured: Configured | None = None
+    """Newest configuration of the application."""
+    schema: Schema | None = None
+    """Columns that clients send. None until a replica serves the first model."""
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """Order of what replicas know: the highest is the newest."""
+        return self.serial, self.schema is not None
+
+
+@dataclass(frozen=True)
+class Status:
+    """Models of a replica."""
+
+    model: Source | None = None
+    version: str = ""
+    schema: Schema | None = None
+    """Columns of the model."""
+    shadow: Source | None = None
+    shadow_version: str = ""
+    failed: Source | None = None
+    """Model that could not be loaded last."""
+    cause: str = ""
+    """Why it could not."""
+
+
 @final
 class ReplicaModels:
-    """Models of a replica. One answers; the next or the previous one is in memory too, and a shadow model. `load` is called by
-    one thread at a time, all else by any."""
+    """Models of a replica. One answers; the next or the previous one is in memory too, and a shadow model. Changes wait for each
+    other; requests do not wait for them."""
 
     def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
         """`load` opens a checkpoint or an export, see `open_served`."""
         self._open_model, self._counters = load, counters
-        self._lock = threading.Lock()
-        self._state = ReplicaState()
-        self._scorers: dict[Source, BatchScorer] = {}
-        """Models of the state, all in memory."""
-        self._serving: BatchScorer | None = None
-        self._shadow: tuple[Source, Shadow | None] | None = None
+        self.wanted: Wanted | None = None
+        """Newest that is known."""
+        self._changing = threading.Lock()
+        self._serving: tuple[Source, BatchScorer] | None = None
+        self._standby: tuple[Source, BatchScorer] | None = None
+        """Loaded model that does not answer: the next or the previous one."""
+        self._shadow: tuple[Source, Shadow] | None = None
+        self._failure: tuple[Source, str, float] | None = None
+        """Model that could not be loaded last, the cause, and when."""
 
     @property
     def ready(self) -> bool:
         return self._serving is not None
 
     @property
-    def failed(self) -> bool:
-        """Whether there is no model to serve, nor one that may be accepted."""
-        return self._state.failed
-
-    @property
     def model(self) -> ServedModel:
-        assert self._serving is not None, "a model is applied before anything is asked"
-        return self._serving.model
+        assert self._serving is not None, "a model is loaded before anything is asked"
+        return self._serving[1].model
 
     def answer(self, bodies: Sequence[Body]) -> list[ScoreResponse | RequestError]:
         """In the order of the bodies, all by the same model."""
-        assert self._serving is not None, "a model is applied before anything is asked"
-        answers, raw, logits = self._serving.answer(bodies)
-        shadow = self._shadow[1] if self._shadow else None
+        assert self._serving is not None, "a model is loaded before anything is asked"
+        answers, raw, logits = self._serving[1].answer(bodies)
+        shadow = self._shadow
         if shadow is not None and len(logits):
-            shadow.offer(raw, logits)
+            shadow[1].offer(raw, logits)
         return answers
 
+    def load(self, wanted: Wanted) -> str:
+        """Load the models that are missing, in the memory of the standby and the shadow. Returns why one cannot be loaded, or has
+        other columns; what answers stays."""
+        with self._changing:
+            return self._load(wanted) or self._load_shadow(wanted)
+
     def hear(self, wanted: Wanted) -> None:
-        """Switch to the accepted model at once if it is in memory. `load` loads what is missing."""
-        with self._lock:
-            self._enter(self._state.hear(wanted))
+        """Take in what all replicas should have, unless something newer is known."""
+        if self.wanted is None or wanted.rank >= self.wanted.rank:
+            self.wanted = wanted
 
-    def load(self, *, retry: bool = False) -> None:
-        """Load all missing models. A model that cannot be loaded, or has other columns, changes nothing and is in `status`.
-        `retry`: try again an accepted one that failed."""
-        while True:
-            with self._lock:
-                self._enter(self._state.begin(retry=retry))
-                source = self._state.loading
-            if source is None:
-                break
-            retry = False
-            found = self._open(source)
-            with self._lock:
-                if isinstance(found, str):
-                    self._enter(self._state.finish(found))
-                else:
-                    self._scorers[source] = found
-                    self._enter(self._state.finish(None))
-        self._load_shadow()
+    def switch(self) -> str:
+        """Answer by the wanted model, and load what is missing first. Returns why a model cannot be loaded."""
+        with self._changing:
+            wanted = self.wanted
+            assert wanted is not None
+            if cause := self._load(wanted):
+                return cause
+            if not self._serves(wanted.model):
+                assert self._standby is not None
+                before, self._serving, self._standby = self._serving, self._standby, self._serving
+                model = self._serving[1].model
+                self._counters.replicas.clear()
+                self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
+                if before:
+                    self._counters.swaps.labels("done").inc()
+            self._drop_standby(keep=wanted.previous)
+            return self._load_shadow(wanted)
 
-    def apply(self, wanted: Wanted) -> None:
-        """Change over to the wanted models; returns after they are loaded."""
-        self.hear(wanted)
-        self.load()
+    def drop(self, refused: Wanted) -> None:
+        """Free the memory of models that were not accepted."""
+        with self._changing:
+            if self._standby and self._standby[0] == refused.model:
+                self._standby = None
+            if self._shadow and self._shadow[0] == refused.shadow:
+                self._close_shadow()
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a wanted model is missing, and was not tried in vain a moment ago."""
+        shadow, wanted = self._shadow[0] if self._shadow else None, self.wanted
+        assert wanted is not None
+        missing = None if self._serves(wanted.model) else wanted.model
+        if missing is None and shadow == wanted.shadow:
+            return False
+        failed, _, at_s = self._failure or (None, "", 0.0)
+        return failed != (missing or wanted.shadow) or time.monotonic() > at_s + RETRY_S
 
     def status(self) -> Status:
-        with self._lock:
-            state, model = self._state, self._serving.model if self._serving else None
-        shadow = self._shadow
+        serving, shadow, failure = self._serving, self._shadow, self._failure
+        model = serving[1].model if serving else None
         return Status(
-            model=state.model,
+            model=serving[0] if serving else None,
             version=model.version if model else "",
-            preprocessor=model.preprocessor_hash if model else "",
             schema=model.preprocessor.schema if model else None,
-            standby=state.standby,
             shadow=shadow[0] if shadow else None,
-            shadow_version=shadow[1].version if shadow and shadow[1] else "",
-            failures=state.failures,
+            shadow_version=shadow[1].version if shadow else "",
+            failed=failure[0] if failure else None,
+            cause=failure[1] if failure else "",
         )
 
     def close(self) -> None:
         self._close_shadow()
 
-    def _enter(self, state: ReplicaState) -> None:
-        before, self._state = self._state.model, state
-        self._scorers = {source: self._scorers[source] for source in (state.model, state.standby) if source}
-        if state.model is None or state.model == before:
-            return
-        self._serving = self._scorers[state.model]
-        model = self._serving.model
-        self._counters.replicas.clear()
-        self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
-        if before:
-            self._counters.swaps.labels("done").inc()
+    def _serves(self, source: Source) -> bool:
+        return self._serving is not None and self._serving[0] == source
 
-    def _load_shadow(self) -> None:
-        source = self._state.wanted.shadow if self._state.wanted else None
-        before = self._shadow[0] if self._shadow else None
-        if source == before or (source and source.request in self._state.failures):
-            return
+    def _drop_standby(self, *, keep: Source | None) -> None:
+        if self._standby and self._standby[0] != keep:
+            self._standby = None
+
+    def _load(self, wanted: Wanted) -> str:
+        if self._serves(wanted.model):
+            return ""
+        self._drop_standby(keep=wanted.model)
+        if self._standby is None:
+            found = self._open(wanted.model, wanted.schema)
+            if isinstance(found, str):
+                return found
+            self._standby = (wanted.model, found)
+        return ""
+
+    def _load_shadow(self, wanted: Wanted) -> str:
+        if (self._shadow[0] if self._shadow else None) == wanted.shadow:
+            return ""
         self._close_shadow()
-        if source is None:
-            return
-        found = self._open(source) if source.path else None
+        if wanted.shadow is None:
+            return ""
+        found = self._open(wanted.shadow, wanted.schema)
         if isinstance(found, str):
-            with self._lock:
-                self._state = self._state.fail(source, found)
-        else:
-            self._shadow = (source, Shadow(found, self._counters) if found else None)
+            return found
+        self._shadow = (wanted.shadow, Shadow(found, self._counters))
+        return ""
 
     def _close_shadow(self) -> None:
         before, self._shadow = self._shadow, None
-        if before and before[1]:
+        if before:
             before[1].close()
 
-    def _open(self, source: Source) -> BatchScorer | str:
+    def _open(self, source: Source, schema: Schema | None) -> BatchScorer | str:
         """Return the opened model, or the cause why it cannot be served."""
-        wanted = self._state.wanted
-        schema = wanted.schema if wanted else None
         if schema is None and self._serving:
-            schema = self._serving.model.preprocessor.schema
+            schema = self.model.preprocessor.schema
         try:
             # Of its own counts none are of requests.
             scorer = BatchScorer(self._open_model(source.path), self._counters)
@@ -165,7 +240,11 @@ class ReplicaModels:
             if not isinstance(error, InputError):
                 _log.exception("%s was not loaded", source.path)
             self._counters.swaps.labels("failed").inc()
-            return " ".join(f"{error}".split()) or type(error).__name__
+            cause = " ".join(f"{error}".split()) or type(error).__name__
+            self._failure = (source, cause, time.monotonic())
+            return cause
+        if self._failure and self._failure[0] == source:
+            self._failure = None
         return scorer
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rayrec import storage
 from rayrec.checkpoint import committed, open_checkpoint
@@ -19,31 +23,25 @@ from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.observe.console import Console
-from rayrec.serve.config import Follow, ServeConfig
-from rayrec.serve.deployment import (
-    APPLICATION,
-    CoordinatorHandle,
-    end_serve,
-    http_options,
-    make_application,
-    own_network,
-    quieten,
-    start_coordinator,
-)
-from rayrec.serve.ingress import (
-    LOOPBACK,
-    PROXY_CALLBACK,
-    PROXY_CALLBACK_VARIABLE,
-    find_instance,
-    first_answering,
-    held_port,
-    settle,
-    urls,
-)
-from rayrec.serve.protocol import Change
+from rayrec.serve.config import LOOPBACK, WILDCARDS, Follow, ServeConfig
+from rayrec.serve.control import APPLICATION, Control, end, quieten, swapped
+from rayrec.serve.deployment import http_options, make_application, own_network
+from rayrec.serve.listener import held_port
 
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+PROXY_CALLBACK_VARIABLE: Final = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+PROXY_CALLBACK: Final = "rayrec.serve.listener:sole_proxy"
+"""Function that Ray Serve's HTTP proxies call if the variable names it in their environment."""
+_ANSWER_S: Final = 30.0
+_DESCRIBE_S: Final = 10.0
+_TRY_S: Final = 2.0
+_MOST_BYTES: Final = 1 << 16
 _POLL_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
+_STOPPER_S: Final = 5.0
+"""How long a server that another process stopped keeps its Ray, to which that process is still connected."""
 _STORE_S: Final = 5.0
 """How long following waits for a store that is out."""
 _ATTEMPTS: Final = 4
@@ -56,16 +54,13 @@ class Server:
     """A server that takes requests."""
 
     url: str
-    coordinator: CoordinatorHandle
+    control: Control
     address: str
     """Of its Ray cluster, by which `swap` and the like reach it."""
 
     def describe(self) -> dict[str, Any]:
         """Plain JSON values: url, address, and what it serves."""
-        import ray
-
-        found: dict[str, Any] = ray.get(self.coordinator.describe.remote())
-        return {"url": self.url, "cluster_address": self.address, **found}
+        return {"url": self.url, "cluster_address": self.address, **self.control.ask("describe", timeout_s=_DESCRIBE_S)}
 
 
 @contextlib.contextmanager
@@ -109,7 +104,12 @@ def _serving(
         instance = find_instance(APPLICATION)
         # One without applications and proxies was left by a server, and its proxies cannot be enabled later.
         fresh = instance is None or not (instance.applications or instance.with_proxies)
-        coordinator = start_coordinator(path, started_serve=fresh)
+        if instance is not None and APPLICATION in instance.applications:
+            raise InputError(
+                "this Ray cluster runs a `rayrec serve` already; --swap gives it another model, --stop ends it (both with "
+                "--cluster.address)"
+            )
+        ends_serve = fresh and not own_ray  # with its own Ray all ends
         try:
             asked, config = config, settle(config, instance, own_ray=own_ray)
             if (asked.host, asked.port) != (config.host, config.port):
@@ -118,16 +118,20 @@ def _serving(
                 held.enter_context(held_port(config.host, config.port))
             if fresh and instance is not None:
                 serve.shutdown()
-            yield Server(_deploy(config, digest, coordinator, path, shadow), coordinator, reached)
+            control = Control(APPLICATION)
+            make = partial(
+                make_application, config, token_digest=digest, model=path, shadow=shadow, started_serve=ends_serve
+            )
+            yield Server(_deploy(config, make, control), control, reached)
         finally:
-            _end(coordinator, own_ray=own_ray, leave_ray=not joined)
+            with contextlib.suppress(Exception):  # whatever of it is gone already
+                end(started_serve=ends_serve)
+            if not joined:
+                ray.shutdown()
 
 
-def _deploy(
-    config: ServeConfig, digest: bytes | None, coordinator: CoordinatorHandle, path: str, shadow: str | None
-) -> str:
+def _deploy(config: ServeConfig, make: Callable[[], Application], control: Control) -> str:
     """The URL at which the server answers. Raises InputError if no replica can load the model, or nothing answers."""
-    import ray
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -142,10 +146,9 @@ def _deploy(
         )
     quieten()
     try:
-        application = make_application(config, token_digest=digest, model=path, shadow=shadow)
-        serve.run(application, name=APPLICATION, route_prefix=None if direct else "/")
+        serve.run(make(), name=APPLICATION, route_prefix=None if direct else "/")
     except RuntimeError as error:
-        cause = ray.get(coordinator.describe.remote())["failures"].get("0")
+        cause = control.ask("describe")["failures"].get("0")
         if cause:
             raise InputError(cause) from None
         raise InputError(
@@ -154,8 +157,109 @@ def _deploy(
         ) from None
     instance = find_instance(APPLICATION)
     assert instance is not None
-    versions = _versions(ray.get(coordinator.describe.remote()))
+    versions = _versions(control.ask("describe"))
     return first_answering(urls(config, instance), versions=versions)
+
+
+@dataclass(frozen=True)
+class ServeInstance:
+    """Ray Serve as it runs on a cluster."""
+
+    with_proxies: bool
+    host: str
+    port: int
+    """Where its HTTP proxies listen, if there are any."""
+    proxy_ips: tuple[str, ...]
+    """Nodes with a proxy."""
+    replica_ips: tuple[str, ...]
+    """Nodes with a replica of the application asked for."""
+    applications: tuple[str, ...]
+
+
+def find_instance(application: str) -> ServeInstance | None:
+    """Ray Serve on the cluster this process is connected to; None if it does not run there."""
+    from ray.serve.exceptions import RayServeException
+
+    from rayrec.compat.ray_compat import get_global_client
+
+    try:
+        client: Any = get_global_client()
+    except RayServeException:
+        return None
+    found: dict[str, Any] = client.get_serve_details()
+    options = found.get("http_options") or {}
+    deployments = (found["applications"].get(application) or {}).get("deployments", {})
+    replicas = [replica for deployment in deployments.values() for replica in deployment["replicas"]]
+    return ServeInstance(
+        with_proxies=found.get("proxy_location") not in (None, "Disabled"),
+        host=options.get("host") or "127.0.0.1",
+        port=options.get("port") or 8000,
+        proxy_ips=_distinct(found["proxies"].values()),
+        replica_ips=_distinct(replicas),
+        applications=tuple(found["applications"]),
+    )
+
+
+def _distinct(actors: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(actor["node_ip"] for actor in actors if actor.get("node_ip")))
+
+
+def settle(config: ServeConfig, instance: ServeInstance | None, *, own_ray: bool) -> ServeConfig:
+    """`config` with an ingress that the cluster can have, and with the proxies' own address if they run already. Pure.
+
+    auto: direct on a local Ray of its own and on a cluster whose Ray Serve runs without proxies, else serve. Raises InputError if
+    Ray Serve runs there in a way that `config` excludes."""
+    running = instance if instance is not None and instance.applications else None  # an idle one is started again
+    if config.ingress == "auto":
+        direct = own_ray or (running is not None and not running.with_proxies)
+        config = config.replace(ingress="direct" if direct else "serve")
+    if config.ingress == "serve":
+        if running is not None and not running.with_proxies:
+            raise InputError(
+                f"ingress: Ray Serve runs on this cluster without HTTP proxies, for {', '.join(running.applications)}; give "
+                "--ingress direct, or end Ray Serve (`serve shutdown`) and start again"
+            )
+        if instance is not None and instance.with_proxies:
+            config = config.replace(host=instance.host, port=instance.port)
+    elif instance is not None and instance.with_proxies and instance.port == config.port:
+        raise InputError(
+            f"port: Ray Serve's HTTP proxies listen at {config.port} on this cluster; give another --port, or --ingress serve"
+        )
+    return config
+
+
+def urls(config: ServeConfig, instance: ServeInstance) -> list[str]:
+    """Where the application may answer: a proxy, or with the direct ingress a replica. Pure."""
+    hosts: Sequence[str] = (config.host,)
+    if config.host in WILDCARDS:
+        hosts = instance.proxy_ips if config.ingress == "serve" else instance.replica_ips
+    return [f"http://{f'[{host}]' if ':' in host else host}:{config.port}" for host in hosts]
+
+
+def first_answering(found: Sequence[str], *, versions: Sequence[str], timeout_s: float = _ANSWER_S) -> str:
+    """The first of some URLs at which the application says that it is ready with one of these models. Raises InputError if none
+    does in time."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through the proxy of the environment
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        trouble = "no replica or proxy has an address"
+        for url in found:
+            try:
+                with opener.open(f"{url}/readyz", timeout=_TRY_S) as response:
+                    told = json.loads(response.read(_MOST_BYTES))
+                if isinstance(told, dict) and told.get("model") in versions:
+                    return url
+                trouble = "something else answers"
+            except (OSError, ValueError) as error:  # HTTPError is an OSError
+                trouble = str(error)
+        if time.monotonic() > deadline_s:
+            where = " or ".join(found) or "any node"
+            local = any(f"//{host}" in where for host in LOOPBACK)
+            hint = "; from another machine than the server's it is reached with --host 0.0.0.0" if local else ""
+            raise InputError(
+                f"ingress: the server started and does not answer at {where} ({trouble}){hint}; it was ended"
+            )
+        time.sleep(0.2)
 
 
 @contextlib.contextmanager
@@ -166,21 +270,6 @@ def _hushed() -> Iterator[None]:
         yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _end(coordinator: CoordinatorHandle, *, own_ray: bool, leave_ray: bool) -> None:
-    import ray
-    from ray import serve
-
-    with contextlib.suppress(Exception):  # whatever of it is gone already
-        serve.delete(APPLICATION)
-    with contextlib.suppress(Exception):
-        if not own_ray:
-            end_serve(coordinator)
-    with contextlib.suppress(Exception):
-        ray.kill(coordinator)
-    if leave_ray:
-        ray.shutdown()
 
 
 def serve_forever(
@@ -212,6 +301,7 @@ def serve_forever(
         while not asked.wait(_POLL_EVERY_S):
             if not watch.poll():
                 console.note("the server was stopped")
+                asked.wait(_STOPPER_S)
                 return
             if follow != "no" and time.monotonic() - last_follow_s > _FOLLOW_EVERY_S:
                 last_follow_s = time.monotonic()
@@ -249,17 +339,8 @@ def _until_signal() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-@dataclass
-class _Attempt:
-    """At changing over to a checkpoint of the run that is followed."""
-
-    request: int
-    number: int
-    at_s: float
-
-
 class _Watch:
-    """Reports changes while a server runs. If the store or the coordinator is unavailable, the server keeps its models."""
+    """Reports changes while a server runs. If the store or the cluster's head is unavailable, the server keeps its models."""
 
     def __init__(self, server: Server, console: Console) -> None:
         self._server, self._console = server, console
@@ -267,7 +348,11 @@ class _Watch:
         self._versions, self._served = _versions(found), str(found["model"])
         self._failures: dict[str, str] = {}
         self._skipped = set[str]()
-        self._attempts = {self._served: _Attempt(0, 1, time.monotonic())}
+        self._attempts = {self._served: (_ATTEMPTS, 0.0)}
+        """Number of attempts to change over to a checkpoint of the run that is followed, and the earliest time of the next."""
+        self._changing = ThreadPoolExecutor(1, thread_name_prefix="follow")
+        self._change: tuple[str, Future[Any]] | None = None
+        """Checkpoint to which the server changes over."""
         self._trouble = ""
 
     def poll(self) -> bool:
@@ -276,10 +361,10 @@ class _Watch:
 
         try:
             found = self._server.describe()
-        except ray.exceptions.ActorDiedError:
+        except InputError:
             return False
-        except ray.exceptions.RayError:
-            return True  # Ray restarts the coordinator; the next poll finds it
+        except (ValueError, ray.exceptions.RayError):
+            return True  # the head or the register starts again; a later poll finds it
         for serial, cause in found["failures"].items():
             if self._failures.get(serial) != cause:
                 self._console.note(f"not served: {cause}; the server keeps its model")
@@ -292,39 +377,39 @@ class _Watch:
 
     def follow(self, run: str, which: Literal["newest", "best"]) -> None:
         """Changes to the run's checkpoint; if that fails, tries again a few times later."""
-        import ray
-
         try:
+            if self._change is not None:
+                path, change = self._change
+                if not change.done():
+                    return
+                self._change = None
+                self._finish(path, change)
             with storage.patience(_STORE_S):
                 found = choose(run, which, skipped=self._note_skipped)
-            if found is not None and found != self._served and self._is_due(found):
-                number = self._attempts[found].number + 1 if found in self._attempts else 1
-                request: int | None = ray.get(self._server.coordinator.request.remote("swap", found))
-                if request is not None:  # else a later poll makes it
-                    self._attempts[found] = _Attempt(request, number, time.monotonic())
+            number, due_s = self._attempts.get(found or "", (0, 0.0))
+            if found and found != self._served and number < _ATTEMPTS and time.monotonic() >= due_s:
+                self._attempts[found] = number + 1, time.monotonic() + _RETRY_S * 2 ** (number + 1)
+                self._change = found, self._changing.submit(self._server.control.change, partial(swapped, path=found))
             self._trouble = ""
-        except (ray.exceptions.RayError, OSError, InputError) as error:
+        except Exception as error:  # the store or the cluster's head is out
             if str(error) != self._trouble:
                 self._console.note(f"follow: {' '.join(str(error).split())}; the server keeps its model")
             self._trouble = str(error)
+
+    def _finish(self, path: str, change: Future[Any]) -> None:
+        number, _ = self._attempts.pop(path)
+        error = change.exception()
+        if error is None:  # if the model is rolled back, that is what the user wants
+            self._attempts[path] = _ATTEMPTS, 0.0
+        elif isinstance(error, InputError):  # `poll` reports it
+            self._attempts[path] = number, time.monotonic() + _RETRY_S * 2**number
+        else:
+            raise error
 
     def _note_skipped(self, error: InputError) -> None:
         if str(error) not in self._skipped:
             self._skipped.add(str(error))
             self._console.note(f"follow: skipping a checkpoint: {' '.join(str(error).split())}")
-
-    def _is_due(self, path: str) -> bool:
-        """Return whether a checkpoint was never tried, or in vain and long enough ago, or a restart lost the request."""
-        import ray
-
-        before = self._attempts.get(path)
-        if before is None:
-            return True
-        change: Change = ray.get(self._server.coordinator.change.remote(before.request))
-        if change.state == "lost":
-            return True
-        failed = str(before.request) in self._failures
-        return failed and before.number < _ATTEMPTS and time.monotonic() - before.at_s > _RETRY_S * 2**before.number
 
 
 def _versions(found: dict[str, Any]) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from ray import serve
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from rayrec.compat import PrivateName, ray_compat, resolve, torch_compat
 
@@ -45,6 +47,15 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "policy": (lambda: ray_compat.BackpressurePolicy, (0, 0, 0), {}),
     "active": (lambda: ray_compat.PhysicalOperator.num_active_tasks, (0,), {}),
     "serve": (lambda: ray_compat.get_global_client, (), {}),
+    "deployment": (lambda: ray_compat.DeploymentID, ("name", "application"), {}),
+    "actor of a deployment": (lambda: ray_compat.get_deployment_actor_name, (0, "name"), {"code_version": "*"}),
+    "call of all replicas": (lambda: DeploymentHandle.broadcast, (0, "method", 1), {}),
+    "results of all replicas": (
+        lambda: DeploymentBroadcastResponse.results,
+        (0,),
+        {"timeout_s": 1.0, "return_exceptions": True},
+    ),
+    "shared actor": (lambda: serve.get_deployment_actor, ("name",), {}),
     "variables": (lambda: ray_compat.get_env_vars_to_propagate, (), {}),
     "timeout": (lambda: ray_compat.WorkerGroupStartupTimeoutError, (2,), {}),
     "device": (lambda: torch_compat.remote_device, ("rank:0/cpu",), {}),
@@ -94,6 +105,10 @@ def test_constants_of_ray() -> None:
     from ray._private import ray_constants, worker
 
     assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE
+    identity = ray_compat.DeploymentID("deployment", "application")
+    name = ray_compat.get_deployment_actor_name(identity, "actor", code_version="*")
+    assert name.split("::")[-4:] == ["application", "deployment", "*", "actor"]
+    assert isinstance(ray_compat.SERVE_NAMESPACE, str)
     assert ray_compat.local_node() is worker._global_node
     assert isinstance(ray_compat.ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, str)
 

@@ -21,7 +21,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from rayrec.cli.parser import parse
 from rayrec.commands import COMMANDS
-from rayrec.serve import ingress, listener
+from rayrec.serve import listener, server
 from rayrec.serve.deployment import APPLICATION, build_application, read_user_config
 from rayrec.workloads.base import TrainConfig
 
@@ -139,14 +139,14 @@ def test_service_names_are_allowed_hosts() -> None:
         f"{service}.{namespace}.svc.cluster.local",
         "10.8.0.1:8000",
     ):
-        assert ingress.is_own_host(name, config), "also of a pod's address, which probes and Prometheus use"
-    assert not ingress.is_own_host("evil.example", config)
+        assert config.is_own_host(name), "also of a pod's address, which probes and Prometheus use"
+    assert not config.is_own_host("evil.example")
 
 
 def test_proxies_of_the_service_decline_upgrades() -> None:
     for _, group in _pods("RayService"):
         (variable,) = group["template"]["spec"]["containers"][0]["env"]
-        assert variable["name"] == ingress.PROXY_CALLBACK_VARIABLE
+        assert variable["name"] == server.PROXY_CALLBACK_VARIABLE
         assert import_attr(variable["value"]) is listener.bound_proxy
 
 

@@ -25,8 +25,8 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
 from rayrec.config import InputError
-from rayrec.serve.ingress import PROXY_CALLBACK, PROXY_CALLBACK_VARIABLE
 from rayrec.serve.listener import Limits, Listener, _BoundedProtocol, bound_proxy, sole_proxy
+from rayrec.serve.server import PROXY_CALLBACK, PROXY_CALLBACK_VARIABLE
 
 
 def _post(port: int, text: bytes) -> int:

@@ -1,0 +1,377 @@
+"""Changes of a running server's models: all replicas load the new one, then all switch to it, or it is refused.
+
+A change is sent to all replicas at once, by the process that wants it: no model answers before every replica has loaded it. The
+register, an actor of the deployment, keeps what was accepted. Replicas report to it every other second, so that one that starts
+meanwhile, or that a call did not reach, follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, final
+
+from rayrec.cluster import connection
+from rayrec.compat import ray_compat
+from rayrec.config import InputError
+from rayrec.inference.model import source_of
+from rayrec.serve.counters import Snapshot
+from rayrec.serve.replica_models import Configured, Source, Status, Wanted
+
+APPLICATION: Final = "rayrec"
+REGISTER: Final = "register"
+GONE_S: Final = 15.0
+"""A replica that has not been heard of for so long is gone."""
+CHANGE_S: Final = 600.0
+"""How long a change of the model may take, the loading of it included."""
+CALL_S: Final = 60.0
+"""How long a call of the register may take, which Ray Serve starts again if it ends."""
+_MOST_FAILURES: Final = 8
+
+
+@final
+class Register:
+    """What all replicas should have, what they have, and the counters of those that are gone. If it ends, Ray Serve starts
+    another, which learns from the replicas what is wanted.
+
+    Ray Serve sends its code to processes that may not have rayrec: at module level it uses nothing of rayrec."""
+
+    def __init__(self, started_serve: bool = False) -> None:
+        """`started_serve`: whether Ray Serve was started for this server, and ends with it."""
+        self._started_serve = started_serve
+        self._wanted: Wanted | None = None
+        self._statuses: dict[str, Status] = {}
+        self._seen_s: dict[str, float] = {}
+        self._snapshots: dict[str, Snapshot] = {}
+        self._gone: dict[str, Snapshot] = {}
+        """Counters of replicas that are not heard of. They may come back."""
+        self._failures: dict[str, str] = {}
+        self._leader = ""
+        """Replica that changes over to another configuration of the application."""
+
+    def report(
+        self, replica: str, known: Wanted, status: Status, snapshot: Snapshot, configured: Configured | None
+    ) -> tuple[Wanted, bool]:
+        """Take in a replica's status and the newest that it knows. Returns what is wanted, and whether this replica is to change
+        all to `configured`, the configuration that it was given."""
+        self.count(replica, snapshot)
+        self._statuses[replica], self._seen_s[replica] = status, time.monotonic()
+        self._forget()
+        wanted = self._wanted
+        if (
+            wanted is None
+            or known.rank > wanted.rank
+            or (wanted.schema is None and known.configured != wanted.configured)
+        ):
+            wanted = known
+        if wanted.schema is None and status.model == wanted.model:
+            wanted = replace(wanted, schema=status.schema)
+        if status.failed is not None and status.failed in (wanted.model, wanted.shadow):
+            self.fail(status.failed, status.cause)
+            if status.failed == wanted.shadow:
+                wanted = replace(wanted, shadow=None)
+        elif all(one.model == wanted.model for one in self._statuses.values()):
+            self._failures.pop(str(wanted.model.serial), None)
+        self._wanted = wanted
+        leads = configured not in (None, wanted.configured) and self._leader in ("", replica)
+        if leads:
+            self._leader = replica
+        return wanted, leads
+
+    def wanted(self) -> Wanted | None:
+        """Return the accepted models; None until a replica has reported that it serves one."""
+        return self._wanted if self._wanted and self._wanted.schema else None
+
+    def accept(self, new: Wanted, before: int) -> bool:
+        """Make these the wanted models. Returns False if another change came since the one with the serial `before`."""
+        if self._wanted is None or self._wanted.serial not in (before, new.serial):
+            return False
+        self._wanted, self._leader = new, ""
+        return True
+
+    def fail(self, source: Source, cause: str) -> None:
+        """Note why a model could not be loaded."""
+        self._failures[str(source.serial)] = cause
+        for serial in list(self._failures)[:-_MOST_FAILURES]:
+            del self._failures[serial]
+
+    def count(self, replica: str, snapshot: Snapshot) -> None:
+        """Take in the counters of a replica."""
+        self._snapshots[replica] = snapshot
+        self._gone.pop(replica, None)
+
+    def collect(self, replica: str, snapshot: Snapshot) -> Snapshot:
+        """Return the counters of all replicas, also of those that are gone, with newer ones of the replica that asks."""
+        from rayrec.serve.counters import summed
+
+        self.count(replica, snapshot)
+        self._forget()
+        return summed([*self._gone.values(), *self._snapshots.values()])
+
+    def waiting(self, new: Wanted) -> tuple[list[str], str]:
+        """Return the replicas that do not have the wanted models yet, and why one of them cannot load them."""
+        self._forget()
+        if self._wanted and self._wanted.serial > new.serial:  # a later change replaced this one
+            return [], ""
+        found = [
+            (name, status)
+            for name, status in self._statuses.items()
+            if (status.model, status.shadow) != (new.model, new.shadow)
+        ]
+        causes = [status.cause for _, status in found if status.failed and status.failed in (new.model, new.shadow)]
+        return [name for name, _ in found], (causes or [""])[0]
+
+    def serving(self) -> list[str]:
+        """Return the replicas that serve a model."""
+        self._forget()
+        return [name for name, status in self._statuses.items() if status.model]
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain JSON values: wanted models, served models by replica, causes of failures by change."""
+        self._forget()
+        wanted = self._wanted
+        return {
+            "model": wanted.model.path if wanted else None,
+            "previous": wanted.previous.path if wanted and wanted.previous else None,
+            "shadow": wanted.shadow.path if wanted and wanted.shadow else None,
+            "replicas": {
+                name: {"model": status.version, "shadow": status.shadow_version or None}
+                for name, status in self._statuses.items()
+            },
+            "failures": dict(self._failures),
+        }
+
+    def started_serve(self) -> bool:
+        return self._started_serve
+
+    def _forget(self) -> None:
+        """Give up replicas that were not heard of for long; their counters stay, without those of the moment."""
+        from rayrec.serve.counters import without_gauges
+
+        for name, seen_s in list(self._seen_s.items()):
+            if time.monotonic() - seen_s > GONE_S:
+                self._gone[name] = without_gauges(self._snapshots.pop(name))
+                del self._seen_s[name], self._statuses[name]
+                if self._leader == name:
+                    self._leader = ""
+
+
+# -- changes of the wanted models
+
+
+def swapped(wanted: Wanted, path: str) -> Wanted:
+    """Return the wanted models with another one that answers."""
+    serial = _next(wanted)
+    return replace(wanted, serial=serial, model=Source(serial, path), previous=wanted.model)
+
+
+def rolled_back(wanted: Wanted) -> Wanted:
+    """Return the wanted models with the one before. Raises InputError if there is none."""
+    if wanted.previous is None:
+        raise InputError("rollback: this server has had no other model since it started")
+    return replace(wanted, serial=_next(wanted), model=wanted.previous, previous=wanted.model)
+
+
+def with_shadow(wanted: Wanted, path: str | None) -> Wanted:
+    """Return the wanted models with another shadow model, or none."""
+    serial = _next(wanted)
+    return replace(wanted, serial=serial, shadow=Source(serial, path) if path else None)
+
+
+def reconfigured(wanted: Wanted, configured: Configured) -> Wanted:
+    """Return the wanted models after the application's configuration changed: a model that was swapped since then stays."""
+    before = wanted.configured or Configured("")
+    new = replace(wanted, serial=_next(wanted), configured=configured)
+    path = source_of(configured.model)
+    if configured.model != before.model and path != wanted.model.path:
+        new = swapped(new, path)
+    if configured.shadow != before.shadow:
+        new = with_shadow(new, source_of(configured.shadow) if configured.shadow else None)
+    return new
+
+
+def refused(wanted: Wanted, configured: Configured) -> Wanted:
+    """Return the wanted models after a configuration of the application could not be loaded."""
+    return replace(wanted, serial=_next(wanted), configured=configured)
+
+
+def _next(wanted: Wanted) -> int:
+    """Serials grow also if the register had to be started again and a change was lost."""
+    return max(time.time_ns(), wanted.serial + 1)
+
+
+# -- a running server
+
+
+@final
+class Control:
+    """A running server: its register, and its replicas as Ray Serve's handle of the application."""
+
+    def __init__(self, application: str, find_register: Callable[[], Any] | None = None) -> None:
+        """`find_register` returns the register's actor, and raises ValueError if there is none; None: looks on the cluster."""
+        self._application, self._register = application, None
+        self._find = find_register or partial(ray_compat.find_shared_actor, application, APPLICATION, REGISTER)
+
+    def ask(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
+        """Call a method of the register, also while Ray Serve starts it again. Raises InputError if the server was stopped."""
+        import ray
+        from ray import serve
+
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._register = self._register or self._find()
+                call = getattr(self._register, method).remote(*arguments)
+                return ray.get(call, timeout=max(0.0, deadline_s - time.monotonic()))
+            except (ValueError, ray.exceptions.RayActorError):
+                self._register = None
+                if self._application not in serve.status().applications:
+                    raise InputError(f"{method}: the server was stopped") from None
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.2)
+
+    def change(self, changed: Callable[[Wanted], Wanted], *, timeout_s: float = CHANGE_S) -> dict[str, Any]:
+        """Change the models, and return what is served once all replicas do. `changed` returns the new wanted models.
+
+        Raises InputError, and leaves all replicas with the models that they have, if one of them cannot load a new one."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            while (
+                wanted := self.ask("wanted")
+            ) is None:  # the first model is being loaded, or the register starts again
+                _wait(deadline_s, timeout_s)
+            new = changed(wanted)
+            try:
+                self._load(new, deadline_s, timeout_s)
+                if self.ask("accept", new, wanted.serial):
+                    break
+            except BaseException as error:
+                self._call("drop", new, deadline_s=time.monotonic() + CALL_S)
+                if isinstance(error, InputError):
+                    self.ask("fail", new.shadow if new.model == wanted.model else new.model, str(error))
+                    raise InputError(f"{error} (the model before goes on)") from None
+                raise
+            _wait(deadline_s, timeout_s)  # another change was faster; this one comes behind it
+        self._call("switch", new, deadline_s=deadline_s)
+        while True:
+            missing, cause = self.ask("waiting", new)
+            if cause:
+                raise InputError(f"not all replicas have changed over: {cause}")
+            if not missing:
+                return dict(self.ask("describe"))
+            _wait(deadline_s, timeout_s)
+
+    def _load(self, new: Wanted, deadline_s: float, timeout_s: float) -> None:
+        """Have every replica load the models. One that serves and was not reached is called again."""
+        while True:
+            found = self._call("load", new, deadline_s=deadline_s)
+            if causes := [cause for _, cause in found if cause]:
+                raise InputError(causes[0])
+            if not set(self.ask("serving")) - {name for name, _ in found}:
+                return
+            _wait(deadline_s, timeout_s)
+
+    def _call(self, method: str, wanted: Wanted, *, deadline_s: float) -> list[tuple[str, str]]:
+        """Call a method of all replicas that take requests. Returns their names, and why they could not do it. In place of one
+        that dies Ray Serve starts another, which loads what the register says."""
+        import ray
+        from ray import serve
+
+        server = serve.get_app_handle(self._application)
+        found = ray_compat.call_replicas(server, method, wanted, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        for result in found:
+            if isinstance(result, TimeoutError):
+                raise InputError(f"{method}: a replica did not answer in time; see the server's /metrics")
+            if isinstance(result, BaseException) and not isinstance(result, ray.exceptions.RayActorError):
+                raise result
+        return [result for result in found if not isinstance(result, BaseException)]
+
+
+def _wait(deadline_s: float, timeout_s: float) -> None:
+    if time.monotonic() > deadline_s:
+        raise InputError(f"not all replicas have changed over within {timeout_s:g} s; see the server's /metrics")
+    time.sleep(0.1)
+
+
+# -- commands for a running server
+
+
+def swap(path: str, *, address: str | None) -> dict[str, Any]:
+    """Give the server of a cluster another model, a checkpoint, run or export; return what it serves once all replicas do.
+
+    Raises InputError where no server runs there, and where the model cannot be loaded or takes other columns: the one before
+    then goes on.
+    """
+    source = source_of(path)
+    return _changed(address, lambda wanted: swapped(wanted, source))
+
+
+def roll_back(*, address: str | None) -> dict[str, Any]:
+    """Give the server of a cluster back the model before. Raises InputError where there is none."""
+    return _changed(address, rolled_back)
+
+
+def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
+    """Have the server of a cluster score every row with another model too, or, with None, no longer."""
+    source = source_of(path) if path else None
+    return _changed(address, lambda wanted: with_shadow(wanted, source), version="shadow")
+
+
+def stop(*, address: str | None) -> dict[str, Any]:
+    """End the server of a cluster, also one whose own process was killed: requests in flight are answered first. Returns what
+    it served."""
+    with _reached(address) as server:
+        found = dict(server.ask("describe"))
+        end(started_serve=server.ask("started_serve"))
+        return found
+
+
+def end(*, started_serve: bool) -> None:
+    """End the application, and Ray Serve if it was started for it and runs nothing else."""
+    from ray import serve
+
+    serve.delete(APPLICATION)
+    if started_serve and not serve.status().applications:
+        serve.shutdown()
+
+
+def _changed(address: str | None, changed: Callable[[Wanted], Wanted], *, version: str = "model") -> dict[str, Any]:
+    with _reached(address) as server:
+        found = server.change(changed)
+        versions = [replica[version] for replica in found["replicas"].values()]
+        return {"version": versions[0] or "" if versions else "", **found}
+
+
+@contextlib.contextmanager
+def _reached(address: str | None) -> Iterator[Control]:
+    """The server that runs on a cluster."""
+    import ray
+    from ray import serve
+
+    joined = ray.is_initialized()
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address in (None, "", "local") and not joined:
+        raise InputError("which server? give --cluster.address, which `rayrec serve` printed when it started")
+    if not joined:
+        quieten()
+    connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
+    try:
+        if APPLICATION not in serve.status().applications:
+            raise InputError(f"{address}: no `rayrec serve` runs on this Ray cluster")
+        yield Control(APPLICATION)
+    finally:
+        if not joined:
+            ray.shutdown()
+
+
+def quieten() -> None:
+    """What Ray Serve logs goes to its files, not to the terminal. To be called before Ray starts, whose processes inherit it."""
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)

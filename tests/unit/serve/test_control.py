@@ -1,0 +1,410 @@
+"""Changes of a server's models, with all processes in this one: any order of events, replicas that start or die, lost
+registers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from builders.click_models import ANY, make_model, make_preprocessor
+
+from rayrec.compat import ray_compat
+from rayrec.config import InputError
+from rayrec.inference.model import ServedModel
+from rayrec.serve import control, deployment, replica_models
+from rayrec.serve.config import ServeConfig
+from rayrec.serve.control import GONE_S, REGISTER, Control, Register, rolled_back, swapped, with_shadow
+from rayrec.serve.counters import Counters, Snapshot
+from rayrec.serve.replica_models import Configured, ReplicaModels, Source, Status, Wanted
+
+MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
+OTHER = make_model(make_preprocessor(ANY))
+COUNTERS = Counters()
+DIED = ray.exceptions.ActorDiedError()
+
+
+class Cluster:
+    """Ray as far as `Control` and replicas use it: the register's calls, and calls of all replicas."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.register, self.running = Register(), True
+        self.calls: dict[str, Callable[[str, Wanted], tuple[str, str]]] = {}
+        """Of the replicas that take requests, by name."""
+        self.before_call: Callable[[], None] = lambda: None
+        self.lock = threading.RLock()
+        for name in ("get_shared_actor", "find_shared_actor"):
+            monkeypatch.setattr(ray_compat, name, lambda *_: self)
+        monkeypatch.setattr(ray_compat, "call_replicas", self._call_replicas)
+        monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+        monkeypatch.setattr("ray.serve.get_app_handle", lambda _: None)
+        status = SimpleNamespace(applications={"rayrec"})
+        monkeypatch.setattr("ray.serve.status", lambda: status if self.running else SimpleNamespace(applications={}))
+        monkeypatch.setattr(control, "source_of", lambda path: path)
+        monkeypatch.setattr(deployment, "source_of", lambda path: path)
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        def call(*arguments: Any) -> Any:
+            self.before_call()
+            if not self.running:
+                raise DIED
+            with self.lock:
+                return getattr(self.register, name)(*pickle.loads(pickle.dumps(arguments)))
+
+        return SimpleNamespace(remote=call)
+
+    def _call_replicas(self, _: None, method: str, wanted: Wanted, *, timeout_s: float) -> list[Any]:
+        found: list[Any] = []
+        for name in list(self.calls):
+            self.before_call()
+            found.append(self.calls[name](method, wanted) if name in self.calls else DIED)
+        return found
+
+    def versions(self) -> list[str]:
+        return [replica["model"] for replica in self.register.describe()["replicas"].values()]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+# -- any order of events
+
+
+class World:
+    """Replicas of a server, where between two calls anything may happen: a change, a start, a death, a lost register."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self.cluster, self.random, self.names = cluster, random.Random(seed), itertools.count()
+        self.replicas: dict[str, ReplicaModels] = {}
+        self.dead = set[str]()
+        self.budget, self.depth = 6, 0
+        cluster.register, cluster.before_call = Register(), self.disturb
+        cluster.calls.clear()
+        self.start()
+        self.start()
+
+    def open(self, path: str) -> ServedModel:
+        if path == "damaged" or (path == "b" and self.random.random() < 0.1):
+            raise InputError(f"{path}: damaged")
+        return OTHER if path == "other columns" else MODELS[path]
+
+    def start(self) -> None:
+        name = str(next(self.names))
+        models = ReplicaModels(self.open, COUNTERS)
+        models.hear(Wanted(0, Source(0, "a"), configured=Configured("a")))
+        self.report(name, models)
+        while not models.ready or models.incomplete:
+            self.disturb()
+            models.switch()
+            self.report(name, models)
+        self.replicas[name] = models
+        self.cluster.calls[name] = lambda method, wanted: (name, self.call(name, models, method, wanted))
+
+    def call(self, name: str, models: ReplicaModels, method: str, wanted: Wanted) -> str:
+        if method == "switch":
+            models.hear(wanted)
+            cause = models.switch()
+            self.report(name, models)
+            return cause
+        return getattr(models, method)(wanted) or ""
+
+    def report(self, name: str, models: ReplicaModels) -> None:
+        if name in self.dead:
+            return
+        wanted, _ = self.cluster.register.report(name, models.wanted, models.status(), Snapshot(()), None)  # type: ignore[arg-type]
+        models.hear(wanted)
+        status = models.status()
+        if status.model is not None:  # only what was accepted answers
+            assert status.model.path in ("a", "b", "c")
+
+    def report_all(self) -> None:
+        for name, models in list(self.replicas.items()):
+            self.report(name, models)
+            if models.incomplete:
+                models.switch()
+                self.report(name, models)
+
+    def disturb(self) -> None:
+        if self.budget == 0 or self.depth > 1 or self.random.random() < 0.8:
+            return
+        self.budget, self.depth = self.budget - 1, self.depth + 1
+        event = self.random.choice((self.change, self.start, self.kill, self.restart, self.report_all))
+        event()
+        self.depth -= 1
+
+    def kill(self) -> None:
+        if len(self.replicas) > 1:
+            name = self.random.choice(list(self.replicas))
+            self.dead.add(name)
+            del self.replicas[name], self.cluster.calls[name]
+            if name in self.cluster.register._seen_s:  # as after GONE_S
+                self.cluster.register._seen_s[name] = -GONE_S
+        self.start()
+
+    def restart(self) -> None:
+        """Of the register; a replica that starts may report first."""
+        self.cluster.register = Register()
+        if self.random.random() < 0.5:
+            self.start()
+
+    def change(self) -> None:
+        path = self.random.choice(("b", "b", "c", "damaged", "other columns"))
+        changed = self.random.choice((lambda wanted: swapped(wanted, path), rolled_back))
+        with contextlib.suppress(InputError):
+            Control("rayrec").change(changed, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("first_seed", [0, 100])
+def test_any_order_of_events_ends_on_one_model(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first_seed: int
+) -> None:
+    class Scorer(SimpleNamespace):
+        def __init__(self, model: ServedModel, counters: Counters) -> None:
+            super().__init__(model=model, warm=lambda: None)
+
+    monkeypatch.setattr(replica_models, "BatchScorer", Scorer)
+    monkeypatch.setattr(replica_models, "RETRY_S", -1.0)
+    ends = set()
+    for seed in range(first_seed, first_seed + 100):
+        world = World(cluster, seed)
+        monkeypatch.setattr(control.time, "sleep", lambda _, world=world: world.report_all())
+        for _ in range(3):
+            world.change()
+        cluster.before_call = lambda: None
+        for _ in range(60):
+            world.report_all()
+        wanted = cluster.register.wanted()
+        assert wanted is not None
+        assert {models.status().model for models in world.replicas.values()} == {wanted.model}
+        assert cluster.register.waiting(wanted) == ([], "")
+        ends.add(wanted.model.path)
+    assert ends == {"a", "b", "c"}
+
+
+# -- replicas, with their threads
+
+
+class Replicas:
+    """Replicas of a deployment, without Ray Serve."""
+
+    def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cluster, self.loading, self._monkeypatch = cluster, list[str](), monkeypatch
+        self.slow: dict[str, threading.Event] = {}
+        """Set once a model may be loaded, by path."""
+        monkeypatch.setattr("rayrec.inference.model.open_served", lambda path, device, own: self._load(path))
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+
+    def _load(self, path: str) -> ServedModel:
+        self.loading.append(path)
+        if path in self.slow:
+            assert self.slow[path].wait(60)
+        if path not in (*MODELS, "other columns"):
+            raise InputError(f"{path}: damaged")
+        return MODELS.get(path, OTHER)
+
+    def start(self, name: str, *, model: str = "a", shadow: str | None = None) -> deployment._Replica:
+        context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), app_name="rayrec")
+        self._monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
+        replica = deployment._Replica(ServeConfig(), None, None)
+        asyncio.run(replica.reconfigure({"model": model, "shadow": shadow}))
+        asyncio.run(replica.check_health())
+        self.cluster.calls[name] = lambda method, wanted: asyncio.run(getattr(replica, method)(wanted))
+        return replica
+
+    def starting(self, name: str, *, path: str) -> threading.Thread:
+        """Returns once the replica loads the model."""
+        self.slow[path], before = threading.Event(), len(self.loading)
+        thread = threading.Thread(target=self.start, args=(name,))
+        thread.start()
+        _wait(lambda: len(self.loading) > before)
+        return thread
+
+
+def _wait(done: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def replicas(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
+    yield Replicas(cluster, monkeypatch)
+    for thread in threading.enumerate():  # while Ray is still the fixture's
+        if thread.name == "models":
+            thread.join(60)
+
+
+def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
+    replicas.start("first")
+    replicas.start("second")
+    server = Control("rayrec")
+    with pytest.raises(InputError, match="no other model"):
+        server.change(rolled_back)
+    found = server.change(lambda wanted: swapped(wanted, "b"))
+    assert (found["model"], found["previous"], found["shadow"]) == ("b", "a", None)
+    assert replicas.cluster.versions() == [MODELS["b"].version] * 2
+    for path, cause in (
+        ("other columns", "schemas differ in"),
+        ("gone", r"gone: damaged \(the model before goes on\)"),
+    ):
+        with pytest.raises(InputError, match=cause):
+            server.change(lambda wanted, path=path: swapped(wanted, path))
+        with pytest.raises(InputError, match=cause):
+            server.change(lambda wanted, path=path: with_shadow(wanted, path))
+    assert len(server.ask("describe")["failures"]) == 4
+    assert server.change(rolled_back)["model"] == "a"
+    assert server.change(rolled_back)["model"] == "b"
+    found = server.change(lambda wanted: with_shadow(wanted, "c"))
+    assert found["shadow"] == "c"
+    assert {replica["shadow"] for replica in found["replicas"].values()} == {MODELS["c"].version}
+    found = server.change(lambda wanted: with_shadow(wanted, None))
+    assert [found["shadow"], *(replica["shadow"] for replica in found["replicas"].values())] == [None] * 3
+
+
+def test_replica_that_starts_during_a_swap_has_the_new_model(replicas: Replicas) -> None:
+    replicas.start("first")
+    thread = replicas.starting("second", path="a")
+    swap = threading.Thread(target=Control("rayrec").change, args=(lambda wanted: swapped(wanted, "b"),))
+    swap.start()
+    _wait(lambda: "b" in replicas.loading)
+    replicas.slow["a"].set()
+    thread.join(60)
+    swap.join(60)
+    assert replicas.cluster.versions() == [MODELS["b"].version] * 2
+
+
+def test_replica_that_starts_during_a_refused_swap_never_serves_it(replicas: Replicas) -> None:
+    replicas.start("first")
+    thread = replicas.starting("second", path="a")
+    for path in ("other columns", "gone"):
+        with pytest.raises(InputError, match=r"schemas differ|damaged"):
+            Control("rayrec").change(lambda wanted, path=path: swapped(wanted, path))
+    replicas.slow["a"].set()
+    thread.join(60)
+    assert replicas.cluster.versions() == [MODELS["a"].version] * 2
+
+
+def test_replica_that_no_call_reached_follows(replicas: Replicas) -> None:
+    late = replicas.start("first")
+    replicas.start("second")
+    del replicas.cluster.calls["first"]  # until another process sees it
+    swap = threading.Thread(target=Control("rayrec").change, args=(lambda wanted: swapped(wanted, "b"),))
+    swap.start()
+    _wait(lambda: "b" in replicas.loading)
+    assert late._models.model is MODELS["a"]
+    replicas.cluster.calls["first"] = lambda method, wanted: asyncio.run(getattr(late, method)(wanted))
+    swap.join(60)
+    assert replicas.cluster.versions() == [MODELS["b"].version] * 2
+    wanted = replicas.cluster.register.wanted()
+    assert wanted is not None
+    replicas.cluster.register.accept(swapped(wanted, "c"), wanted.serial)  # and the process that asked for it died
+    asyncio.run(late.check_health())
+    _wait(lambda: late._models.model is MODELS["c"])
+
+
+def test_first_model_that_cannot_be_loaded_is_reported(replicas: Replicas) -> None:
+    with pytest.raises(InputError, match="gone: damaged"):
+        replicas.start("first", model="gone")
+    assert replicas.cluster.register.describe()["failures"] == {"0": "gone: damaged"}
+    assert replicas.start("second", model="b")._models.model is MODELS["b"]  # of a configuration that was corrected
+    replicas.start("third", model="b", shadow="gone")
+    found = replicas.cluster.register.describe()
+    assert (found["model"], found["shadow"]) == ("b", None)
+
+
+def test_configuration_counts_once_and_a_swap_stays(replicas: Replicas) -> None:
+    both = [replicas.start("first"), replicas.start("second")]
+
+    def configure(model: str, shadow: str | None = None) -> None:
+        for replica in both:
+            asyncio.run(replica.reconfigure({"model": model, "shadow": shadow}))
+
+        def is_wanted() -> bool:
+            for replica in both:
+                asyncio.run(replica.check_health())
+            wanted = replicas.cluster.register.wanted()
+            return wanted is not None and wanted.configured == Configured(model, shadow)
+
+        _wait(is_wanted)
+
+    configure("b")
+    _wait(lambda: replicas.cluster.versions() == [MODELS["b"].version] * 2)
+    assert replicas.loading.count("b") == 2
+    Control("rayrec").change(lambda wanted: swapped(wanted, "c"))
+    replicas.start("third", model="b")
+    asyncio.run(both[0].check_health())
+    assert replicas.cluster.versions() == [MODELS["c"].version] * 3
+    configure("gone", shadow="c")
+    assert replicas.cluster.versions() == [MODELS["c"].version] * 3
+    assert "gone: damaged" in str(replicas.cluster.register.describe()["failures"])
+    configure("gone", shadow="b")
+    _wait(lambda: replicas.cluster.register.describe()["shadow"] == "b")
+
+
+def test_lost_register_learns_from_replicas(replicas: Replicas) -> None:
+    first = replicas.start("first")
+    Control("rayrec").change(lambda wanted: swapped(wanted, "b"))
+    replicas.cluster.register = Register()
+    assert Control("rayrec").ask("wanted") is None
+    replicas.start("second")  # it knows of nothing but the configuration
+    asyncio.run(first.check_health())
+    assert Control("rayrec").change(rolled_back)["model"] == "a"
+    assert set(replicas.cluster.versions()) == {MODELS["a"].version}
+
+
+def test_stopped_server_is_named(cluster: Cluster) -> None:
+    cluster.running = False
+    with pytest.raises(InputError, match="wanted: the server was stopped"):
+        Control("rayrec").change(rolled_back)
+
+
+def test_counts_outlive_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(control.time, "monotonic", lambda: now_s[0])
+    register, counters, two = Register(), Counters(), Counters()
+    counters.waiting_rows.set(3)
+    counters.rows.labels("v").inc(5)
+    counters.batch_rows.observe(5)
+    two.rows.labels("v").inc(10)
+    rows, waiting = ("rayrec_serve_rows_total", (("model", "v"),)), ("rayrec_serve_waiting_rows", ())
+    batches = [("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")]
+
+    def report(name: str, counted: Counters) -> None:
+        register.report(name, Wanted(0, Source(0, "a")), Status(), pickle.loads(pickle.dumps(counted.snapshot())), None)
+
+    report("one", counters)
+    now_s[0] = 1.0
+    report("three", counters)
+    found = register.collect("two", two.snapshot()).values()
+    assert (found[rows], found[waiting]) == (20, 6)
+    assert [found[key] for key in batches] == [0, 2, 2]
+    now_s[0] = 2 + GONE_S
+    report("two", two)
+    found = register.collect("two", two.snapshot()).values()
+    assert (found[rows], found[waiting]) == (20, 0)
+    assert set(register.describe()["replicas"]) == {"two"}
+    report("one", two)  # it was busy, and counts on
+    assert register.collect("two", two.snapshot()).values()[rows] == 25
+
+
+def test_register_is_sent_without_rayrec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve's controller, which may not have rayrec, opens what it is sent."""
+    actor = ray_compat.shared_actor(REGISTER, Register, started_serve=True)["deployment_actors"][0]
+    import subprocess
+    import sys
+
+    code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read()); assert 'rayrec' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], input=actor._serialized_actor_class, check=True, timeout=120)

@@ -1,0 +1,441 @@
+"""A server's start, the address that it is reached at, the run that it follows; and Ray Serve's builder."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import ray
+from hosts.ports import free_ports
+
+from rayrec.checkpoint import folder_of
+from rayrec.commands.serving import serve
+from rayrec.config import InputError
+from rayrec.observe.console import Console
+from rayrec.serve import build, control, server
+from rayrec.serve.config import ServeConfig
+from rayrec.serve.listener import bind, held_port
+from rayrec.serve.replica_models import Source, Wanted
+from rayrec.serve.server import ServeInstance, choose, first_answering, settle, urls
+
+
+def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
+    return ServeInstance(with_proxies, "0.0.0.0", 9000, ("10.0.0.1",), ("10.0.0.2", "10.0.0.3"), applications)
+
+
+@pytest.mark.parametrize(
+    ("asked", "instance", "own_ray", "ingress", "port"),
+    [
+        ("auto", None, True, "direct", 8000),
+        ("auto", None, False, "serve", 8000),
+        ("auto", _instance("other"), False, "serve", 9000),
+        ("auto", _instance("other", with_proxies=False), False, "direct", 8000),
+        ("auto", _instance(with_proxies=False), False, "serve", 8000),
+        ("serve", _instance(with_proxies=False), False, "serve", 8000),
+        ("direct", _instance("other"), False, "direct", 8000),
+    ],
+)
+def test_an_ingress_that_the_cluster_can_have(
+    asked: Any, instance: ServeInstance | None, own_ray: bool, ingress: str, port: int
+) -> None:
+    settled = settle(ServeConfig(ingress=asked), instance, own_ray=own_ray)
+    assert (settled.ingress, settled.port) == (ingress, port)
+
+
+def test_an_ingress_that_it_cannot_have() -> None:
+    with pytest.raises(InputError, match="without HTTP proxies, for other"):
+        settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), own_ray=False)
+    with pytest.raises(InputError, match="proxies listen at 9000"):
+        settle(ServeConfig(ingress="direct", port=9000), _instance("other"), own_ray=False)
+
+
+def test_urls() -> None:
+    assert urls(ServeConfig(ingress="serve", host="::1"), _instance()) == ["http://[::1]:8000"]
+    assert urls(ServeConfig(ingress="serve", host="0.0.0.0"), _instance()) == ["http://10.0.0.1:8000"]
+    of_replicas = urls(ServeConfig(ingress="direct", host="::", port=7000), _instance())
+    assert of_replicas == ["http://10.0.0.2:7000", "http://10.0.0.3:7000"]
+
+
+class _Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b'{"status": "ready", "model": "v1"}' if self.path == "/readyz" else b"{}"
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_only_what_answers_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), _Ready) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert first_answering(["http://127.0.0.1:1", url], versions=["v1"]) == url
+        with pytest.raises(InputError, match="something else answers"):
+            first_answering([url], versions=["v2"], timeout_s=0)
+        server.shutdown()
+    with pytest.raises(InputError, match=r"does not answer at http://127.0.0.1:1 .*refused.*--host 0.0.0.0"):
+        first_answering(["http://127.0.0.1:1"], versions=["v1"], timeout_s=0)
+    with pytest.raises(InputError, match="no replica or proxy has an address"):
+        first_answering([], versions=["v1"], timeout_s=0)
+
+
+def test_an_application_of_ray_serve() -> None:
+    autoscaling = {"min_replicas": 1, "max_replicas": 3}
+    deployment = build({"model": "s3://m/a", "autoscaling": autoscaling, "max_rows": 9})._bound_deployment
+    assert deployment.user_config == {"model": "s3://m/a", "shadow": None}
+    assert deployment._deployment_config.autoscaling_config.max_replicas == 3
+    assert deployment.init_args[0] == ServeConfig(ingress="serve", max_rows=9, host="0.0.0.0")
+    from_text = build({"model": "7", "replicas": "2", "cpus_per_replica": "0.5", "token_env": "PATH"})._bound_deployment
+    assert from_text.num_replicas == 2
+    assert from_text.init_args[0] == ServeConfig(
+        ingress="serve", replicas=2, cpus_per_replica=0.5, token_env="PATH", host="0.0.0.0"
+    )
+    assert len(from_text.init_args[1]) == 32
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "model must be the path"),
+        ({"model": "a", "replica": 2}, "did you mean 'replicas'"),
+        ({"model": "a", "replicas": "many"}, "replicas"),
+        ({"model": "a", "port": 80}, "http_options"),
+        ({"model": "a", "autoscaling": "yes"}, "must be a mapping"),
+        ({"model": "a", "autoscaling": {}, "replicas": 2}, "excludes replicas"),
+        ({"model": "a", "autoscaling": {}, "ingress": "direct"}, "does not see the requests"),
+        ({"model": "a", "shadow": 3}, "shadow must be"),
+    ],
+)
+def test_an_application_that_is_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build(args)
+
+
+def test_port_has_one_server() -> None:
+    """Replicas of the owner share the port, a second server does not get it, nor one beside another program."""
+    port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\); choose another --port"
+    with held_port("127.0.0.1", port):
+        for _ in range(2):
+            with pytest.raises(InputError, match=f"127.0.0.1:{port}: .*{owner}"), held_port("127.0.0.1", port):
+                pass
+        with bind("127.0.0.1", port, shared=True) as one, bind("127.0.0.1", port, shared=True) as other:
+            one.listen()
+            other.listen()
+    with held_port("127.0.0.1", port):
+        pass
+    for shared in (False, True):  # a replica that outlived its server, or another program
+        with bind("0.0.0.0", port, shared=shared) as other:
+            other.listen()
+            with pytest.raises(InputError, match=owner), held_port("127.0.0.1", port):
+                pass
+
+
+def test_port_lock_ends_with_its_process() -> None:
+    port = free_ports(1)
+    child = os.fork()
+    if not child:
+        with held_port("127.0.0.1", port):
+            os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    with held_port("127.0.0.1", port):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("value", "host", "allowed", "own"),
+    [
+        ("localhost:8000", "127.0.0.1", (), True),
+        ("LOCALHOST.", "10.0.0.1", (), True),
+        ("127.0.0.2:1", "127.0.0.1", (), True),
+        ("[::1]:8000", "127.0.0.1", (), True),
+        ("10.0.0.1:8000", "10.0.0.1", (), True),
+        ("10.0.0.2:8000", "10.0.0.1", (), False),
+        ("10.0.0.2", "0.0.0.0", (), True),
+        ("[fd00::1]:80", "::", (), True),
+        ("evil.example", "0.0.0.0", (), False),
+        ("evil.example:8000", "127.0.0.1", (), False),
+        ("localhost.evil.example", "127.0.0.1", (), False),
+        ("127.0.0.1.evil.example", "0.0.0.0", (), False),
+        ("localhost@evil.example", "127.0.0.1", (), False),
+        ("localhost, evil.example", "127.0.0.1", (), False),
+        ("localhost:8000:1", "127.0.0.1", (), False),
+        ("", "127.0.0.1", ("*",), False),
+        ("api.example.org:443", "0.0.0.0", ("API.example.org",), True),
+        ("b.example.org", "0.0.0.0", ("*.example.org",), True),
+        ("example.org", "0.0.0.0", ("*.example.org",), False),
+        ("evilexample.org", "0.0.0.0", ("*.example.org",), False),
+        ("anything", "127.0.0.1", ("*",), True),
+    ],
+)
+def test_host_header_names_the_server(value: str, host: str, allowed: tuple[str, ...], own: bool) -> None:
+    assert ServeConfig(host=host, allowed_hosts=allowed).is_own_host(value) is own
+
+
+def test_allowed_hosts_are_names() -> None:
+    for name in ("http://a", "a:80", "a/b", "*a", ""):
+        with pytest.raises(InputError, match="allowed_hosts"):
+            ServeConfig(allowed_hosts=(name,))
+    ServeConfig(allowed_hosts=("fd00::1", "a", "*", "*.b-c.d"))
+
+
+# -- starting
+
+
+def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    inherited: dict[str, str] = {}
+
+    def connect(*_: object, **__: object) -> None:
+        inherited.update(os.environ)
+        raise InputError("no Ray")
+
+    monkeypatch.setattr(server, "source_of", lambda path: path)
+    monkeypatch.setattr(server, "quieten", lambda: None)
+    monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
+    monkeypatch.setenv("SERVE_TOKEN", "open sesame")
+    with pytest.raises(InputError, match="no Ray"):
+        server.serve_forever(
+            "run", config=ServeConfig(token_env="SERVE_TOKEN"), address=None, console=Console(quiet=True), started=print
+        )
+    assert inherited
+    assert "open sesame" not in inherited.values()
+
+
+# -- reaching a server
+
+
+@pytest.fixture
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither here nor in the environment."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it is set by who finds a token
+
+
+@pytest.mark.usefixtures("_no_ray")
+@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:10001"])
+def test_what_ray_takes_as_an_address_is_left_to_it(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    def connect(given: str, **_: object) -> None:
+        raise InputError(f"asked for {given}")
+
+    monkeypatch.setattr(control, "quieten", lambda: None)
+    monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
+    with pytest.raises(InputError, match=f"asked for {address}"):
+        control.roll_back(address=address)
+
+
+@pytest.mark.usefixtures("_no_ray")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_server_that_is_not_there(host: str) -> None:
+    with pytest.raises(InputError, match=r"no Ray cluster answers there"):
+        control.roll_back(address=f"{host}:{free_ports(1)}")
+    with pytest.raises(InputError, match="no Ray cluster answers there"):
+        control.roll_back(address=f"{host}:70000")
+
+
+@pytest.mark.usefixtures("_no_ray")
+def test_no_server_is_named() -> None:
+    for address in (None, "local"):  # of a new Ray, which has none
+        with pytest.raises(InputError, match="which server"):
+            control.roll_back(address=address)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "unused"),
+    [
+        ("a", {"swap": True, "shadow": "b"}, "swap: .* takes no shadow"),
+        ("a", {"swap": True, "follow": "best"}, "swap: .* takes no follow"),
+        (None, {"rollback": True, "shadow": "b"}, "rollback: .* takes no shadow"),
+        (None, {"no_shadow": True, "shadow": "b"}, "no_shadow: .* takes no shadow"),
+        (None, {"stop": True, "port": 81, "replicas": 2}, "stop: .* takes no port, replicas"),
+        (None, {"shadow": "b", "follow": "newest"}, "shadow: .* takes no follow"),
+        (None, {"rollback": True, "stop": True}, "one at a time"),
+        ("a", {"rollback": True}, "take no model"),
+        (None, {"swap": True}, "which model"),
+    ],
+)
+def test_what_a_running_server_is_not_told_is_refused(model: str | None, given: dict[str, Any], unused: str) -> None:
+    with pytest.raises(InputError, match=unused):
+        serve(model, **given)
+
+
+# -- following a run
+
+
+def _save(run: Path, step: int, score: float | None) -> str:
+    from rayrec.checkpoint.discovery import Checkpoint
+    from rayrec.checkpoint.format import MANIFEST, VERSION, seal
+    from rayrec.storage import write_json
+
+    place = folder_of(str(run), step)
+    manifest = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": score}
+    write_json(f"{place}/{MANIFEST}", seal(manifest))
+    assert Checkpoint(place).manifest()["score"] == score
+    return place
+
+
+def test_the_checkpoint_to_follow(tmp_path: Path) -> None:
+    assert choose(str(tmp_path), "newest") is None
+    first = _save(tmp_path, 10, None)
+    assert choose(str(tmp_path), "newest") == first
+    assert choose(str(tmp_path), "best") is None
+    best = [_save(tmp_path, 20, 0.75), _save(tmp_path, 30, 0.8), _save(tmp_path, 40, 0.8)][-1]
+    newest = _save(tmp_path, 50, 0.7)
+    assert choose(str(tmp_path), "best") == best
+    assert choose(str(tmp_path), "newest") == newest
+    (Path(newest) / "manifest.json").write_text("{")
+    assert choose(str(tmp_path), "newest") == best
+    assert choose(os.path.relpath(tmp_path), "best") == best
+
+
+def test_damaged_checkpoints_are_skipped_by_following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rayrec.checkpoint.format import VERSION, seal
+    from rayrec.storage import write_json
+
+    good = _save(tmp_path, 10, 0.5)
+    sound = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}
+    without_score = {name: value for name, value in sound.items() if name != "score"}
+    without_files = {name: value for name, value in sound.items() if name != "files"}
+    damaged = [
+        without_score,
+        without_files,
+        {**sound, "files": None},
+        {**sound, "score": "0.9"},
+        {**sound, "version": 9},
+    ]
+    for step, manifest in enumerate(damaged, start=20):
+        write_json(f"{folder_of(str(tmp_path), step)}/manifest.json", seal(manifest))
+    (Path(folder_of(str(tmp_path), 30)) / "manifest.json").mkdir(parents=True)
+    watched = Watched("the first", monkeypatch)
+    watch = watched.watch()
+    for which in ("newest", "best"):
+        assert choose(str(tmp_path), which) == good  # type: ignore[arg-type]
+        watched.follow(watch, str(tmp_path), which)
+    assert watched.changes == [good]
+    assert capsys.readouterr().err.count("follow: skipping a checkpoint: ") == len(damaged) + 1
+
+
+class Watched:
+    """Stands for the control of a server, whose replicas load what they are told to."""
+
+    def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server, "_RETRY_S", 0.0)
+        self.wanted, self.changes = Wanted(1, Source(1, path)), list[str]()
+        self.failures: dict[str, str] = {}
+        self.trouble: list[Exception] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def ask(self, method: str, *, timeout_s: float) -> dict[str, Any]:
+        assert method == "describe"
+        if self.trouble:
+            raise self.trouble.pop(0)
+        version = os.path.basename(self.wanted.model.path)
+        replica = {"model": version, "shadow": None}
+        return {"model": self.wanted.model.path, "replicas": {"one": replica}, "failures": dict(self.failures)}
+
+    def change(self, changed: Callable[[Wanted], Wanted]) -> None:
+        assert self.go_on.wait(60)
+        new = changed(self.wanted)
+        self.changes.append(new.model.path)
+        if self.trouble:
+            error = self.trouble.pop(0)
+            if isinstance(error, InputError):
+                self.failures[str(new.serial)] = str(error)
+            raise error
+        self.wanted = new
+
+    def watch(self) -> server._Watch:
+        return server._Watch(server.Server("http://x", self, "x:1"), Console())  # type: ignore[arg-type]
+
+    def follow(self, watch: server._Watch, run: str, which: Any = "newest") -> None:
+        """Until the change is made, and seen."""
+        watch.follow(run, which)
+        if watch._change is not None:
+            watch._change[1].exception(60)
+        assert watch.poll()
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(_save(tmp_path, 10, None), monkeypatch)
+
+
+def test_run_is_followed(watched: Watched, tmp_path: Path) -> None:
+    watch, first = watched.watch(), watched.wanted.model.path
+    run = os.path.relpath(tmp_path)
+    watched.follow(watch, run)
+    assert watched.changes == []  # it serves that already, by whatever name
+    newest = _save(tmp_path, 20, None)
+    watched.go_on.clear()
+    for _ in range(3):  # loading takes a while
+        watch.follow(run, "newest")
+        assert watch.poll()
+    watched.go_on.set()
+    watched.follow(watch, run)
+    assert watched.changes == [newest]
+    watched.follow(watch, run)
+    watched.wanted = control.rolled_back(watched.wanted)
+    assert watch.poll()
+    watched.follow(watch, run)  # after a rollback that is what the user wants
+    assert (watched.changes, watched.wanted.model.path) == ([newest], first)
+
+
+def test_checkpoint_that_was_not_loaded_is_tried_again(
+    watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch, newest = watched.watch(), _save(tmp_path, 20, None)
+    for _ in range(10):
+        watched.trouble = [InputError("the store was out")]
+        watch.follow(str(tmp_path), "newest")
+        if watch._change is not None:
+            watch._change[1].exception(60)
+        watched.trouble = []
+        assert watch.poll()
+    assert watched.changes == [newest] * 4
+    assert capsys.readouterr().err.count("not served: the store was out") == 4
+
+
+def test_following_outlives_its_store_and_its_cluster(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = watched.watch()
+    for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
+        monkeypatch.setattr(server, "choose", _raises(error) if error else choose)
+        for _ in range(3):
+            watched.follow(watch, str(tmp_path))
+    newest = _save(tmp_path, 20, None)
+    for _ in range(5):
+        watched.trouble = [_unavailable()] * 2
+        watched.follow(watch, str(tmp_path))
+        watch.follow(str(tmp_path), "newest")  # sees the failure
+    watched.trouble = []
+    watched.follow(watch, str(tmp_path))
+    assert watched.wanted.model.path == newest
+    printed = capsys.readouterr().err
+    for cause in ("the store was out for 5 s", "access denied"):
+        assert printed.count(f"follow: {cause}; the server keeps its model") == 1
+    watched.trouble = [InputError("describe: the server was stopped")]
+    assert not watch.poll()
+
+
+def _unavailable() -> Exception:
+    return ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16)
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def raise_it(*_: object, **__: object) -> Any:
+        raise error
+
+    return raise_it
