@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import until
 from hosts.ports import free_ports
-from hosts.processes import Session, environment_for, small_run
+from hosts.processes import Run, Session, environment_for, small_run
 
 from rayrec.checkpoint import committed
-from rayrec.config import InputError
-from rayrec.observe.events import read_events
 from rayrec.workloads.base import TrainConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -96,73 +94,26 @@ class Head:
         self._session.process.wait()
 
 
-class Supervised:
+class Supervised(Run):
     """One run under `rayrec supervise`."""
 
     def __init__(self, config: TrainConfig, head: Head, folder: Path, *, cache: Path) -> None:
-        assert config.name is not None
-        self.path = os.path.join(config.storage_path, config.name)
-        self.state = folder / f"{config.name}.json"
-        self._cache, self._head, self._folder, self._config = cache, head, folder, config
-        self._file = folder / f"{config.name}.yaml"
-        self._file.write_text(config.to_yaml())
-        self._commands: list[subprocess.Popen[bytes]] = []
+        super().__init__(config, folder / f"{config.name}_commands", cache=cache)
+        self.state, self._head = folder / f"{config.name}.json", head
 
-    def start(self, *flags: str) -> subprocess.Popen[bytes]:
+    def start(self, *flags: str) -> None:
         own = ["--address", self._head.url, "--python", sys.executable, "--state", str(self.state), *flags]
-        command = [sys.executable, "-m", "rayrec", "supervise", *own, "--", "train", "--config", str(self._file)]
-        with open(self._stem + ".out", "wb") as out, open(self._stem + ".err", "wb") as err:
-            environment = environment_for(self._cache)
-            self._commands.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment)
-            )
-        return self.command
-
-    @property
-    def command(self) -> subprocess.Popen[bytes]:
-        """The latest."""
-        return self._commands[-1]
-
-    @property
-    def _stem(self) -> str:
-        return str(self._folder / f"{self._config.name}_supervisor")
-
-    @property
-    def out(self) -> str:
-        return Path(self._stem + ".out").read_text()
-
-    @property
-    def err(self) -> str:
-        return Path(self._stem + ".err").read_text()
+        train = ["train", "--config", str(self._folder / "config.yaml")]
+        command = [sys.executable, "-m", "rayrec", "supervise", *own, "--", *train]
+        output = self._folder / f"command_{len(self._sessions) + 1}"
+        self._sessions.append(Session(command, environment=self._environment, output=output))
 
     @property
     def log(self) -> str:
         return self.state.with_suffix(".log").read_text()
 
     def steps(self) -> list[int]:
-        try:
-            return [event["step"] for event in read_events(os.path.join(self.path, "events.jsonl"), kinds={"step"})]
-        except InputError:
-            return []
-
-    def wait_for(self, what: Callable[[], Any], *, timeout_s: float = 180) -> Any:
-        deadline_s = time.monotonic() + timeout_s
-        while not (found := what()):
-            assert self.command.poll() is None, self.err[-4000:]
-            assert time.monotonic() < deadline_s, self.err[-4000:]
-            time.sleep(0.05)
-        return found
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: max(self.steps(), default=0) >= step)
-
-    def exit_status(self, *, timeout_s: float = 480) -> int:
-        return self.command.wait(timeout=timeout_s)
-
-    def end(self) -> None:
-        for command in self._commands:
-            command.kill()
-            command.wait()
+        return [event["step"] for event in self.events("step")]
 
 
 @pytest.fixture(scope="module")
@@ -205,34 +156,34 @@ def begin(head: Head, click_log: Path, cache: Path, tmp_path_factory: pytest.Tem
 def supervised(begin: Begin) -> Supervised:
     """A run that nothing happens to."""
     run = begin("supervised")
-    assert run.exit_status() == 0, run.err
+    assert run.exit_status(timeout_s=480) == 0, run.session.err
     return run
 
 
 @pytest.mark.extended
 @pytest.mark.exhaustive
 def test_success_ends_at_once_with_the_summary(supervised: Supervised) -> None:
-    summary = json.loads(supervised.out)
+    summary = json.loads(supervised.session.out)
     assert summary == json.loads(Path(supervised.path, "summary.json").read_text())
-    assert "criteo_demo: finished" in supervised.err  # what the job printed
+    assert "criteo_demo: finished" in supervised.session.err  # what the job printed
     for line in ("submitted supervised-0001", "supervised-0001 is running", "finished, as supervised-0001"):
         assert line in supervised.log
-        assert line in supervised.err
-    again = supervised.start("-q")
-    assert again.wait(timeout=240) == 0
-    assert json.loads(supervised.out) == summary
-    assert "rows/s" not in supervised.err
-    assert "submitted supervised-0002" in supervised.err  # a job that compares the data and ends
+        assert line in supervised.session.err
+    supervised.start("-q")
+    assert supervised.exit_status(timeout_s=240) == 0
+    assert json.loads(supervised.session.out) == summary
+    assert "rows/s" not in supervised.session.err
+    assert "submitted supervised-0002" in supervised.session.err  # a job that compares the data and ends
 
 
 def test_a_users_error_is_not_tried_again(begin: Begin) -> None:
     run = begin("wrong", train_data={"path": "/no/such/log.txt"})
-    assert run.exit_status() == 2
-    assert "/no/such/log.txt" in run.err.splitlines()[-1]
-    assert run.err.splitlines()[-1].startswith("rayrec supervise: ")
+    assert run.exit_status(timeout_s=480) == 2
+    assert "/no/such/log.txt" in run.session.err.splitlines()[-1]
+    assert run.session.err.splitlines()[-1].startswith("rayrec supervise: ")
     assert run.log.count("submitted") == 1
     assert "gave up" in run.log
-    assert run.out == ""
+    assert run.session.out == ""
 
 
 @pytest.mark.exhaustive
@@ -240,8 +191,8 @@ def test_a_users_error_is_not_tried_again(begin: Begin) -> None:
 def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
     run = begin("interrupted", steps=100_000)
     run.wait_for_step(60)
-    run.command.send_signal(signal.SIGINT)
-    assert run.exit_status() == 130
+    run.session.process.send_signal(signal.SIGINT)
+    assert run.exit_status(timeout_s=480) == 130
     assert "interrupted-0001 has ended" in run.log
     newest = committed(run.path)[-1].step
     assert newest >= 60
@@ -253,14 +204,13 @@ def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
 def test_another_supervisor_follows_the_same_job(begin: Begin, undisturbed: dict[str, Any]) -> None:
     run = begin("orphan")
     run.wait_for_step(40)
-    run.command.kill()
-    run.command.wait()
+    run.kill_driver()
     run.start()
-    assert run.exit_status() == 0, run.err
-    assert "following orphan-0001" in run.err
+    assert run.exit_status(timeout_s=480) == 0, run.session.err
+    assert "following orphan-0001" in run.session.err
     assert run.log.count("submitted") == 1
-    assert json.loads(run.out)["weights_sha256"] == undisturbed["weights_sha256"]
-    assert json.loads(run.out)["restarts"] == 0
+    assert json.loads(run.session.out)["weights_sha256"] == undisturbed["weights_sha256"]
+    assert json.loads(run.session.out)["restarts"] == 0
 
 
 @pytest.mark.extended
@@ -269,19 +219,18 @@ def test_a_lost_head_costs_no_more_than_the_steps_since_the_checkpoint(
 ) -> None:
     run = begin("lost")
     run.wait_for_step(60)
-    run.wait_for(lambda: any(saved.step >= 40 for saved in committed(run.path)))
+    until(lambda: any(saved.step >= 40 for saved in committed(run.path)), timeout_s=180)
     head.kill()
     assert max(run.steps()) < STEPS
-    run.wait_for(lambda: "head lost" in run.log)
+    until(lambda: "head lost" in run.log, timeout_s=180)
     head.start()
     head.wait()
-    assert run.exit_status() == 0, run.err
-    assert json.loads(run.out)["weights_sha256"] == undisturbed["weights_sha256"]
+    assert run.exit_status(timeout_s=480) == 0, run.session.err
+    assert json.loads(run.session.out)["weights_sha256"] == undisturbed["weights_sha256"]
     lines = run.log.splitlines()
     order = ["submitted lost-0001", "head lost", "head is back", "lost-0001 was lost with the head"]
     order += ["submitted lost-0002"]
     places = [next(place for place, line in enumerate(lines) if text in line) for text in order]
     assert places == sorted(places)
     assert run.log.count("submitted") == 2
-    starts = read_events(os.path.join(run.path, "events.jsonl"), kinds={"start"})
-    assert starts[-1]["step"] >= 40
+    assert run.events("start")[-1]["step"] >= 40
