@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from builders.runs import QUIET, events_of, losses, train
 from hosts.processes import Run
 
 import rayrec
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
-from rayrec.observe.console import Console
-from rayrec.observe.events import read_events
 from rayrec.recipes.gpt2 import gpt2, gpt2_tiny
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 BLOCK, STEPS = 16, 60
 LOOPS = ("rayrec", "huggingface")
-QUIET = Console(quiet=True)
 
 
 def write_text(path: Path, *, sentences: int, seed: int) -> None:
@@ -68,20 +66,6 @@ def small(tokens: Path, storage_path: Path, *, workload: dict[str, Any] | None =
     return gpt2_tiny(str(tokens)).replace(**{**fields, "workload": {**own, **(workload or {})}, **changes})
 
 
-def trained(config: TrainConfig) -> Result:
-    from rayrec.training.trainer import train
-
-    return train(config, console=QUIET)
-
-
-def events(folder: str, kind: str) -> list[dict[str, Any]]:
-    return read_events(f"{folder}/events.jsonl", kinds={kind})
-
-
-def losses(folder: str) -> list[float]:
-    return [event["loss"] for event in events(folder, "step")]
-
-
 @pytest.fixture(
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["one worker", "two workers"]
 )
@@ -92,7 +76,7 @@ def runs(request: pytest.FixtureRequest, tokens: Path, tmp_path_factory: pytest.
     scaling = {"num_workers": request.param, "threads_per_worker": 1}
     folder = tmp_path_factory.mktemp("runs")
     return {
-        loop: trained(small(tokens, folder, name=loop, loop=loop, scaling=scaling, batch_size=16 // request.param))
+        loop: train(small(tokens, folder, name=loop, loop=loop, scaling=scaling, batch_size=16 // request.param))
         for loop in LOOPS
     }
 
@@ -106,14 +90,14 @@ def test_a_run_learns_and_leaves_its_folder_complete(runs: dict[str, Result]) ->
         assert (summary["rows_lost"], summary["rows_repeated"], summary["restarts"]) == (0, 0, 0)
         assert summary["weights_sha256"] == weights_sha256(Checkpoint(summary["checkpoint"]))
         assert summary["tokens_per_row"] == BLOCK
-        [start] = events(result.folder, "start")
+        [start] = events_of(result.folder, "start")
         assert start["num_parameters"] == summary["num_parameters"]
         curve = losses(result.folder)
         assert len(curve) == STEPS
         assert abs(curve[0] - math.log(summary["vocabulary_size"])) < 1
         assert summary["metrics"]["loss"] < 0.5 * curve[0]
         assert summary["metrics"]["perplexity"] == pytest.approx(math.exp(summary["metrics"]["loss"]))
-        [samples] = [event["samples"] for event in events(result.folder, "samples")]
+        [samples] = [event["samples"] for event in events_of(result.folder, "samples")]
         assert [sample["kind"] for sample in samples] == ["text"] * 3
         assert all(len(sample["text"]) == 24 for sample in samples)
 
@@ -123,7 +107,7 @@ def test_both_loops_learn_the_same(runs: dict[str, Result]) -> None:
     assert losses(own.folder) == losses(other.folder)
     assert own.summary["weights_sha256"] == other.summary["weights_sha256"]
     assert own.summary["metrics"] == other.summary["metrics"]
-    saved = [[event["step"] for event in events(run.folder, "checkpoint")] for run in (own, other)]
+    saved = [[event["step"] for event in events_of(run.folder, "checkpoint")] for run in (own, other)]
     assert saved[0] == saved[1]
 
 
@@ -150,13 +134,13 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
     assert [len(text) for text in table["text"]] == [24, 24]
     told = rayrec.export(result.folder, out=str(tmp_path / "export"))
     assert told["bytes"] > 0
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "export")
+    model = GPT2LMHeadModel.from_pretrain(tmp_path / "export")
     assert "lm_head.weight" not in load_file(tmp_path / "export" / "model.safetensors")
-    batch = AutoTokenizer.from_pretrained(tmp_path / "export")(["the cat sees it."], return_tensors="pt")["input_ids"]
+    batch = AutoTokenizer.from_pretrain(tmp_path / "export")(["the cat sees it."], return_tensors="pt")["input_ids"]
     assert batch.shape == (1, BLOCK)
     assert model(batch, labels=batch).loss.item() < 2 * metrics["loss"]
     # A run begins where that one ended.
-    begun = trained(small(tokens, tmp_path, steps=1, workload={"weights": str(tmp_path / "export")}))
+    begun = train(small(tokens, tmp_path, steps=1, workload={"weights": str(tmp_path / "export")}))
     assert losses(begun.folder)[0] < 0.6 * losses(result.folder)[0]
 
 
@@ -165,11 +149,11 @@ def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fsdp_learns_what_ddp_learns(tokens: Path, tmp_path: Path, loop: str) -> None:
     fields: dict[str, Any] = {"steps": 12, "evaluate_every": 6, "precision": "fp32", "loop": loop}
-    ddp = trained(small(tokens, tmp_path, name="ddp", **fields))
-    fsdp = trained(small(tokens, tmp_path, name="fsdp", workload={"parallel": "fsdp", "accumulate": 2}, **fields))
+    ddp = train(small(tokens, tmp_path, name="ddp", **fields))
+    fsdp = train(small(tokens, tmp_path, name="fsdp", workload={"parallel": "fsdp", "accumulate": 2}, **fields))
     assert losses(fsdp.folder)[0] == pytest.approx(losses(ddp.folder)[0], rel=0.05)  # dropout is drawn for other parts
     assert losses(fsdp.folder)[-1] == pytest.approx(losses(ddp.folder)[-1], rel=0.2)
-    [samples] = [event["samples"] for event in events(fsdp.folder, "samples")]
+    [samples] = [event["samples"] for event in events_of(fsdp.folder, "samples")]
     assert all(len(sample["text"]) == 24 for sample in samples)
     manifests = [Checkpoint(run.checkpoint).manifest()["tensors"] for run in (ddp, fsdp)]
     stored, other = ({name: tensor["shape"] for name, tensor in tensors.items()} for tensors in manifests)
@@ -222,8 +206,8 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
         run.wait_for("checkpoint", lambda event: event["step"] >= 20)
         run.session.end()
         assert not run.events("finish")
-    result = trained(small(tokens, tmp_path, **fields, loop="huggingface", scaling=scaling, batch_size=16))
-    start = events(result.folder, "start")[-1]
+    result = train(small(tokens, tmp_path, **fields, loop="huggingface", scaling=scaling, batch_size=16))
+    start = events_of(result.folder, "start")[-1]
     assert (start["world_size"], start["step"] >= 20) == (1, True)
     assert (result.summary["rows_repeated"], result.summary["rows_lost"]) == (0, 0)
     assert result.summary["metrics"]["loss"] < 0.5 * losses(result.folder)[0]
@@ -240,7 +224,7 @@ def test_the_124_million_parameters_start_and_step(tmp_path: Path) -> None:
         "block_size": 1024,
     }  # every byte, a block of them
     rayrec.preprocess(str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), **settings, console=QUIET)
-    result = trained(
+    result = train(
         gpt2(str(tmp_path / "tokens")).replace(
             storage_path=str(tmp_path),
             name="run",

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import yaml
 from builders.golden import check_golden
+from builders.runs import events_of, losses
 from hosts.processes import Run
 
 from rayrec import recipes
@@ -29,7 +30,6 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.ingest.loader import Loader
 from rayrec.layers import cpu_watch
-from rayrec.observe.events import read_events
 from rayrec.training.trainer import Result, train
 from rayrec.workloads.base import Target, TrainConfig, WorkerContext
 from rayrec.workloads.recsys.planning import memory_here, tables_of
@@ -75,14 +75,6 @@ def alone(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
     return config, train(config)
 
 
-def events(folder: str | Path, *kinds: str) -> list[dict[str, Any]]:
-    return read_events(f"{folder}/events.jsonl", kinds=kinds or None)
-
-
-def losses(folder: str | Path) -> list[float]:
-    return [event["loss"] for event in events(folder, "step")]
-
-
 def lines_of(click_log: Path) -> list[bytes]:
     return (click_log / "train.txt").read_bytes().splitlines(keepends=True)
 
@@ -106,11 +98,11 @@ def test_a_run_leaves_its_folder_complete(finished: tuple[TrainConfig, Result]) 
     assert summary["config_hash"] in stored.splitlines()[0]
     assert recipes.load_config(stored) == config
     assert yaml.safe_load(stored)["steps"] == 20
-    kinds = [event["kind"] for event in events(result.folder)]
+    kinds = [event["kind"] for event in events_of(result.folder)]
     assert kinds[0] == "run"
     assert {"prepared", "start", "step", "evaluate", "checkpoint", "finish", "summary"} <= set(kinds)
     assert list(Path(result.folder, "logs").glob("worker_*.log"))
-    for before, step in pairwise(events(result.folder, "step")):
+    for before, step in pairwise(events_of(result.folder, "step")):
         assert sum(step["times_s"].values()) == pytest.approx((step["rows"] - before["rows"]) / step["rows_per_s"])
         assert min(step["times_s"][phase] for phase in ("forward", "backward", "optimizer", "collectives")) > 0
         assert step["peak_fraction"] > 0
@@ -135,7 +127,7 @@ def test_the_plan_tells_what_each_worker_holds(finished: tuple[TrainConfig, Resu
         target=Target(2, 2),
         memory_bytes=memory_here(config, workers=2),
     ).worker_bytes
-    (start,) = events(result.folder, "start")
+    (start,) = events_of(result.folder, "start")
     held = [sum(table["bytes_of_rank"].get(rank, 0) for table in start["tables"]) for rank in ("0", "1")]
     assert list(planned) == held
     assert min(held) > 0
@@ -143,9 +135,9 @@ def test_the_plan_tells_what_each_worker_holds(finished: tuple[TrainConfig, Resu
 
 def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result]) -> None:
     config, result = finished
-    before = events(result.folder)
+    before = events_of(result.folder)
     assert train(config).summary == result.summary
-    assert events(result.folder) == before
+    assert events_of(result.folder) == before
     for changes, told in (
         ({"steps": 19}, "finished with another configuration"),
         ({"steps": 21, "seed": 1}, r"was trained with other settings \(seed: 0 -> 1\)"),
@@ -166,7 +158,7 @@ def test_contention_for_cpus_is_logged_and_keeps_bits(
     config, result = alone
     again = train(config.replace(storage_path=str(tmp_path)))
     assert again.summary["weights_sha256"] == result.summary["weights_sha256"]
-    (event,) = events(again.folder, "cpu_contention")
+    (event,) = events_of(again.folder, "cpu_contention")
     assert (event["rank"], event["waiting_share"]) == (0, 1.0)
 
 
@@ -345,7 +337,7 @@ def test_one_worker_on_ray_trains_what_this_process_trains(
     config, here = alone
     on_ray = train(config.replace(storage_path=str(tmp_path), cluster={"address": None}))
     was_on_ray = [
-        any("worker_imports" in event["stages"] for event in events(folder, "start_up"))
+        any("worker_imports" in event["stages"] for event in events_of(folder, "start_up"))
         for folder in (here.folder, on_ray.folder)
     ]
     assert was_on_ray == [False, True]
@@ -421,7 +413,7 @@ def test_saves_apart_from_evaluations_keep_the_best(click_log: Path, tmp_path: P
         click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18
     )
     summary = train(config).summary
-    best = max(events(tmp_path / "run", "evaluate"), key=lambda event: (event["auroc"], event["step"]))
+    best = max(events_of(tmp_path / "run", "evaluate"), key=lambda event: (event["auroc"], event["step"]))
     assert summary["chosen_step"] == best["step"]
     assert Checkpoint(summary["checkpoint"]).manifest()["state"]["progress"]["step"] == best["step"]
 

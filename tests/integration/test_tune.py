@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from builders.runs import QUIET
 
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
-from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.ray_pool import RayPool
 from rayrec.tuning.space import TuneConfig
@@ -22,7 +22,6 @@ from rayrec.tuning.trials import Job, Standing, folder_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 RATE = "workload.dense_optimizer.learning_rate"
-QUIET = Console(quiet=True)
 
 
 def test_a_search_on_ray_ends_as_one_in_this_process(local_ray: None, click_log: Path, tmp_path: Path) -> None:

@@ -11,14 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders.digits import write_digits
+from builders.runs import QUIET, events_of, losses, train
 from hosts.processes import Run
 
 import rayrec
 from rayrec.checkpoint import Checkpoint, weights_sha256
 from rayrec.checkpoint.safetensors import read_weights
 from rayrec.data.numbered_rows import read_labels
-from rayrec.observe.console import Console
-from rayrec.observe.events import read_events
 from rayrec.recipes.mnist import mnist_resnet18
 from rayrec.workloads.vision import ResNetConfig
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 TRAIN_ROWS, TEST_ROWS, EPOCHS = 410, 90, 4
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,26 +57,16 @@ def small(digits: Path, storage_path: Path, *, workload: dict[str, Any] | None =
     return mnist_resnet18(str(digits)).replace(**{**fields, "workload": {**own, **(workload or {})}, **changes})
 
 
-def trained(config: TrainConfig) -> Result:
-    from rayrec.training.trainer import train
-
-    return train(config, console=QUIET)
-
-
-def losses(folder: str) -> list[float]:
-    return [event["loss"] for event in read_events(f"{folder}/events.jsonl", kinds={"step"})]
-
-
 @pytest.fixture(scope="module")
 def two(local_ray: None, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return trained(small(digits, tmp_path_factory.mktemp("runs")))
+    return train(small(digits, tmp_path_factory.mktemp("runs")))
 
 
 @pytest.fixture(scope="module")
 def one(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     scaling = {"num_workers": 1, "threads_per_worker": 1}
     cluster = {"num_cpus": 2, "address": "none"}
-    return trained(small(digits, tmp_path_factory.mktemp("runs"), scaling=scaling, batch_size=32, cluster=cluster))
+    return train(small(digits, tmp_path_factory.mktemp("runs"), scaling=scaling, batch_size=32, cluster=cluster))
 
 
 @pytest.mark.parametrize("workers", ["one", "two"])
@@ -96,7 +84,7 @@ def test_a_run_learns_and_leaves_its_folder_complete(request: pytest.FixtureRequ
     assert len(curve) == summary["steps"]
     assert abs(curve[0] - math.log(10)) < 1
     assert sum(curve[-5:]) < 0.6 * sum(curve[:5])
-    [samples] = [event["samples"] for event in read_events(f"{result.folder}/events.jsonl", kinds={"samples"})]
+    [samples] = [event["samples"] for event in events_of(result.folder, "samples")]
     assert len(samples) == 9
     assert {len(sample["pixels"]) for sample in samples} == {28}
     assert sum(sample["label"] == sample["prediction"] for sample in samples) >= 5
@@ -133,7 +121,7 @@ def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) 
         cluster={"address": "none"},
         workload={"weights": str(tmp_path / "out" / "model.safetensors"), "augmentation": {"max_shift": 0.0}},
     )
-    again = trained(config)
+    again = train(config)
     assert losses(again.folder)[0] < 0.7 * losses(two.folder)[0]
     assert all(torch.isfinite(value).all() for value in weights.values())
 
@@ -141,7 +129,7 @@ def test_an_export_predicts_the_same(two: Result, digits: Path, tmp_path: Path) 
 @pytest.mark.extended
 @pytest.mark.exhaustive
 def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) -> None:
-    result = trained(small(digits, tmp_path, workload={"parallel": "fsdp"}))
+    result = train(small(digits, tmp_path, workload={"parallel": "fsdp"}))
     first, second = losses(two.folder), losses(result.folder)
     assert second[:8] == pytest.approx(first[:8], rel=2e-3)
     assert sum(second[-10:]) == pytest.approx(sum(first[-10:]), rel=0.3)  # differences of rounding grow
@@ -159,7 +147,7 @@ def test_accumulation_and_bf16(digits: Path, tmp_path: Path) -> None:
     config = small(
         digits, tmp_path, scaling=scaling, batch_size=32, steps=3, precision="bf16", workload={"accumulate": 3}
     )
-    result = trained(config)
+    result = train(config)
     assert result.summary["rows"] == 3 * 32
     assert losses(result.folder)[0] == pytest.approx(math.log(10), abs=1)
 
