@@ -48,7 +48,12 @@ def test_what_a_wheel_lacks_or_must_not_hold_is_named() -> None:
         "the wheel must not hold tests/conftest.py",
     ]
     files = wheels.package_files(ROOT)
-    assert {"rayrec/py.typed", "rayrec/ingest/raydp.lock", "rayrec/observe/report/templates/page.html"} <= files
+    assert {
+        "rayrec/py.typed",
+        "rayrec/ingest/raydp.lock",
+        "rayrec/observe/report/templates/page.html",
+        "rayrec/serve/try.html",
+    } <= files
     assert not any(name.endswith((".c", ".h", ".so")) for name in files)
 
 

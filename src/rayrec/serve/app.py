@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import functools
 import hashlib
 import hmac
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
+from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, final
 
 import orjson
@@ -21,7 +25,6 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayrec.serve import page
 from rayrec.serve.batcher import Batcher
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
@@ -217,7 +220,8 @@ class ScoringApp:
         return _Response(self._document[1])
 
     async def _page(self, request: Request) -> Response:
-        return _Response(page.HTML, media_type="text/html", headers=page.HEADERS)
+        content, headers = _read_page()
+        return _Response(content, media_type="text/html", headers=headers)
 
     # --
 
@@ -230,6 +234,21 @@ class ScoringApp:
     def close(self) -> None:
         self._batcher.close()
         self._models.close()
+
+
+@functools.cache
+def _read_page() -> tuple[bytes, Mapping[str, str]]:
+    """Return the page at /, which needs no other file, and headers that let a browser run its own style and script alone."""
+    content = resources.files(__package__).joinpath("try.html").read_bytes()
+    hashes = {
+        tag: base64.b64encode(hashlib.sha256(text).digest()).decode()
+        for tag, text in re.findall(rb"<(style|script)>(.*?)</\1>", content, re.DOTALL)
+    }
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{hashes[b'style']}'; script-src 'sha256-{hashes[b'script']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return content, {"content-security-policy": policy, "referrer-policy": "no-referrer"}
 
 
 _CLOSE: Final = {"connection": "close"}  # the rest of the request is not read
