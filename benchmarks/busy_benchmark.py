@@ -41,8 +41,7 @@ def main(*, quick: bool) -> None:
     path = synthetic_log(rows)
     for on_ray in (False, True):
         trained = {
-            name: partial(child, __file__, "train", path=path, on_ray=on_ray, busy=name == "busy")
-            for name in ("quiet", "busy")
+            name: partial(child, __file__, "train", path=path, on_ray=on_ray, busy=name == "busy") for name in ("quiet", "busy")
         }
         rates = interleaved(repeats, **trained)
         place = "on a local Ray" if on_ray else "in one process"

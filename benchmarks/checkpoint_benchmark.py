@@ -231,8 +231,6 @@ def in_training(rows: int, repeats: int) -> None:
 
 def main(*, quick: bool) -> None:
     with part("checkpoint", "tables, one process"):
-        large_state(
-            int(float(os.environ.get("RAYREC_BENCHMARK_STATE_GB", "0.25" if quick else "2")) * 1e9), 2 if quick else 5
-        )
+        large_state(int(float(os.environ.get("RAYREC_BENCHMARK_STATE_GB", "0.25" if quick else "2")) * 1e9), 2 if quick else 5)
     with part("checkpoint", "saves of a training run"):
         in_training(500_000 if quick else 3_000_000, 1 if quick else 3)

@@ -99,9 +99,7 @@ def compare_losses(*, steps: int, about: dict[str, Any], **common: Any) -> None:
         emit_losses("gpt2", peer="plain HuggingFace Trainer script", workload=described, found=found, peer_losses=peer)
 
 
-def compare_speed(
-    *, repeats: int, steps: int, warm_steps: int, peak: float, about: dict[str, Any], **common: Any
-) -> None:
+def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, about: dict[str, Any], **common: Any) -> None:
     """Tokens/s of all workers, the candidates in turn.
 
     Where there are several processes, the plain script reads in them: in DataLoader workers of two of them StreamingDataset
@@ -111,10 +109,7 @@ def compare_speed(
     length = {"steps": steps, "warm_steps": warm_steps}
     rates, last = interleaved_rates(
         repeats,
-        **{
-            loop: lambda loop=loop: child(__file__, "ours", log_every=10, loop=loop, **length, **common)
-            for loop in LOOPS
-        },
+        **{loop: lambda loop=loop: child(__file__, "ours", log_every=10, loop=loop, **length, **common) for loop in LOOPS},
         **{f"plain_{count}": lambda count=count: plain(loader_workers=count, **length, **common) for count in readers},
     )
     best = max(readers, key=lambda loader_workers: rates[f"plain_{loader_workers}"])

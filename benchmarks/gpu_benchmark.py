@@ -149,14 +149,7 @@ def preprocessed(path: str, preprocessor: str, *, multi_hot: bool) -> str:
 
 
 def config_of(
-    sizes: Sizes,
-    *,
-    on: str,
-    precision: str,
-    multi_hot: bool = False,
-    ready: bool = False,
-    large: bool = False,
-    **changes: Any,
+    sizes: Sizes, *, on: str, precision: str, multi_hot: bool = False, ready: bool = False, large: bool = False, **changes: Any
 ) -> Any:
     """MLPerf's DLRM, or its DCNv2 with `multi_hot`, on the synthetic log; `ready`: from preprocessed data; `large`: with tables
     of `large_table_rows`."""
@@ -182,10 +175,7 @@ def config_of(
         scaling={"num_workers": 1, "use_gpu": on == "cuda"},
         trackers={"prometheus": False, "tensorboard": False},
         workload=workload.replace(
-            preprocessor=preprocessor,
-            preset=workload.preset.replace(split=Split()),
-            sparse_optimizer=rate,
-            dense_optimizer=rate,
+            preprocessor=preprocessor, preset=workload.preset.replace(split=Split()), sparse_optimizer=rate, dense_optimizer=rate
         ),
     ).replace(**changes)
 
@@ -372,12 +362,7 @@ def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]
         if out is not None:
             os.makedirs(out, exist_ok=True)
             shutil.copy(place, os.path.join(out, "trace.json.gz"))
-    return {
-        "syncs": syncs_of(found),
-        "steps": steps,
-        "kernels": kernels_of(found),
-        "config_hash": summary["config_hash"],
-    }
+    return {"syncs": syncs_of(found), "steps": steps, "kernels": kernels_of(found), "config_hash": summary["config_hash"]}
 
 
 def syncs_of(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -486,9 +471,7 @@ def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
     given = {"sizes": asdict(sizes), "on": on, "multi_hot": True}
     peak, moved = run(peaks, on=on), run(row_bytes, **given)
     for precision in ("tf32", "bf16") if on == "cuda" else ("fp32",):
-        rates, last = interleaved_rates(
-            sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **given)
-        )
+        rates, last = interleaved_rates(sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **given))
         _emit_speed(
             f"MLPerf DCNv2, multi-hot, {precision}, from preprocessed parquet files",
             peer=None,
@@ -502,12 +485,7 @@ def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
 
 
 def roofline(
-    rows_per_s: float,
-    multiply_adds: float,
-    moved: Mapping[str, float],
-    peak: Mapping[str, float],
-    *,
-    precision: str,
+    rows_per_s: float, multiply_adds: float, moved: Mapping[str, float], peak: Mapping[str, float], *, precision: str
 ) -> dict[str, Any]:
     """FLOP and bytes of a row, and the shares of the device's measured peaks that they make at this speed. Pure."""
     flop, size = 6 * multiply_adds, sum(moved.values())
@@ -585,9 +563,7 @@ def memory(sizes: Sizes, on: str, out: str | None) -> None:
 def uvm(sizes: Sizes, on: str, out: str | None) -> None:
     given = {"sizes": asdict(sizes), "on": on}
     rates, last = interleaved_rates(
-        sizes.repeats,
-        host=partial(run, cached_speed, uvm=True, **given),
-        device=partial(run, cached_speed, uvm=False, **given),
+        sizes.repeats, host=partial(run, cached_speed, uvm=True, **given), device=partial(run, cached_speed, uvm=False, **given)
     )
     emit(
         "gpu",

@@ -92,9 +92,7 @@ def indexed(path: str, schema: Schema, engine: StreamEngine, cache: str) -> LogI
     return LogSource.at(path).index(schema, segment_bytes=2 << 20, context=TaskContext(engine, cache, say))
 
 
-def prepare(
-    path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA
-) -> tuple[BlockOrder, Shared[Preprocessor], Preprocessor]:
+def prepare(path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA) -> tuple[BlockOrder, Shared[Preprocessor], Preprocessor]:
     engine = RayEngine(TaskPlacement())
     index = indexed(path, schema, engine, os.path.dirname(path) + "/.cache")
     parts = tuple(index.parts(0, index.rows))
@@ -104,11 +102,7 @@ def prepare(
 
 
 def through(
-    engine: StreamEngine,
-    order: BlockOrder,
-    preprocessor: Shared[Preprocessor],
-    preset: Preset = RAYREC,
-    schema: Schema = SCHEMA,
+    engine: StreamEngine, order: BlockOrder, preprocessor: Shared[Preprocessor], preset: Preset = RAYREC, schema: Schema = SCHEMA
 ) -> float:
     """Rows/s of one worker's loader that has all cores for its data tasks."""
 
@@ -175,9 +169,7 @@ def main(*, quick: bool) -> None:
     vocabularies = vocabularies_of(peer_path, peer_rows)
 
     def notebook() -> float:
-        read, seconds = timed(
-            lambda: sum(len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE))
-        )
+        read, seconds = timed(lambda: sum(len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE)))
         assert read == peer_rows
         return read / seconds
 
@@ -240,8 +232,7 @@ def main(*, quick: bool) -> None:
 def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -> None:
     prepared = {name: prepare(synthetic_log(rows), preset) for name, preset in ALL.items()}
     by_profile = interleaved(
-        repeats,
-        **{name: lambda name=name: through(engine, prepared[name][0], prepared[name][1], ALL[name]) for name in ALL},
+        repeats, **{name: lambda name=name: through(engine, prepared[name][0], prepared[name][1], ALL[name]) for name in ALL}
     )
     for name, rate in by_profile.items():
         emit(

@@ -68,9 +68,7 @@ def main(*, quick: bool) -> None:
         )
         # What the start, an evaluation and the end send is the same in a shorter run.
         short = {
-            hosts: attempt(
-                f"{hosts} hosts, few steps", partial(_trained, folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS)
-            )
+            hosts: attempt(f"{hosts} hosts, few steps", partial(_trained, folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS))
             for hosts, _ in cases
         }
     alone, pair = rates["one_host"], rates["two_workers_on_one_host"]

@@ -53,9 +53,7 @@ def largest_difference(losses: list[float], peer: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, peer, strict=True))
 
 
-def interleaved_rates(
-    repeats: int, **candidates: Callable[[], dict[str, Any]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def interleaved_rates(repeats: int, **candidates: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the candidates `in_turn`: the median `rows_per_s` of each, and the last result of each."""
     found = in_turn(repeats, lambda number: candidates, shown=lambda result: f"{result['rows_per_s']:,.1f}/s")
     rates = {name: median_of(results, lambda result: result["rows_per_s"]) for name, results in found.items()}

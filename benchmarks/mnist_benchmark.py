@@ -114,9 +114,7 @@ def main(*, quick: bool) -> None:
         common: dict[str, Any] = {"path": path, "workers": workers, "precision": "fp32"}
         with part("mnist", f"{workload(**common)}: losses"):
             compare_losses(steps=10 if quick else 100, **common)
-        compare_speed(
-            repeats=1 if quick else 3, steps=20 if quick else 120, warm_steps=5 if quick else 20, peak=peak, **common
-        )
+        compare_speed(repeats=1 if quick else 3, steps=20 if quick else 120, warm_steps=5 if quick else 20, peak=peak, **common)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,5 @@ def _ours(folder: str, dropout: float, epochs: int) -> dict[str, Any]:
     )
     run = rayrec.train(config, console=Console(quiet=True))
     found = rayrec.evaluate(run.folder, os.path.join(folder, "test"), console=Console(quiet=True))
-    say(
-        f"  rayrec, next_item, dropout {dropout}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}"
-    )
+    say(f"  rayrec, next_item, dropout {dropout}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
     return {**found, "validation": run.metrics["ndcg_at_10"], "dropout": dropout}

@@ -179,8 +179,6 @@ def _ours(recipe: Any, folder: str) -> dict[str, Any]:
         trackers={"prometheus": False, "tensorboard": False},
     )
     run = rayrec.train(config, console=Console(quiet=True)).folder
-    found = rayrec.evaluate(
-        run, os.path.join(folder, "test"), group="user_id", ranking_k=(10,), console=Console(quiet=True)
-    )
+    found = rayrec.evaluate(run, os.path.join(folder, "test"), group="user_id", ranking_k=(10,), console=Console(quiet=True))
     say(f"  rayrec, {recipe.__name__}: NDCG@10 {found['ndcg_at_10']:.4f}, recall@10 {found['recall_at_10']:.4f}")
     return found

@@ -36,10 +36,7 @@ def drive(*, folder: str) -> dict[str, float]:
         "TensorBoard": partial(TensorBoardTracker, folder, config="recipe: criteo_demo\n"),
         "Prometheus": partial(PrometheusTracker, "observed", since_s=0.0),
     }
-    with (
-        tracking(makers, place, note=console.note),
-        console.training(lambda stop: follow(place, stop=stop)),
-    ):
+    with tracking(makers, place, note=console.note), console.training(lambda stop: follow(place, stop=stop)):
         sys.stdin.readline()
         begin_s = _used_s()
         sys.stdin.read()
@@ -80,12 +77,7 @@ def driver(folder: str) -> Iterator[Driver]:
     with subprocess.Popen(["cat"], stdin=terminal, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         os.close(terminal)
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=its_end,
-            text=True,
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=its_end, text=True, env=environment
         )
         os.close(its_end)
         with process:

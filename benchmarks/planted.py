@@ -55,9 +55,7 @@ def crosses(rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, prod
     return Planted(table, {"label": "click", "dense": [], "sparse": names}, {"click": logits})
 
 
-def interests(
-    rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, users: int = 20_000, length: int = 10
-) -> Planted:
+def interests(rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, users: int = 20_000, length: int = 10) -> Planted:
     """An item is of one topic; a user is likelier to click it if any of the items clicked before is of that topic."""
     rng = np.random.default_rng(seed)
     topic = np.sort(rng.integers(0, topics, items))
@@ -116,12 +114,7 @@ def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, know
             "device": device,
         }
     )
-    schema = {
-        "label": "click",
-        "labels": [{"name": "bought"}],
-        "dense": [],
-        "sparse": ["user", "item", "hour", "device"],
-    }
+    schema = {"label": "click", "labels": [{"name": "bought"}], "dense": [], "sparse": ["user", "item", "hour", "device"]}
     return Planted(table, schema, {"click": click, "bought": bought})
 
 
@@ -132,12 +125,7 @@ def only(planted: Planted, label: str) -> Planted:
     return Planted(planted.table.filter(pa.array(known)), schema, {label: planted.logits[label][known]})
 
 
-TRUTHS: dict[str, Callable[[int], Planted]] = {
-    "crosses": crosses,
-    "interests": interests,
-    "returns": returns,
-    "labels": labels,
-}
+TRUTHS: dict[str, Callable[[int], Planted]] = {"crosses": crosses, "interests": interests, "returns": returns, "labels": labels}
 
 
 def _listed(

@@ -95,11 +95,7 @@ def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = Fa
     begun = min(2 * (os.cpu_count() or 1), len(seen) // 2)
     rows = sum(count for _, count in seen[begun:])
     seconds = seen[-1][0] - seen[begun - 1][0]
-    return {
-        "rows_per_s": rows / seconds,
-        "whole_rows_per_s": told["rows_per_s"],
-        "peak_bytes": float(peak.size_bytes),
-    }
+    return {"rows_per_s": rows / seconds, "whole_rows_per_s": told["rows_per_s"], "peak_bytes": float(peak.size_bytes)}
 
 
 def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool) -> float:

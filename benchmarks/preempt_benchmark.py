@@ -97,15 +97,7 @@ class Arm:
     """One run on eight nodes for workers and one for data tasks, and what happens to its nodes."""
 
     def __init__(
-        self,
-        cluster: RayCluster,
-        folder: Path,
-        log: Path,
-        *,
-        steps: int,
-        every: int,
-        seen: bool = True,
-        least: int = WORKERS,
+        self, cluster: RayCluster, folder: Path, log: Path, *, steps: int, every: int, seen: bool = True, least: int = WORKERS
     ) -> None:
         """`seen`: whether the workers receive notices. `least`: the workers that the run continues with if there are no more."""
         self._stamps = folder / "stamps"
@@ -130,9 +122,7 @@ class Arm:
         config = config.replace(recipe=recipe.recipe, workload=recipe.workload)
         source = f"{stamped_clicks.__file__}:stamped"
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self.run = Run(
-            config, folder / "commands", cache=folder / "cache", recipe=source, **quiet, **({} if seen else UNSEEN)
-        )
+        self.run = Run(config, folder / "commands", cache=folder / "cache", recipe=source, **quiet, **({} if seen else UNSEEN))
 
     def attempts(self) -> list[Stretch]:
         return stretches(self._stamps.read_text()) if self._stamps.exists() else []

@@ -59,9 +59,7 @@ def rate(path: str, preprocessor: str, format: str, *, target: str | None = None
     return result["rows_per_s"]
 
 
-def scaled_rate(
-    cluster_of: Callable[[], AbstractContextManager[None]], repeats: int, path: str, preprocessor: str
-) -> Any:
+def scaled_rate(cluster_of: Callable[[], AbstractContextManager[None]], repeats: int, path: str, preprocessor: str) -> Any:
     """Median rows/s on this cluster."""
     with cluster_of():
         rate(path, preprocessor, "binary", target=MEMORY)  # warms up

@@ -23,9 +23,7 @@ def main(*, quick: bool) -> None:
     found = []
     with tempfile.TemporaryDirectory() as storage:
         for seed in seeds:
-            config = criteo_demo(path).replace(
-                storage_path=storage, seed=seed, name=f"seed-{seed}", cluster={"num_cpus": 2}
-            )
+            config = criteo_demo(path).replace(storage_path=storage, seed=seed, name=f"seed-{seed}", cluster={"num_cpus": 2})
             summary = train(config, console=Console(quiet=True)).summary
             found.append((summary["validation"]["auroc"], summary["metrics"]["auroc"], summary["metrics"]["logloss"]))
             say(f"  seed {seed}: validation {found[-1][0]:.4f}, test {found[-1][1]:.4f}, logloss {found[-1][2]:.4f}")

@@ -50,9 +50,7 @@ def ours(folder: Path, log: Path) -> dict[str, float]:
     """Seconds of rayrec, in all and in parts."""
     checkpoint = {"every": 40, "num_to_keep": 2}
     failure = {"standby_after_s": 15.0}  # 60 by default: not before a first step, whose CPUs it would take
-    config = small_run(
-        log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint, failure=failure
-    )
+    config = small_run(log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint, failure=failure)
     with Run(config, folder / "commands", cache=folder / "cache") as run:
         run.start()
         run.wait_for("checkpoint", lambda event: event["step"] >= 80)
@@ -97,9 +95,7 @@ def main(*, quick: bool) -> None:
             theirs.mkdir()
             return {"bare": partial(bare, theirs), "ours": partial(ours, mine, log)}
 
-        taken = in_turn(
-            repeats, candidates, shown=lambda found: ", ".join(f"{key} {value:.1f}" for key, value in found.items())
-        )
+        taken = in_turn(repeats, candidates, shown=lambda found: ", ".join(f"{key} {value:.1f}" for key, value in found.items()))
 
     medians = medians_of(taken)
     for kind, workload in (
@@ -117,9 +113,5 @@ def main(*, quick: bool) -> None:
             ratio=value / peer,
             repeats=repeats,
             peer_s=round(peer, 2),
-            **{
-                key: round(seconds, 2)
-                for key, seconds in medians["ours"].items()
-                if key.startswith(kind) and key != f"{kind}_s"
-            },
+            **{key: round(seconds, 2) for key, seconds in medians["ours"].items() if key.startswith(kind) and key != f"{kind}_s"},
         )

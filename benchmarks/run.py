@@ -50,9 +50,7 @@ def main(arguments: list[str]) -> int:
     wanted = NAMES if arguments[0] == "all" else (arguments[0],)
     known = (*NAMES, *OTHERS)
     if not set(wanted) <= set(known):
-        print(
-            f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*known, 'all'))}", file=sys.stderr
-        )
+        print(f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*known, 'all'))}", file=sys.stderr)
         return 2
     from rows import failed, part, say
 

@@ -64,9 +64,7 @@ def json_of(text: bytes) -> bytes:
     dense, rows = set(SCHEMA.dense), []
     for line in text.decode().splitlines():
         named = zip(SCHEMA.columns, line.split("\t"), strict=True)
-        rows.append(
-            {name: int(value) if name in dense else value for name, value in named if value and name != "label"}
-        )
+        rows.append({name: int(value) if name in dense else value for name, value in named if value and name != "label"})
     return json.dumps({"rows": rows}).encode()
 
 
@@ -284,9 +282,7 @@ def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         process.kill()
 
 
-def measure(
-    port: int, path: str, *, body: str, connections: int, seconds: float, rate: float | None = None
-) -> dict[str, Any]:
+def measure(port: int, path: str, *, body: str, connections: int, seconds: float, rate: float | None = None) -> dict[str, Any]:
     arguments = {"port": port, "path": path, "body": body, "connections": connections, "seconds": seconds}
     return run_child(HERE / "load_generator.py", json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}))
 
@@ -307,9 +303,7 @@ def compare_http(
     ports: dict[str, int], body: str, *, format: str, size: int, connections: int, seconds: float, repeats: int
 ) -> None:
     """All targets in turn, `repeats` rounds."""
-    targets = {
-        name: (ports["ray"], f"{path}?rows={size}" if name != "ours" else path) for name, path in TARGETS.items()
-    }
+    targets = {name: (ports["ray"], f"{path}?rows={size}" if name != "ours" else path) for name, path in TARGETS.items()}
     targets["ours with --ingress direct"] = (ports["direct"], TARGETS["ours"])
     targets["ours behind Ray Serve's HAProxy"] = (ports["haproxy"], TARGETS["ours"])
 
@@ -323,9 +317,7 @@ def compare_http(
     taken = in_turn(repeats, lambda number: calls, shown=lambda found: f"{found['requests_per_s']:,.0f} requests/s")
     rates = {name: median_of(found, lambda result: result["requests_per_s"]) for name, found in taken.items()}
     times = {name: percentiles_ms(found) for name, found in taken.items()}
-    say(
-        f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}"
-    )
+    say(f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}")
     for name in targets:
         if name == "ours":
             continue
@@ -346,10 +338,7 @@ def compare_http(
 
 def compare_in_process(*, format: str, size: int, repeats: int, **common: Any) -> None:
     rates = child(__file__, "in_process", format=format, size=size, repeats=repeats, **common)
-    for peer, name in (
-        ("bare forward over preprocessed rows", "forward"),
-        ("ONNX Runtime over preprocessed arrays", "onnx"),
-    ):
+    for peer, name in (("bare forward over preprocessed rows", "forward"), ("ONNX Runtime over preprocessed arrays", "onnx")):
         emit(
             "serve",
             peer=peer,
@@ -371,9 +360,7 @@ def soak(body: str, *, minutes: float, ingress: str, export: str, **common: Any)
     port, damaged = free_ports(1), f"{export}-damaged"
     if not os.path.exists(damaged):
         shutil.copytree(export, damaged)
-        largest = max(
-            (file for file in Path(damaged).rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
-        )
+        largest = max((file for file in Path(damaged).rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
     with hosted("host_changing", **common, export=export, damaged=damaged, ingress=ingress, port=port) as told:
         path = TARGETS["ours"]
@@ -382,9 +369,7 @@ def soak(body: str, *, minutes: float, ingress: str, export: str, **common: Any)
         found = measure(port, path, body=body, connections=16, seconds=60 * minutes, rate=rate)
     memory = told["memory_bytes"]
     quarter = max(1, len(memory) // 4)
-    elsewhere = [
-        failure for failure in found["failed"] if not any(0 <= failure[0] - at < DEATH_S for at in told["killed"])
-    ]
+    elsewhere = [failure for failure in found["failed"] if not any(0 <= failure[0] - at < DEATH_S for at in told["killed"])]
     emit(
         "serve",
         peer=None,
@@ -410,9 +395,7 @@ def main(*, quick: bool) -> None:
     from hosts.ports import free_ports
 
     arguments = sys.argv[1:]
-    path = (
-        os.path.abspath(arguments[arguments.index("--data") + 1]) if "--data" in arguments else synthetic_log(200_000)
-    )
+    path = os.path.abspath(arguments[arguments.index("--data") + 1]) if "--data" in arguments else synthetic_log(200_000)
     with tempfile.TemporaryDirectory() as scratch:
         export = os.path.join(scratch, "export")
         checkpoint = child(__file__, "prepare", path=path, export=export)

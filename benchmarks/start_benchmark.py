@@ -166,9 +166,7 @@ def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
 def bare_ray(folder: Path) -> dict[str, float]:
     """Seconds of bare Ray Train from the command to its first step."""
     steps, began_s = folder / "steps", time.time()
-    with Session(
-        [sys.executable, str(BARE), str(steps)], environment=environment_for(folder), output=folder / "bare"
-    ) as session:
+    with Session([sys.executable, str(BARE), str(steps)], environment=environment_for(folder), output=folder / "bare") as session:
         return {FIRST_STEP: first_step_after(steps, began_s, session) - began_s}
 
 
@@ -255,9 +253,7 @@ def main(*, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         in_turn(
             repeats,
-            lambda number: candidates(
-                log, Path(folder) / str(number), trainings=trainings, with_lightgbm=with_lightgbm
-            ),
+            lambda number: candidates(log, Path(folder) / str(number), trainings=trainings, with_lightgbm=with_lightgbm),
             shown=lambda taken: ", ".join(f"{key} {value:.2f}" for key, value in taken.items()),
             known=lambda found: report.print(medians_of(found)),
         )

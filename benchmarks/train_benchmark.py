@@ -206,10 +206,7 @@ def main(*, quick: bool) -> None:
                 ("our memory-mapped binary, made ready by rayrec preprocess", rates["binary"]),
                 ("preprocessed batches in memory, the same code without Ray", rates["ready"]),
                 ("TorchRec's own DLRM on preprocessed batches", rates["torchrec"]),
-                (
-                    f"matrix-product peak {peak / 1e9:.0f} GFLOP/s (torch's default engine {default_peak / 1e9:.0f})",
-                    limit,
-                ),
+                (f"matrix-product peak {peak / 1e9:.0f} GFLOP/s (torch's default engine {default_peak / 1e9:.0f})", limit),
             ):
                 emit(
                     "train",

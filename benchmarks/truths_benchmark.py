@@ -83,9 +83,7 @@ def main(*, quick: bool) -> None:
                 )
 
 
-def _auroc(
-    folder: str, data: planted.Planted, contest: Contest, name: str, model: ClickModelConfig | str, recipe: Any
-) -> float:
+def _auroc(folder: str, data: planted.Planted, contest: Contest, name: str, model: ClickModelConfig | str, recipe: Any) -> float:
     """On the test rows, of the checkpoint that the recipe chooses by the validation rows."""
     log = os.path.join(folder, "-".join(["log", *data.logits, name]))
     config = recipe(log, data.write(log))

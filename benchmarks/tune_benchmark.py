@@ -69,9 +69,7 @@ def main(*, quick: bool) -> None:
         _report_ingest(f"{rows:,} rows", short)
 
 
-def _searched(
-    path: str, storage: str, name: str, grid: dict[str, Any], *, stop_early: bool, **changes: Any
-) -> Searched:
+def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_early: bool, **changes: Any) -> Searched:
     config = criteo_demo(path).replace(
         storage_path=storage,
         name=name,

@@ -77,9 +77,7 @@ def two_passes_rate(path: str) -> float:
     warm()
 
     def count() -> int:
-        index = index_log(
-            storage.list_files(path), SCHEMA, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None)
-        )
+        index = index_log(storage.list_files(path), SCHEMA, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None))
         return count_log(CountingJob(SCHEMA), parts_of(index), engine=ENGINE).rows
 
     rows, seconds = timed(count)
@@ -298,13 +296,5 @@ def main(*, quick: bool) -> None:
         bounded_counting(1_000_000 if quick else 8_000_000, 32 << 20)
     for entries in (40_000,) if quick else (40_000, 40_000_000):
         nanoseconds = attempt("lookup", lambda entries=entries: lookup_ns(entries))  # type: ignore[misc]
-        emit(
-            "vocabulary",
-            peer=None,
-            workload=f"lookup, {entries:,} tokens",
-            unit="ns",
-            value=nanoseconds,
-            ratio=None,
-            repeats=5,
-        )
+        emit("vocabulary", peer=None, workload=f"lookup, {entries:,} tokens", unit="ns", value=nanoseconds, ratio=None, repeats=5)
     ray.shutdown()

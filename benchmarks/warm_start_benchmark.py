@@ -95,9 +95,7 @@ def _trained(storage: str, name: str, train: str, evaluate: str, **changes: Any)
     result = rayrec.train(config, console=QUIET)
     seconds = time.monotonic() - started_s
     events = read_events(os.path.join(result.folder, "events.jsonl"))
-    evaluation_s = sum(
-        after["time"] - event["time"] for event, after in pairwise(events) if after["kind"] == "evaluate"
-    )
+    evaluation_s = sum(after["time"] - event["time"] for event, after in pairwise(events) if after["kind"] == "evaluate")
     return Trained(result.folder, result.metrics["auroc"], result.summary["rows"], seconds - evaluation_s)
 
 

@@ -208,9 +208,7 @@ def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], 
     if kind == "logistic":
         fitted = given.fit(kind, strengths=tuple(settings.values()))
     else:
-        whole: dict[str, Any] = {
-            name: round(settings[name]) for name in ("num_leaves", "min_data_in_leaf") if name in settings
-        }
+        whole: dict[str, Any] = {name: round(settings[name]) for name in ("num_leaves", "min_data_in_leaf") if name in settings}
         chosen: dict[str, Any] = {"bagging_freq": 1, **settings, **whole} if settings else {}
         fitted = given.fit(kind, **chosen)
     test = list(given.rows(log.test_path))

@@ -67,9 +67,7 @@ def _circles(graph: grimp.ImportGraph) -> list[frozenset[str]]:
 
 def _long_signatures(path: Path) -> list[str]:
     functions = (
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     return [
         f"{path}:{function.lineno} {function.name}"
@@ -153,20 +151,13 @@ INTERNALS = (
     re.compile(r"(ray|torch|torchrec)(\.\w+)*\._\w+"),
     re.compile(r"ray\.(core\.generated|dashboard\.modules|serve\.context|train\.v2)(\.|$)"),
 )
-NOT_OF_RAY_OR_TORCH = {
-    "os._exit",
-    "ctypes._NamedFuncPointer",
-}
+NOT_OF_RAY_OR_TORCH = {"os._exit", "ctypes._NamedFuncPointer"}
 
 
 def _private_names(tree: ast.AST) -> Iterator[str]:
     """Imports of private names, and private attributes of objects that the module does not define itself."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {
-        node.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    own |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     of_self = {id(node) for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
     own |= {node.attr for node in attributes if id(node) in of_self}
@@ -227,9 +218,7 @@ def test_no_file_names_a_place_of_this_machine() -> None:
 
 
 def test_layout_in_docs_is_of_the_code() -> None:
-    run = subprocess.run(
-        [sys.executable, "tools/layout.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([sys.executable, "tools/layout.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 
@@ -249,11 +238,7 @@ def _wanted() -> list[tuple[str, Requirement]]:
     extras = project["optional-dependencies"]
     texts = [
         *project["dependencies"],
-        *(
-            text
-            for name in ("test", "check", "docs", "spark", "language", "mlflow", "wandb", "onnx")
-            for text in extras[name]
-        ),
+        *(text for name in ("test", "check", "docs", "spark", "language", "mlflow", "wandb", "onnx") for text in extras[name]),
         *shim["dependencies"],
     ]
     return list(closure(map(Requirement, texts), installed_distributions()))

@@ -135,9 +135,7 @@ class Pages:
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
 
-    def run(
-        self, name: str, wanted: list[Block], folder: Path, *, with_ray: bool = False, **more_environment: str
-    ) -> str:
+    def run(self, name: str, wanted: list[Block], folder: Path, *, with_ray: bool = False, **more_environment: str) -> str:
         """Runs the blocks in a folder; returns what they print. Unless they run `with_ray`, a Ray that one of them starts is an
         error: starting one takes longer than most pages."""
         environment = _environment(folder) | more_environment
@@ -200,8 +198,7 @@ def test_the_quickstart_runs(world: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=_name(page), marks=[pytest.mark.ray] * (page.stem in WITH_RAY)) for page in RUNNABLE],
+    "page", [pytest.param(page, id=_name(page), marks=[pytest.mark.ray] * (page.stem in WITH_RAY)) for page in RUNNABLE]
 )
 def test_a_page_runs(page: Path, pages: Pages, world: Path, tmp_path: Path) -> None:
     if "rayrec generate log " not in page.read_text():
@@ -215,9 +212,7 @@ def test_a_page_runs(page: Path, pages: Pages, world: Path, tmp_path: Path) -> N
     "notebook",
     [
         pytest.param(
-            notebook,
-            id=_name(notebook),
-            marks=() if notebook.stem in WITH_OUTPUTS else [pytest.mark.ray, pytest.mark.exhaustive],
+            notebook, id=_name(notebook), marks=() if notebook.stem in WITH_OUTPUTS else [pytest.mark.ray, pytest.mark.exhaustive]
         )
         for notebook in NOTEBOOKS
     ],
@@ -228,11 +223,7 @@ def test_a_notebook_runs(notebook: Path, pages: Pages, tmp_path: Path) -> None:
     assert any(cell.get("outputs") for cell in cells) == (notebook.stem in WITH_OUTPUTS)
     for place in (tempfile.gettempdir(), str(Path.home()), str(ROOT)):
         assert f"{place}/" not in text, f"an output names {place}, which other machines do not have"
-    code = [
-        Block("python", number, "".join(cell["source"]))
-        for number, cell in enumerate(cells)
-        if cell["cell_type"] == "code"
-    ]
+    code = [Block("python", number, "".join(cell["source"])) for number, cell in enumerate(cells) if cell["cell_type"] == "code"]
     pages.run(_name(notebook), code, tmp_path, with_ray=notebook.stem not in WITH_OUTPUTS)
 
 
@@ -275,9 +266,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = page if not place else (page.parent / place).resolve()
         assert file.exists(), target
         if anchor:
-            headings = re.findall(
-                r"^#+ (.+)$", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL), re.MULTILINE
-            )
+            headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL), re.MULTILINE)
             assert anchor in {_slug(heading) for heading in headings}, target
 
 
@@ -305,17 +294,13 @@ def test_guarantees_name_the_target_that_runs_their_tests() -> None:
     marks: dict[str, set[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         tree = ast.parse(path.read_text())
-        of_file = {
-            line.value for line in tree.body if isinstance(line, ast.Assign) and "pytestmark" in ast.unparse(line)
-        }
+        of_file = {line.value for line in tree.body if isinstance(line, ast.Assign) and "pytestmark" in ast.unparse(line)}
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 places = [*map(ast.unparse, of_file), *map(ast.unparse, node.decorator_list)]
                 found = " ".join(place for place in places if "parametrize" not in place)
                 marks[node.name] = set(re.findall(r"mark\.(\w+)", found))
-    rows = re.findall(
-        r"^\|.+\| (`test_.+`) \| `(make [a-z-]+)`", (ROOT / "docs" / "guarantees.md").read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\|.+\| (`test_.+`) \| `(make [a-z-]+)`", (ROOT / "docs" / "guarantees.md").read_text(), re.MULTILINE)
     assert len(rows) > 15
     for names, target in rows:
         for name in re.findall(r"`(test_\w+)`", names):
@@ -500,9 +485,7 @@ def test_the_command_beside_dlrm_has_its_settings() -> None:
     size = re.search(r"--batch-size (\d+)", ours)
     assert size is not None
     config = load_config(f"recipe: {recipe[1]}\nbatch_size: {size[1]}\n")
-    model, tables, network = (
-        getattr(config.workload, name) for name in ("model", "sparse_optimizer", "dense_optimizer")
-    )
+    model, tables, network = (getattr(config.workload, name) for name in ("model", "sparse_optimizer", "dense_optimizer"))
     settings = {
         "nproc_per_node": re.search(r"--nproc-per-node (\d+)", ours)[1],  # type: ignore[index]
         "embedding_dim": model.embedding_dim,
@@ -536,11 +519,7 @@ def test_named_tests_exist() -> None:
     """A name that ends in `...` is the beginning of one."""
     files = list((ROOT / "tests").rglob("test_*.py"))
     functions = "\n".join(file.read_text() for file in files if file.name != "test_docs.py")
-    named = {
-        name
-        for page in PAGES
-        for name in re.findall(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py|\.\.\.)?)`", page.read_text())
-    }
+    named = {name for page in PAGES for name in re.findall(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py|\.\.\.)?)`", page.read_text())}
     named -= {field.name for field in dataclasses.fields(Split)}  # such as test_days
     assert len(named) > 10
     for name in named:
@@ -565,9 +544,7 @@ LIMITS = re.compile(r"limit|\bonly\b|\bnot\b|\bnever\b|\bnone\b|\bno\b", re.IGNO
 def test_a_page_begins_with_its_limits(page: Path) -> None:
     """In its first paragraphs, five lines or so: what it does not do, or what was not tested."""
     begin = re.sub(r"<[^>]+>", "", page.read_text().partition("\n## ")[0])
-    assert LIMITS.search("\n".join(begin.splitlines()[1:9])), (
-        "say in the first lines what does not work or was not tested"
-    )
+    assert LIMITS.search("\n".join(begin.splitlines()[1:9])), "say in the first lines what does not work or was not tested"
 
 
 INDEX = ROOT / "docs" / "index.md"
@@ -577,9 +554,7 @@ def test_every_page_is_in_the_index_once() -> None:
     """In a table below a heading, from which the site's navigation comes."""
     listed = re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \|", INDEX.read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(
-        page.relative_to(INDEX.parent).as_posix()
-        for page in PAGES
-        if page.is_relative_to(INDEX.parent) and page != INDEX
+        page.relative_to(INDEX.parent).as_posix() for page in PAGES if page.is_relative_to(INDEX.parent) and page != INDEX
     )
 
 
@@ -626,9 +601,7 @@ def test_every_kind_of_event_is_described() -> None:
 @pytest.fixture(scope="module")
 def flags() -> dict[str, set[str]]:
     """Every flag of a command; `train` stands for those that take the same."""
-    found = {
-        name: {*flag_names(own_flags(command)), *SWITCHES} for name, command in COMMANDS.items() if not command.recipe
-    }
+    found = {name: {*flag_names(own_flags(command)), *SWITCHES} for name, command in COMMANDS.items() if not command.recipe}
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
     found["train"] = {"--config", *SWITCHES}.union(*(flag_names(recipe_flags(recipes.ALL[name]())) for name in kinds))
     kinds_of_models = [models.config_class(name) for name in models.names()]
@@ -649,9 +622,7 @@ def test_flags_exist(page: Path, flags: dict[str, set[str]]) -> None:
     nested = set(re.findall(r"--[a-z][a-z0-9-]*\.[a-z0-9.-]*[a-z0-9]", text))
     known = set().union(*flags.values())
     assert nested <= known, nested - known
-    for verb, line in re.findall(
-        r"rayrec (train|tune|config|plan|vocabulary|preprocess|validate|fetch|compare) ([^`\n]*)", text
-    ):
+    for verb, line in re.findall(r"rayrec (train|tune|config|plan|vocabulary|preprocess|validate|fetch|compare) ([^`\n]*)", text):
         named = set(re.findall(r"--[a-z][\w.-]*", line.partition("#")[0]))
         of_command = flags.get(verb, flags["train"])
         assert named <= {*of_command, "--help", "--help-all"}, (verb, named - of_command)

@@ -168,10 +168,7 @@ DEMO_MODEL: dict[str, Any] = {"embedding_dim": 8, "bottom_mlp": [16, 8], "top_ml
 DEMO: dict[str, Any] = {"workload": {"model": DEMO_MODEL}}
 GPT2: dict[str, Any] = {
     "precision": "fp32",
-    "workload": {
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "dropout": 0.1},
-        "max_new_tokens": 8,
-    },
+    "workload": {"model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "dropout": 0.1}, "max_new_tokens": 8},
 }
 OWN: dict[str, Any] = {
     "label": "label",
@@ -179,10 +176,7 @@ OWN: dict[str, Any] = {
     "dense": ["age"],
     "sparse": ["user", "item", "history", "tags"],
     "lists": ["history", "tags"],
-    "features": [
-        {"name": "history", "vocabulary": "item", "max_length": 4},
-        {"name": "tags", "weights": "tag_weights"},
-    ],
+    "features": [{"name": "history", "vocabulary": "item", "max_length": 4}, {"name": "tags", "weights": "tag_weights"}],
     "weight": "weight",
 }
 ADAM_TABLES = {"kind": "adam", "learning_rate": 0.01, "eps": 1e-8, "weight_decay": 1e-4}
@@ -399,8 +393,7 @@ def machine() -> dict[str, Any]:
     )
     flags = (info.get("flags") or info.get("Features") or "").split()
     return {
-        "cpu": " ".join(info.get(key, "") for key in ("model name", "cpu family", "model")).strip()
-        or platform.machine(),
+        "cpu": " ".join(info.get(key, "") for key in ("model name", "cpu family", "model")).strip() or platform.machine(),
         "vectors": sorted(flag for flag in flags if flag.startswith(VECTOR_FLAGS) or "bf16" in flag),
         "capability": torch.backends.cpu.get_cpu_capability(),
         **{package: importlib.metadata.version(package) for package in PACKAGES},
@@ -441,9 +434,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"quick, or some of {', '.join(RUNS)}; none: all")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--save", type=Path, metavar="FILE", help="file to write the lines to, with the machine's features"
-    )
+    where.add_argument("--save", type=Path, metavar="FILE", help="file to write the lines to, with the machine's features")
     where.add_argument("--against", type=Path, metavar="FILE", help="file of an earlier --save to compare with")
     given = parser.parse_args()
     unknown = [name for name in given.names if name not in (*RUNS, "quick")]

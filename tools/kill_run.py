@@ -18,17 +18,7 @@ from rayrec.data.synthetic import generate  # noqa: E402
 
 RECORD = ROOT / "docs" / "assets" / "kill.jsonl"
 STEPS, KILLED_AT = 6_000, 2_500
-FIELDS = (
-    "kind",
-    "step",
-    "cause",
-    "number",
-    "checkpoint",
-    "weights_sha256",
-    "steps_redone",
-    "rows_repeated",
-    "rows_lost",
-)
+FIELDS = ("kind", "step", "cause", "number", "checkpoint", "weights_sha256", "steps_redone", "rows_repeated", "rows_lost")
 
 
 def run(folder: Path, log: Path, *, kill: bool) -> list[dict[str, object]]:

@@ -43,9 +43,7 @@ def folder(path: Path, depth: int, *, files: bool) -> Iterator[str]:
     yield from entry(f"{path.name}/", sentence(path / "__init__.py"), depth)
     if files:
         names = sorted(file.stem for file in path.glob("*.py") if file.stem != "__init__")
-        yield from textwrap.wrap(
-            ", ".join(names), WIDTH, initial_indent=" " * (INDENT + 2), subsequent_indent=" " * (INDENT + 2)
-        )
+        yield from textwrap.wrap(", ".join(names), WIDTH, initial_indent=" " * (INDENT + 2), subsequent_indent=" " * (INDENT + 2))
         for inner in sorted(file.parent for file in path.glob("*/__init__.py")):
             yield from folder(inner, depth + 1, files=True)
 

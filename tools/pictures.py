@@ -46,16 +46,12 @@ THEMES = {
 }
 
 
-def text(
-    x: float, y: float, words: str, color: str, *, size: int = 14, anchor: str = "start", bold: bool = False
-) -> str:
+def text(x: float, y: float, words: str, color: str, *, size: int = 14, anchor: str = "start", bold: bool = False) -> str:
     weight = ' font-weight="600"' if bold else ""
     return f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
 
 
-def rectangle(
-    x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "none", round_: float = 3
-) -> str:
+def rectangle(x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "none", round_: float = 3) -> str:
     shape = f'x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="{round_:g}"'
     return f'<rect {shape} fill="{fill}" stroke="{stroke}"/>'
 
@@ -136,9 +132,7 @@ def kill(theme: Theme) -> str:
     attempt: list[str] = []
     for event in steps:
         if event["kind"] == "start" and attempt:
-            parts.append(
-                f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" stroke-width="2.5"/>'
-            )
+            parts.append(f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" stroke-width="2.5"/>')
             attempt = []
         attempt.append(f"{x(event['seconds']):.1f},{y(event['step']):.1f}")
     parts.append(f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" stroke-width="2.5"/>')
@@ -163,8 +157,7 @@ def kill(theme: Theme) -> str:
         text(
             x(resumed["seconds"]) + 8,
             y(resumed["step"]) + 40,
-            f"{stepped['seconds'] - killed:.1f} s to the next logged step; "
-            f"{max(before - resumed['step'], 0):,} steps repeated",
+            f"{stepped['seconds'] - killed:.1f} s to the next logged step; {max(before - resumed['step'], 0):,} steps repeated",
             theme.quiet,
             size=13,
         ),
@@ -197,9 +190,7 @@ def boxes(found: list[Box], theme: Theme) -> list[str]:
         for number, words in enumerate(box.lines):
             middle = box.x + box.width / 2
             color, size = (theme.text, 14) if number == 0 else (theme.quiet, 12)
-            parts.append(
-                text(middle, box.y + 24 + 18 * number, words, color, size=size, anchor="middle", bold=number == 0)
-            )
+            parts.append(text(middle, box.y + 24 + 18 * number, words, color, size=size, anchor="middle", bold=number == 0))
     return parts
 
 
@@ -323,14 +314,7 @@ def report() -> None:
         page = folder / "runs" / "demo" / "report.html"
         shown = page.read_text().replace(str(ROOT / "src" / "rayrec" / "__main__.py"), "rayrec")
         page.write_text(shown)
-        camera = [
-            chromium,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--virtual-time-budget=3000",
-        ]
+        camera = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
         camera += ["--window-size=1200,1180", f"--screenshot={ASSETS / 'report.png'}", page.as_uri()]
         subprocess.run(camera, check=True, stderr=subprocess.DEVNULL)
 

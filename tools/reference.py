@@ -105,12 +105,7 @@ def classes() -> Iterator[type[Config]]:
         name = ".".join(("rayrec", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
         module = importlib.import_module(name)
         for value in vars(module).values():
-            if (
-                isinstance(value, type)
-                and issubclass(value, Config)
-                and value.__module__ == name
-                and dataclasses.fields(value)
-            ):
+            if isinstance(value, type) and issubclass(value, Config) and value.__module__ == name and dataclasses.fields(value):
                 yield value
 
 
@@ -129,8 +124,7 @@ def configuration_page() -> str:
     parts: list[str] = []
     first = {"TrainConfig": 0, "DataConfig": 1, "ScalingConfig": 2}
     kinds = sorted(
-        {kind.__name__: kind for kind in classes()}.values(),
-        key=lambda kind: (first.get(kind.__name__, 9), kind.__name__),
+        {kind.__name__: kind for kind in classes()}.values(), key=lambda kind: (first.get(kind.__name__, 9), kind.__name__)
     )
     for kind in kinds:
         docs = field_docs(kind)
@@ -164,10 +158,7 @@ def events_page() -> str:
     named: dict[str, set[str]] = {}
     for kind, fields in written_events():
         named.setdefault(kind, set()).update(fields)
-    rows = [
-        (f"`{kind}`", text, ", ".join(f"`{name}`" for name in sorted(named.get(kind, ()))))
-        for kind, text in KINDS.items()
-    ]
+    rows = [(f"`{kind}`", text, ", ".join(f"`{name}`" for name in sorted(named.get(kind, ())))) for kind, text in KINDS.items()]
     return table(("kind", "reports", "fields"), rows)
 
 
@@ -220,9 +211,7 @@ def metrics_page() -> str:
         ):
             given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
             labels = ", ".join(f"`{label}`" for label in given["tag_keys"])
-            training.append(
-                (f"`ray_{node.args[0].value}`", ast.unparse(node.func).lower(), given["description"], labels)
-            )
+            training.append((f"`ray_{node.args[0].value}`", ast.unparse(node.func).lower(), given["description"], labels))
     serving = [
         (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
         for family in Counters().snapshot().families

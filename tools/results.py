@@ -72,31 +72,13 @@ SUMMARY = (
     ),
     Measured("the same", "vocabulary", COUNT, "pyarrow on one core, without Ray", "pyarrow, one core"),
     Measured(
-        "raw log to npy files",
-        "preprocess",
-        "criteo kaggle TSV, indexed -> npy, 2 CPUs",
-        COPY,
-        "a plain copy",
-        COPY,
-        "the disk",
+        "raw log to npy files", "preprocess", "criteo kaggle TSV, indexed -> npy, 2 CPUs", COPY, "a plain copy", COPY, "the disk"
     ),
     Measured(
-        "DLRM from a raw log, fp32",
-        "train",
-        FP32,
-        TORCHREC,
-        "TorchRec, batches in memory",
-        "matrix-product peak",
-        "matrix peak",
+        "DLRM from a raw log, fp32", "train", FP32, TORCHREC, "TorchRec, batches in memory", "matrix-product peak", "matrix peak"
     ),
     Measured(
-        "the same, bf16, batch 8192",
-        "train",
-        BF16,
-        TORCHREC,
-        "TorchRec, batches in memory",
-        "matrix-product peak",
-        "matrix peak",
+        "the same, bf16, batch 8192", "train", BF16, TORCHREC, "TorchRec, batches in memory", "matrix-product peak", "matrix peak"
     ),
     Measured(
         "a log to scores, with the start",
@@ -142,9 +124,7 @@ def _rows(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 def find(name: str, workload: str, peer: str) -> tuple[str, dict[str, Any]]:
     """Date and content of the newest row of a benchmark with this workload and figures, whose peer begins so."""
-    found = [
-        (date, row) for date, row in _rows(name) if row["workload"] == workload and (row["peer"] or "").startswith(peer)
-    ]
+    found = [(date, row) for date, row in _rows(name) if row["workload"] == workload and (row["peer"] or "").startswith(peer)]
     if not found:
         raise SystemExit(f"no row of {name}, {workload!r}, {peer!r} in {RESULTS.name}; correct tools/results.py")
     return found[-1]

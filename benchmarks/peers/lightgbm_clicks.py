@@ -35,10 +35,7 @@ def main(path: str) -> None:
         ROUNDS,
         valid_sets=list(sets.values()),
         valid_names=list(sets),
-        callbacks=[
-            lightgbm.early_stopping(PATIENCE, first_metric_only=True, verbose=False),
-            lightgbm.record_evaluation(found),
-        ],
+        callbacks=[lightgbm.early_stopping(PATIENCE, first_metric_only=True, verbose=False), lightgbm.record_evaluation(found)],
     )
     print(json.dumps({"auroc": found["test"]["auc"][model.best_iteration - 1], "rounds": model.best_iteration}))
 

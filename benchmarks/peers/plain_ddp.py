@@ -49,9 +49,7 @@ def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
     rows = data_set(arguments["path"])
     sampler: Any = DistributedSampler(rows, num_replicas=workers, rank=rank, shuffle=True, seed=arguments["seed"])
     batch_size, loader_workers = arguments["batch_size"] // workers, arguments["loader_workers"]
-    loader = DataLoader(
-        rows, batch_size, sampler=sampler, num_workers=loader_workers, persistent_workers=loader_workers > 0
-    )
+    loader = DataLoader(rows, batch_size, sampler=sampler, num_workers=loader_workers, persistent_workers=loader_workers > 0)
     torch.manual_seed(arguments["seed"])
     model: torch.nn.Module = ResNetConfig().build()
     if workers > 1:

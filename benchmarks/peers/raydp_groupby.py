@@ -20,9 +20,7 @@ def main(address: str, path: str, rounds: int) -> None:
     from rayrec.ingest.spark_driver import settings
 
     environment = {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.environ["PYTHONPATH"]}
-    ray.init(
-        address=address, log_to_driver=False, runtime_env={"env_vars": environment, "py_executable": sys.executable}
-    )
+    ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": environment, "py_executable": sys.executable})
     folder = os.environ["RAYDP_FOLDER"]
     conf = settings({"folder": folder, "ray_address": address}, logging=os.path.join(folder, "log4j2.properties"))
     conf["spark.sql.shuffle.partitions"] = "8"

@@ -36,9 +36,7 @@ SHARED = {
 }
 CLICKS = {
     "LABEL_FIELD": "label",
-    "load_col": {
-        "inter": ["user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "class", "label"]
-    },
+    "load_col": {"inter": ["user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "class", "label"]},
     "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": "None", "order": "RO", "mode": "labeled"},
     "metrics": ["AUC", "LogLoss"],
     "valid_metric": "AUC",
@@ -82,12 +80,7 @@ def settings_of(task: str) -> dict[str, Any]:
 def main(model: str, folder: str, task: str) -> None:
     from recbole.quick_start import run_recbole
 
-    settings = {
-        **SHARED,
-        **settings_of(task),
-        "data_path": folder,
-        "checkpoint_dir": f"{folder}/checkpoints",
-    }
+    settings = {**SHARED, **settings_of(task), "data_path": folder, "checkpoint_dir": f"{folder}/checkpoints"}
     begin = time.monotonic()
     done = run_recbole(model=model, dataset="ml", config_dict=settings)
     found = done["test_result"]

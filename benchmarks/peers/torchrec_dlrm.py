@@ -35,8 +35,7 @@ def build(sizes: list[int], *, precision: str) -> TrainPipelineSparseDist:
     plan = plan_sharding(train, Site(1, "cpu", 8 << 30), batch_size=2048, state_bytes=lambda rows, _: 4 * rows)
     sharded = DistributedModelParallel(train, device=device, plan=plan, sharders=embedding_sharders())
     dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(sharded.named_parameters())),
-        lambda params: torch.optim.Adam(params, lr=0.001),
+        dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda params: torch.optim.Adam(params, lr=0.001)
     )
     if precision == "bf16":
         forward = sharded.forward
@@ -46,6 +45,4 @@ def build(sizes: list[int], *, precision: str) -> TrainPipelineSparseDist:
                 return forward(*arguments, **named)
 
         sharded.forward = autocast_forward
-    return TrainPipelineSparseDist(
-        sharded, CombinedOptimizer([sharded.fused_optimizer, dense]), device, execute_all_batches=True
-    )
+    return TrainPipelineSparseDist(sharded, CombinedOptimizer([sharded.fused_optimizer, dense]), device, execute_all_batches=True)

@@ -87,9 +87,7 @@ _HOMES = {
     "TrainConfig": "rayrec.workloads.base",
     "recipes": "rayrec.recipes",
     "transform": "rayrec.data.frames",
-    **dict.fromkeys(
-        ("adopt", "fetch", "generate", "preprocess", "split", "validate", "vocabulary"), "rayrec.commands.data"
-    ),
+    **dict.fromkeys(("adopt", "fetch", "generate", "preprocess", "split", "validate", "vocabulary"), "rayrec.commands.data"),
     **dict.fromkeys(("doctor", "profile", "report"), "rayrec.commands.runs"),
     **dict.fromkeys(("compare", "ensemble", "evaluate", "export", "predict", "predict_to"), "rayrec.commands.scoring"),
     "serving": "rayrec.commands.serving",

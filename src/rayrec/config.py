@@ -135,9 +135,7 @@ class Config:
             try:
                 _adapter(annotation).validate_python(value)
             except pydantic.ValidationError as error:
-                raise InputError(
-                    f"{type(self).__name__}.{field.name}: {value!r} {_misfit(error, annotation)}"
-                ) from None
+                raise InputError(f"{type(self).__name__}.{field.name}: {value!r} {_misfit(error, annotation)}") from None
 
     @classmethod
     def _own_class(cls) -> str | None:
@@ -185,9 +183,7 @@ class Config:
                 new[name] = current.updated(value, where=f"{where}{name}.")
             elif item_type is not None and isinstance(value, list | tuple):
                 new[name] = tuple(
-                    item_type.item(item, among=current, where=f"{where}{name}[{number}].")
-                    if isinstance(item, Mapping)
-                    else item
+                    item_type.item(item, among=current, where=f"{where}{name}[{number}].") if isinstance(item, Mapping) else item
                     for number, item in enumerate(value)
                 )
             else:
@@ -205,9 +201,7 @@ class Config:
         missing = [
             field.name
             for field in dataclasses.fields(cls)
-            if field.name not in values
-            and field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING
+            if field.name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         ]
         if missing:
             raise InputError(f"{where}{missing[0]}: {cls.__name__} needs a value here")
@@ -261,11 +255,7 @@ def field_docs(cls: type) -> dict[str, str]:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
         for line, after in itertools.pairwise(definition.body):
-            if (
-                isinstance(line, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
+            if isinstance(line, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 found[ast.unparse(line.target)] = str(after.value.value)
     return found
 

@@ -162,9 +162,7 @@ class Schema(Config):
         if unknown:
             raise InputError(f"schema: lists names {', '.join(unknown)}, which sparse does not")
         if self.group is not None and (self.group not in self.sparse or self.group in self.lists):
-            raise InputError(
-                f"schema: group names {self.group}, which is not a column of sparse with one category a row"
-            )
+            raise InputError(f"schema: group names {self.group}, which is not a column of sparse with one category a row")
         for field_name, among in (("integers", self.sparse), ("optional", self.dense + self.sparse)):
             unknown = [name for name in getattr(self, field_name) if name not in among]
             if unknown:
@@ -265,9 +263,7 @@ def load_schema(text: str, where: str) -> Schema:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise InputError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise InputError(
-            f"{where}: a schema is a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}"
-        )
+        raise InputError(f"{where}: a schema is a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}")
     base = Schema(dense=("-",), delimiter=",")
     try:
         return base.updated({"dense": [], **values})

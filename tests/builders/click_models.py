@@ -42,9 +42,7 @@ ANY = Schema(
     delimiter=",",
 )
 """A log of one's own."""
-DLRM = DLRMConfig(
-    interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1), cross_layers=1, cross_low_rank=2
-)
+DLRM = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1), cross_layers=1, cross_low_rank=2)
 SMALL = DLRMConfig(
     interaction="dot",
     embedding_dim=8,
@@ -121,9 +119,7 @@ def whole_model(
 ) -> ClickModel:
     """With its tables in this process. Features are named cat_0, cat_1, ... unless `features` or `inputs` say otherwise."""
     inputs = inputs or ModelInputs(num_dense, tuple(features or feature_names(len(num_embeddings))))
-    return build_click_model(
-        config, inputs, **{"num_embeddings": num_embeddings, "embedding_device": "cpu", **settings}
-    )
+    return build_click_model(config, inputs, **{"num_embeddings": num_embeddings, "embedding_device": "cpu", **settings})
 
 
 @dataclass(frozen=True)
@@ -189,9 +185,7 @@ def save_two(folder: Path) -> tuple[Saved, Saved]:
     return first, second
 
 
-def _save(
-    run: Path, step: int, weights: dict[str, torch.Tensor], config: TrainConfig, preprocessor: Preprocessor
-) -> str:
+def _save(run: Path, step: int, weights: dict[str, torch.Tensor], config: TrainConfig, preprocessor: Preprocessor) -> str:
     """A checkpoint, as training writes it; returns its folder."""
 
     def add_files(target: str) -> None:
@@ -207,16 +201,12 @@ def _save(
 # As a server holds them
 
 
-def make_model(
-    preprocessor: Preprocessor | None = None, *, seed: int = 0, config: ClickModelConfig = DLRM
-) -> ServedModel:
+def make_model(preprocessor: Preprocessor | None = None, *, seed: int = 0, config: ClickModelConfig = DLRM) -> ServedModel:
     """Another seed, another version and other scores."""
     preprocessor = preprocessor or make_preprocessor()
     generator = torch.Generator().manual_seed(seed)
     model = empty_model(config, preprocessor=preprocessor, precision="fp32")
-    weights = {
-        name: torch.rand(tensor.shape, generator=generator) - 0.5 for name, tensor in model.network.state_dict().items()
-    }
+    weights = {name: torch.rand(tensor.shape, generator=generator) - 0.5 for name, tensor in model.network.state_dict().items()}
     model.network.load_state_dict(weights, assign=True)
     tables = [torch.rand((rows, config.embedding_dim), generator=generator) for rows in preprocessor.num_embeddings]
     scorer = make_scorer(model, tables, row_format=RowFormat("fp32", config.embedding_dim), device="cpu")

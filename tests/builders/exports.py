@@ -60,9 +60,7 @@ def changed(place: str, value: Any = ...) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def reseal(
-    folder: Path, change: Callable[[dict[str, Any]], None] = lambda manifest: None, *, files: bool = True
-) -> None:
+def reseal(folder: Path, change: Callable[[dict[str, Any]], None] = lambda manifest: None, *, files: bool = True) -> None:
     """Change a manifest as an attacker would: with sound checksums over what was changed, of an export's files too."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, file in manifest["files"].items() if files else ():

@@ -266,13 +266,7 @@ def order_of(log: Log, shuffle: str, *, but: int = 1) -> BlockOrder:
 
 
 def click_loader(
-    log: Log,
-    order: BlockOrder,
-    rank: int = 0,
-    world_size: int = 1,
-    *,
-    state: dict[str, Any] | None = None,
-    **changes: Any,
+    log: Log, order: BlockOrder, rank: int = 0, world_size: int = 1, *, state: dict[str, Any] | None = None, **changes: Any
 ) -> Loader:
     """Return a worker's loader; `state`: that of a loader of any number of workers."""
     settings: dict[str, Any] = {"epochs": 1, "batch_size": BATCH_SIZE, **changes}

@@ -83,13 +83,7 @@ def write_criteo_log(folder: Path, *, rows: int, faults: bool = False) -> str:
     rayrec.generate(str(folder / "made"), rows=rows, days=7, seed=11)
     lines = (folder / "made" / "train.txt").read_bytes().splitlines(keepends=True)
     if faults:
-        lines[7:7] = [
-            b"2" + lines[7][1:],
-            lines[8][:-2] + b"g\n",
-            lines[9].replace(b"\t", b"\t1x\t", 1),
-            b"\n",
-            lines[3],
-        ]
+        lines[7:7] = [b"2" + lines[7][1:], lines[8][:-2] + b"g\n", lines[9].replace(b"\t", b"\t1x\t", 1), b"\n", lines[3]]
         lines[-9:-9] = [lines[1], lines[2].rpartition(b"\t")[0] + b"\n", b"x" * 300 + b"\n"]
     (folder / "log").mkdir()
     for day in range(3):

@@ -17,12 +17,7 @@ ITEMS = 24
 """From 100 on; each user goes through them in turn."""
 LENGTH = 8
 LISTS = Schema(
-    label=None,
-    dense=(),
-    sparse=("item",),
-    lists=("item",),
-    tokens="any",
-    features=(Feature(name="item", max_length=LENGTH),),
+    label=None, dense=(), sparse=("item",), lists=("item",), tokens="any", features=(Feature(name="item", max_length=LENGTH),)
 )
 PAIRS = Schema(label=None, dense=(), sparse=("user", "item"), tokens="any")
 SMALL: dict[str, dict[str, Any]] = {

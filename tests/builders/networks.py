@@ -31,9 +31,7 @@ GDCN = GDCNConfig(embedding_dim=DIM, cross_layers=2, mlp=(8, 6), dropout=0.3)
 MASKNET = MaskNetConfig(embedding_dim=DIM, mlp=(8, 6), num_blocks=2, block_dim=5, reduction_ratio=0.5, dropout=0.3)
 FINALMLP = FinalMLPConfig(embedding_dim=DIM, first_mlp=(8, 6), second_mlp=(4,), heads=2, gate_mlp=(3,))
 FINALNET = FinalNetConfig(embedding_dim=DIM, first_tower=(12, 8), second_tower=(10,), second_dropout=0.3)
-WUKONG = WukongConfig(
-    embedding_dim=DIM, linear_vectors=3, product_vectors=2, rank=2, block_mlp=(6,), mlp=(8,), dropout=0.3
-)
+WUKONG = WukongConfig(embedding_dim=DIM, linear_vectors=3, product_vectors=2, rank=2, block_mlp=(6,), mlp=(8,), dropout=0.3)
 DEEPFM = DeepFMConfig(embedding_dim=DIM, mlp=(8, 6), batch_norm=True, dropout=0.3)
 WIDEDEEP = WideDeepConfig(embedding_dim=DIM, mlp=(8,), dropout=0.3)
 XDEEPFM = XDeepFMConfig(embedding_dim=DIM, interaction=(5, 3), mlp=(8,), dropout=0.3)

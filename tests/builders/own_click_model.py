@@ -98,9 +98,7 @@ def own_model(path: str | None = None) -> rayrec.TrainConfig:
         "preset": {"min_count": 1},
         "dense_optimizer": {"learning_rate": 0.003},
     }
-    return recipes.criteo_demo(path).replace(
-        recipe="own_model", workload=workload, batch_size=64, scaling={"num_workers": 1}
-    )
+    return recipes.criteo_demo(path).replace(recipe="own_model", workload=workload, batch_size=64, scaling={"num_workers": 1})
 
 
 def slow_model(path: str | None = None) -> rayrec.TrainConfig:

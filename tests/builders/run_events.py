@@ -87,9 +87,7 @@ def run(*, finished: bool = True) -> list[dict[str, Any]]:
     events.add("attempt", number=2, num_workers=1)
     events.add("checkpoint_damaged", path="runs/run/checkpoints/step_00000110", cause="cut short")
     events.add("start", after_s=5.0, step=100, steps=200, world_size=1, checkpoint="runs/run/checkpoints/step_00000100")
-    events.add(
-        "start_up", after_s=0.0, process="worker", stages={"process_group": 6.0, "restore": 3.0, "later_stage": 1.0}
-    )
+    events.add("start_up", after_s=0.0, process="worker", stages={"process_group": 6.0, "restore": 3.0, "later_stage": 1.0})
     events.steps(110, 200 if finished else 150)
     if finished:
         events.add("samples", samples=samples())
@@ -156,9 +154,7 @@ def click_run(*, name: str = "clicks", auroc: float = 0.78, seconds: float = 1.0
             peak_fraction=0.125,
         )
         if step % 50 == 0:
-            events.add(
-                "evaluate", after_s=0.5, step=step, set="validation", auroc=auroc - 1 / step, logloss=0.5, rows=640
-            )
+            events.add("evaluate", after_s=0.5, step=step, set="validation", auroc=auroc - 1 / step, logloss=0.5, rows=640)
             events.add("checkpoint", after_s=0.1, step=step, path="x", bytes=1_000_000, stall_s=0.05, write_s=0.1)
     stages = [
         {"stage": "read", "rows_per_s": 5000.0, "busy": 0.9, "cpu_share": 0.8, "queue_share": 0.1},
@@ -187,10 +183,7 @@ def click_run(*, name: str = "clicks", auroc: float = 0.78, seconds: float = 1.0
         {"column": "cat_0", "num_tokens": 998, "num_embeddings": 1000, "unknown": 0.0123, "missing": 0.5},
         {"column": "<i>", "num_tokens": None, "num_embeddings": 3000, "unknown": None, "missing": 0.0},
     ]
-    shown = [
-        {"kind": "reliability", "set": "test", "bins": bins},
-        {"kind": "categories", "set": "test", "columns": columns},
-    ]
+    shown = [{"kind": "reliability", "set": "test", "bins": bins}, {"kind": "categories", "set": "test", "columns": columns}]
     events.add("samples", samples=shown)
     events.add("summary", steps=100)
     return events.all

@@ -76,11 +76,7 @@ class Scored(DataParallelWorkload):
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray | list[str]]:
         logits = model(tensors["x"]).float()
         best = logits.argmax(dim=1)
-        return {
-            "logits": logits.numpy(),
-            "best": best.numpy(),
-            "named": [f"class {number}" for number in best.tolist()],
-        }
+        return {"logits": logits.numpy(), "best": best.numpy(), "named": [f"class {number}" for number in best.tolist()]}
 
 
 def scored() -> TrainConfig:
@@ -96,12 +92,7 @@ def trained(folder: Path) -> tuple[str, Net]:
         model.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
     weights = {f"model.{name}": tensor for name, tensor in checkpoints.untied(model.state_dict()).items()}
     place = checkpoints.folder_of(str(folder), 1)
-    checkpoints.save(
-        place,
-        weights,
-        state={},
-        extra_files=lambda target: _write_config(Path(target)),
-    )
+    checkpoints.save(place, weights, state={}, extra_files=lambda target: _write_config(Path(target)))
     return place, model.eval()
 
 

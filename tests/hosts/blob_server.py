@@ -80,9 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def handle_expect_100(self) -> bool:
-        if int(
-            self.headers.get("Content-Length") or 0
-        ):  # else the answer itself follows, and Azure's library mixes the two up
+        if int(self.headers.get("Content-Length") or 0):  # else the answer itself follows, and Azure's library mixes the two up
             super().handle_expect_100()
             self.wfile.flush()
         return True
@@ -137,8 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "BlobNotFound")
         if (self.command, query.get("comp")) == ("GET", "blocklist"):
             listed = "".join(
-                f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>"
-                for one, data in store.blocks.get(place, ())
+                f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>" for one, data in store.blocks.get(place, ())
             )
             text = f"<BlockList><CommittedBlocks>{listed}</CommittedBlocks></BlockList>"
             return self._send(200, text.encode(), {"x-ms-blob-content-length": str(len(blobs[name]))})
@@ -227,9 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             values[2] = ""
         url = urlsplit(self.path)
         own = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-ms-"))
-        query = "".join(
-            f"\n{name.lower()}:{value}" for name, value in sorted(parse_qsl(url.query, keep_blank_values=True))
-        )
+        query = "".join(f"\n{name.lower()}:{value}" for name, value in sorted(parse_qsl(url.query, keep_blank_values=True)))
         text = "\n".join([self.command, *values]) + f"\n{own}/{ACCOUNT}{url.path}{query}"
         made = base64.b64encode(hmac.digest(base64.b64decode(KEY), text.encode(), hashlib.sha256)).decode()
         return headers.get("authorization") == f"SharedKey {ACCOUNT}:{made}"

@@ -52,9 +52,8 @@ def missing() -> str | None:
     for command, package in commands.items():
         if shutil.which(command) is None:
             return f"needs the command `{command}`: apt-get install {package}"
-    trial = (
-        "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && ip link add name va type veth peer name vb && "
-        + ("ip link add name br type bridge && ip link set va master br")
+    trial = "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && ip link add name va type veth peer name vb && " + (
+        "ip link add name br type bridge && ip link set va master br"
     )
     done = subprocess.run(
         ["unshare", *_ALL, "--fork", "--mount-proc", "sh", "-c", trial], capture_output=True, text=True, check=False
@@ -251,15 +250,12 @@ class Node:
     def disturb(self, *, delay_ms: float, loss_percent: float) -> None:
         """Delays and drops what the node sends; see `missing_netem`."""
         self._space.call(
-            *("tc", "qdisc", "replace", "dev", "eth0", "root", "netem"),
-            *("delay", f"{delay_ms}ms", "loss", f"{loss_percent}%"),
+            *("tc", "qdisc", "replace", "dev", "eth0", "root", "netem"), *("delay", f"{delay_ms}ms", "loss", f"{loss_percent}%")
         )
 
     def limit(self, *, gbit_per_s: float) -> None:
         """At most so much leaves the node; see `missing_tbf`."""
-        burst = max(
-            128 << 10, int(gbit_per_s * 50_000)
-        )  # 0.4 ms; the kernel cuts its packets of 64 KiB where it is less
+        burst = max(128 << 10, int(gbit_per_s * 50_000))  # 0.4 ms; the kernel cuts its packets of 64 KiB where it is less
         self._space.call(
             *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
             *("rate", f"{gbit_per_s}gbit", "burst", f"{burst}b", "latency", "20ms"),
@@ -300,11 +296,7 @@ class Network:
         self.hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{_SUBNET}.{n} node{n}\n" for n in range(1, 9)))
         self.head_address = f"{_SUBNET}.1:{_PORT}"
         self.nodes: list[Node] = []
-        setup = [
-            "ip link add bridge type bridge",
-            f"ip address add {_SUBNET}.254/24 dev bridge",
-            "ip link set bridge up",
-        ]
+        setup = ["ip link add bridge type bridge", f"ip address add {_SUBNET}.254/24 dev bridge", "ip link set bridge up"]
         self.switch = _Space("\n".join(setup), kinds=("--net",), environment=os.environ)
 
     def add(self) -> Node:
@@ -316,9 +308,7 @@ class Network:
         """Starts a Ray cluster on new machines, the first of them its head, and returns them. A mapping names a node's `cpus` and
         its further resources. With a `token` the cluster demands it; the first machine's user has it, at ~/.ray/auth_token."""
         machines = [self.add() for _ in nodes]
-        security = (
-            {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"}
-        )
+        security = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"}
         started: list[Command] = []
         for machine, has in zip(machines, nodes, strict=True):
             resources = {name: amount for name, amount in has.items() if name != "cpus"}
@@ -338,9 +328,7 @@ class Network:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for node in self.nodes:
             node.end()
         self.switch.end()

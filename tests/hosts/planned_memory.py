@@ -73,11 +73,7 @@ def _run(rows: int, folder: str) -> dict[str, int]:
         dense_optimizer=DenseOptimizerConfig(kind="adam"),
     )
     config = TrainConfig(
-        recipe="memory",
-        workload=workload,
-        batch_size=TRAIN_ROWS,
-        eval_batch_size=EVAL_ROWS,
-        scaling=ScalingConfig(num_workers=1),
+        recipe="memory", workload=workload, batch_size=TRAIN_ROWS, eval_batch_size=EVAL_ROWS, scaling=ScalingConfig(num_workers=1)
     )
     process = _resident_bytes("VmRSS")
     forecast = tables_of(workload, config, tables, inputs=schema, target=Target(1, 1), memory_bytes=1 << 50).memories[0]

@@ -88,12 +88,7 @@ class Session:
     """A command and all that it starts: Ray's processes leave the command's group, but carry its session."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        output: Path,
-        stdin: int = subprocess.DEVNULL,
+        self, command: Sequence[str], *, environment: Mapping[str, str], output: Path, stdin: int = subprocess.DEVNULL
     ) -> None:
         """Standard output and error go to the files `output`.out and `output`.err."""
         self._output = output
@@ -175,19 +170,13 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.end()
 
 
 def environment_for(cache: Path, **more: str) -> dict[str, str]:
     """This process's environment, less the Ray it may be connected to."""
-    return {
-        **{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
-        "RAYREC_CACHE": str(cache),
-        **more,
-    }
+    return {**{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}, "RAYREC_CACHE": str(cache), **more}
 
 
 class RayCluster(Session):
@@ -262,9 +251,7 @@ class RayNode(Session):
 class RayPod(RayNode):
     """A node of a Ray on this machine as KubeRay starts it: `ray start --block` is the process that gets SIGTERM first."""
 
-    def __init__(
-        self, folder: Path, *, cache: Path, address: str, num_cpus: int, resources: str, grace_s: float
-    ) -> None:
+    def __init__(self, folder: Path, *, cache: Path, address: str, num_cpus: int, resources: str, grace_s: float) -> None:
         """`grace_s`: what its manifest gives Ray from the SIGTERM to the end."""
         options = ("--num-cpus", str(num_cpus), "--resources", resources, "--object-store-memory", "200000000")
         ports = ("--dashboard-agent-listen-port", str(free_ports(1)))
@@ -296,9 +283,7 @@ class RayHead(RayNode):
 class Run:
     """One run of `rayrec train`, through as many commands as it takes; ends what is left of them when it is left."""
 
-    def __init__(
-        self, config: TrainConfig, folder: Path, *, cache: Path, recipe: str | None = None, **environment: str
-    ) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, *, cache: Path, recipe: str | None = None, **environment: str) -> None:
         """`folder` is for the configuration and the commands' output; the run itself is where `config` says. `recipe`: the
         FILE.py:FUNCTION of a configuration that is of no recipe of rayrec's."""
         assert config.name is not None
@@ -383,9 +368,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.end()
 
 

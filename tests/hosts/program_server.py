@@ -49,9 +49,7 @@ class ProgramServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         outputs = [self._folder / str(number) for number in range(len(programs))]
-        asked = [
-            {**program._asdict(), "output": str(output)} for program, output in zip(programs, outputs, strict=True)
-        ]
+        asked = [{**program._asdict(), "output": str(output)} for program, output in zip(programs, outputs, strict=True)]
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         statuses = json.loads(self._process.stdout.readline())

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.extended,
-    pytest.mark.exhaustive,
-]  # README.md and docs/prepare.md run these commands
+pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.exhaustive]  # README.md and docs/prepare.md run these commands
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +34,11 @@ def rayrec(cache: str, *arguments: str, status: int = 0) -> subprocess.Completed
 
 def test_from_log_to_ready_made_data(cache: str, click_log: Path, tmp_path: Path) -> None:
     log, vocabulary, ready = str(click_log / "train.txt"), str(tmp_path / "vocabulary"), str(tmp_path / "ready")
-    made = json.loads(
-        rayrec(cache, "vocabulary", log, "--out", vocabulary, "--preset", "torchrec", "--min-count", "2").stdout
-    )
+    made = json.loads(rayrec(cache, "vocabulary", log, "--out", vocabulary, "--preset", "torchrec", "--min-count", "2").stdout)
     assert (made["preset"], made["rows"]) == ("torchrec", 20_000)
     done = json.loads(
         rayrec(
-            cache,
-            "preprocess",
-            log,
-            "--out",
-            ready,
-            "--format",
-            "npy",
-            "--preprocessor",
-            vocabulary,
-            "--shuffle",
-            "full",
+            cache, "preprocess", log, "--out", ready, "--format", "npy", "--preprocessor", vocabulary, "--shuffle", "full"
         ).stdout
     )
     assert (done["rows"], done["preprocessor"]) == (20_000, made["hash"])

@@ -60,9 +60,7 @@ def test_the_image_is_built_and_its_demo_runs(tmp_path: Path) -> None:
     for file in ("/etc/resolv.conf", "/etc/hosts"):
         (base / file[1:]).touch()
     began = time.monotonic()
-    image = build(
-        ROOT / "deploy" / "Dockerfile", ROOT, work, base=Stage(base, environment), arguments=arguments, binds=binds
-    )
+    image = build(ROOT / "deploy" / "Dockerfile", ROOT, work, base=Stage(base, environment), arguments=arguments, binds=binds)
     built_s = time.monotonic() - began
     doctor = image.run("rayrec", "doctor", binds=binds, timeout_s=600)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr

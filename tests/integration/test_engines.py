@@ -37,9 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -52,8 +50,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ["spark-on-ray", pytest.param("spark", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "command",
-    ["vocabulary", *(pytest.param(command, marks=pytest.mark.exhaustive) for command in list(COMMANDS)[1:])],
+    "command", ["vocabulary", *(pytest.param(command, marks=pytest.mark.exhaustive) for command in list(COMMANDS)[1:])]
 )
 def test_spark_makes_the_files_that_ray_makes(click_log: Path, tmp_path: Path, name: str, command: str) -> None:
     (call, options), made = COMMANDS[command], []

@@ -173,9 +173,7 @@ def expected_alone(click_log: Path, cache: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.extended
-def test_a_run_in_one_process_that_one_fault_after_another_strikes(
-    expected_alone: dict[str, Any], begin: Begin
-) -> None:
+def test_a_run_in_one_process_that_one_fault_after_another_strikes(expected_alone: dict[str, Any], begin: Begin) -> None:
     """The process is killed, stopped by SIGTERM and by Ctrl-C, and killed once more before its newest checkpoints are damaged."""
     run = begin(**ALONE)
     run.wait_for("checkpoint", lambda event: event["step"] >= 80)
@@ -187,9 +185,7 @@ def test_a_run_in_one_process_that_one_fault_after_another_strikes(
     resumed = run.wait_for("start", lambda event: event["step"] > 0)
     assert resumed["step"] >= saved
     resumed = stop_by_signals(run, resumed)
-    run.wait_for(
-        "checkpoint", lambda event: len(committed(run.path)) >= 5 and committed(run.path)[-1].step > resumed["step"]
-    )
+    run.wait_for("checkpoint", lambda event: len(committed(run.path)) >= 5 and committed(run.path)[-1].step > resumed["step"])
     run.kill_driver()
     assert_still_training(run)
     damage = Damage(run)
@@ -279,8 +275,7 @@ class Damage:
         *_, self.good, first, second, third, newest = committed(run.path)
         ways = (flip_a_bit, cut_short, remove_file, tear_manifest)
         self._harmed = [
-            (checkpoint.path, harm(checkpoint))
-            for harm, checkpoint in zip(ways, (first, second, third, newest), strict=True)
+            (checkpoint.path, harm(checkpoint)) for harm, checkpoint in zip(ways, (first, second, third, newest), strict=True)
         ]
 
     def assert_passed_over(self, *, number: int) -> None:
@@ -369,9 +364,7 @@ def test_a_node_with_the_workers_on_it(expected: dict[str, Any], begin: Begin, c
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_workers_that_become_fewer_and_more_again(
-    begin: Begin, cluster: RayCluster, tmp_path: Path, cache: Path
-) -> None:
+def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayCluster, tmp_path: Path, cache: Path) -> None:
     """As on spot machines: a pod gets SIGTERM, another node joins, then one is lost without notice."""
     node = json.dumps({"num_cpus": 1, "resources": {"slot": 1}})
     address = cluster.add_node(node)
@@ -429,9 +422,7 @@ sys.stdin.read()
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_a_cluster_that_others_use_is_waited_for(
-    click_log: Path, cache: Path, tmp_path: Path, cluster: RayCluster
-) -> None:
+def test_a_cluster_that_others_use_is_waited_for(click_log: Path, cache: Path, tmp_path: Path, cluster: RayCluster) -> None:
     address = cluster.add_node(json.dumps({"num_cpus": 2, "resources": {"slot": 2}}))
     scaling = {"num_workers": 2, "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}}
     config = small_run(click_log, str(tmp_path), steps=40, cluster={"address": address}, scaling=scaling)

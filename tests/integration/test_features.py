@@ -33,10 +33,7 @@ SCHEMA = Schema(
     dense=("price",),
     sparse=("item", "user", "history", "tags"),
     lists=("history", "tags"),
-    features=(
-        Feature(name="history", vocabulary="item", max_length=4),
-        Feature(name="tags", weights="tag_weights"),
-    ),
+    features=(Feature(name="history", vocabulary="item", max_length=4), Feature(name="tags", weights="tag_weights")),
     timestamp="at",
     tokens="any",
     delimiter=",",
@@ -81,12 +78,7 @@ def _config(path: str, folder: Path, schema: Schema = SCHEMA) -> rayrec.TrainCon
         "dense_optimizer": {"learning_rate": 0.02},
     }
     return recipes.clicks(path).replace(
-        workload=workload,
-        batch_size=100,
-        min_steps_per_epoch=1,
-        storage_path=str(folder),
-        steps=120,
-        evaluate_every=60,
+        workload=workload, batch_size=100, min_steps_per_epoch=1, storage_path=str(folder), steps=120, evaluate_every=60
     )
 
 

@@ -57,9 +57,7 @@ def test_training_and_evaluation_tell_the_same(tmp_path: Path, monkeypatch: pyte
     # A column is also chosen when a checkpoint is evaluated; preprocessed rows have no raw values to group by.
     assert rayrec.evaluate(result.checkpoint, log, group="cat_8", **QUIET)["gauc"] != metrics["gauc"]
     ready = str(tmp_path / "ready")
-    rayrec.preprocess(
-        log, out=ready, format="parquet", preprocessor=str(tmp_path / "grouped" / "preprocessor"), **QUIET
-    )
+    rayrec.preprocess(log, out=ready, format="parquet", preprocessor=str(tmp_path / "grouped" / "preprocessor"), **QUIET)
     with pytest.raises(InputError, match=r"schema\.group: .*ready is preprocessed and holds no values of cat_5"):
         rayrec.evaluate(result.checkpoint, ready, **QUIET)
     with pytest.raises(InputError, match=r"schema\.group: .*ready is preprocessed"):

@@ -181,9 +181,7 @@ def test_unusable_files_are_refused_in_one_line(tmp_path: Path, name: str | None
     assert "\n" not in str(caught.value)
 
 
-def test_streamed_pieces_come_in_order(
-    index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]
-) -> None:
+def test_streamed_pieces_come_in_order(index: LogIndex, preprocessor: Preprocessor, shared: Shared[Preprocessor]) -> None:
     (block, *_) = BlockOrder(tuple(index.parts(0, index.rows)), "none", 0, 3).blocks(0)
     pieces = [(block, Piece(0, start, start + 100)) for start in (500, 0, 300, 1)]
     encoded = preprocessor.encode(read_segments([part.segment for part in block.parts], SCHEMA))
@@ -205,9 +203,7 @@ def test_a_log_changed_under_a_run_stops_it(click_log: Path, tmp_path: Path, pre
     order = BlockOrder(tuple(index.parts(0, index.rows)), "none", 0, 4)
     reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows, 1), SCHEMA)
     loader = Loader(order, reader, Share(0, 1, 100), epochs=1)
-    with pytest.raises(
-        InputError, match=r"log\.txt: bytes .* changed since the log was indexed; [^\n]* --name$"
-    ) as caught:
+    with pytest.raises(InputError, match=r"log\.txt: bytes .* changed since the log was indexed; [^\n]* --name$") as caught:
         list(loader)
     assert type(caught.value) is InputError
     assert "\n" not in str(caught.value)

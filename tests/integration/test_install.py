@@ -84,10 +84,7 @@ def test_the_archive_builds_and_its_wheel_works_elsewhere(tmp_path: Path) -> Non
     report = json.loads(_run(rayrec, "doctor", "--json", cwd=tmp_path))
     assert report["ok"], report["findings"]
     where = "import rayrec, rayrec.native as n; print(rayrec.__file__); print(n.library()._name)"
-    assert [Path(line).is_relative_to(packages) for line in _run(python, "-c", where, cwd=tmp_path).split()] == [
-        True,
-        True,
-    ]
+    assert [Path(line).is_relative_to(packages) for line in _run(python, "-c", where, cwd=tmp_path).split()] == [True, True]
     rows = _run(rayrec, "generate", "log", "--rows", "100", "--seed", "0", cwd=tmp_path)
     assert rows
     _run(rayrec, "validate", "log/train.txt", cwd=tmp_path)

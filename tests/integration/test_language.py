@@ -66,9 +66,7 @@ def small(tokens: Path, storage_path: Path, *, workload: dict[str, Any] | None =
     return gpt2_tiny(str(tokens)).replace(**{**fields, "workload": {**own, **(workload or {})}, **changes})
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["one worker", "two workers"]
-)
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["one worker", "two workers"])
 def runs(request: pytest.FixtureRequest, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """The same run under each loop: in this process, or in two workers on Ray."""
     if request.param > 1:
@@ -113,9 +111,7 @@ def test_both_loops_learn_the_same(runs: dict[str, Result]) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("local_ray")
-def test_a_checkpoint_is_evaluated_predicted_with_and_exported(
-    runs: dict[str, Result], tokens: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_evaluated_predicted_with_and_exported(runs: dict[str, Result], tokens: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -218,11 +214,7 @@ def test_a_run_goes_on_under_the_other_loop_with_another_number_of_workers(token
 def test_the_124_million_parameters_start_and_step(tmp_path: Path) -> None:
     """The recipe as it is, but for what a machine without GPUs cannot have."""
     write_text(tmp_path / "text.txt", sentences=2000, seed=0)
-    settings: dict[str, Any] = {
-        "format": "mds",
-        "vocabulary_size": 257,
-        "block_size": 1024,
-    }  # every byte, a block of them
+    settings: dict[str, Any] = {"format": "mds", "vocabulary_size": 257, "block_size": 1024}  # every byte, a block of them
     rayrec.preprocess(str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), **settings, console=QUIET)
     result = train(
         gpt2(str(tmp_path / "tokens")).replace(

@@ -71,9 +71,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(own: Path, _namespaces: None) -> Iterator[list[Node]]:
     """Three machines: the head, one with two accelerators, one with one; only the head's user has the cluster's token."""
     with Network(unshared=[own]) as network:
-        yield network.cluster(
-            {"cpus": 3, "whole": 3}, {"cpus": 2, "accelerator": 2}, {"cpus": 2, "accelerator": 1}, token=TOKEN
-        )
+        yield network.cluster({"cpus": 3, "whole": 3}, {"cpus": 2, "accelerator": 2}, {"cpus": 2, "accelerator": 1}, token=TOKEN)
 
 
 def train_flags(log: Path, storage: Path, name: str, resource: str, **flags: Any) -> list[str]:
@@ -202,9 +200,7 @@ ray.get(held)
 
 
 @pytest.mark.exhaustive
-def test_on_a_busy_cluster_only_the_result_reaches_standard_output(
-    cluster: list[Node], click_log: Path, shared: Path
-) -> None:
+def test_on_a_busy_cluster_only_the_result_reaches_standard_output(cluster: list[Node], click_log: Path, shared: Path) -> None:
     """What Ray prints while others hold all CPUs goes to standard error."""
     head = cluster[0]
     summary(head.rayrec(*train_flags(click_log, shared, "measured", "whole")))
@@ -274,9 +270,7 @@ def test_links_with_delay_and_loss_change_no_weights(click_log: Path, shared: Pa
     if lacking:
         pytest.skip(lacking)
     with Network() as network:
-        head, *workers = network.cluster(
-            {"cpus": 2}, {"cpus": 1, "accelerator": 2}, {"cpus": 1, "accelerator": 1}, token=TOKEN
-        )
+        head, *workers = network.cluster({"cpus": 2}, {"cpus": 1, "accelerator": 2}, {"cpus": 1, "accelerator": 1}, token=TOKEN)
         plain = summary(head.rayrec(*train_flags(click_log, shared, "clear", "accelerator")))
         for worker in workers:
             worker.disturb(delay_ms=20, loss_percent=2)

@@ -38,9 +38,7 @@ def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
 
 
 @pytest.mark.extended
-def test_a_run_with_trackers_and_a_window_of_steps(
-    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_trackers_and_a_window_of_steps(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     trackers = {
         "mlflow": True,
@@ -67,9 +65,7 @@ def test_a_run_with_trackers_and_a_window_of_steps(
     assert run_hash(config) == run_hash(small(click_log, tmp_path))  # how a run is looked at does not change its result
 
 
-def test_what_is_missing_is_said_before_anything_starts(
-    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_said_before_anything_starts(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(InputError, match=r"which server\?"):
         train(small(click_log, tmp_path, trackers={"mlflow": True}))

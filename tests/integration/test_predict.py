@@ -88,9 +88,7 @@ def whole(local_ray: None, result: Result, click_log: Path, config: TrainConfig)
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def test_evaluate_gives_the_metrics_of_training(
-    result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path
-) -> None:
+def test_evaluate_gives_the_metrics_of_training(result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path) -> None:
     rows = result.summary["rows_of_sets"]["test"]
     (tmp_path / "test.tsv").write_bytes(b"".join(lines[-rows:]))
     metrics = evaluate(result.checkpoint, str(tmp_path / "test.tsv"), config=config, console=QUIET)
@@ -152,9 +150,7 @@ def test_faulty_lines_keep_their_place(
 
 
 @pytest.fixture(scope="module")
-def scores(
-    result: Result, config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Any]]:
+def scores(result: Result, config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The log's predictions as files of 7000 rows, and what was reported of them."""
     out = tmp_path_factory.mktemp("scores") / "scores"
     with pytest.MonkeyPatch.context() as patch:
@@ -170,14 +166,10 @@ def _small_parts(patch: pytest.MonkeyPatch) -> None:
 def _predict_to(checkpoint: str, config: TrainConfig, out: Path, *, batch_rows: int = 1000) -> dict[str, Any]:
     assert config.train_data.path is not None
     options = ScoringConfig(batch_rows=batch_rows)
-    return prediction.predict_to(
-        checkpoint, config.train_data.path, str(out), config=config, options=options, console=QUIET
-    )
+    return prediction.predict_to(checkpoint, config.train_data.path, str(out), config=config, options=options, console=QUIET)
 
 
-def test_parquet(
-    whole: dict[str, np.ndarray], scores: tuple[Path, dict[str, Any]], result: Result, config: TrainConfig
-) -> None:
+def test_parquet(whole: dict[str, np.ndarray], scores: tuple[Path, dict[str, Any]], result: Result, config: TrainConfig) -> None:
     out, done = scores
     assert (done["rows"], done["bad_rows"], done["out"]) == (20_000, 0, str(out))
     assert done["rows_per_s"] > 0
@@ -192,11 +184,7 @@ def test_parquet(
 
 
 def test_a_killed_call_goes_on(
-    scores: tuple[Path, dict[str, Any]],
-    result: Result,
-    config: TrainConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    scores: tuple[Path, dict[str, Any]], result: Result, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same bytes; what was done is not scored again."""
     _small_parts(monkeypatch)
@@ -272,20 +260,12 @@ def test_slices_intervals_and_another_checkpoint(
 
 def test_what_cannot_be_told(result: Result, config: TrainConfig, click_log: Path) -> None:
     log = str(click_log / "train.txt")
-    for by, message in (
-        ("cat5", "no column 'cat5'; did you mean 'cat_5'"),
-        ("user", "no column 'user'; there are day"),
-    ):
+    for by, message in (("cat5", "no column 'cat5'; did you mean 'cat_5'"), ("user", "no column 'user'; there are day")):
         with pytest.raises(InputError, match=message):
             evaluate(result.checkpoint, log, config=config, options=EvaluationConfig(slice_by=(by,)), console=QUIET)
     with pytest.raises(InputError, match="holds no complete checkpoint"):
         evaluate(
-            result.checkpoint,
-            log,
-            config=config,
-            options=EvaluationConfig(compare=str(click_log)),
-            other=config,
-            console=QUIET,
+            result.checkpoint, log, config=config, options=EvaluationConfig(compare=str(click_log)), other=config, console=QUIET
         )
 
 

@@ -43,9 +43,7 @@ def trained(path: Path, runs: Path, *, name: str, **changes: Any) -> dict[str, A
     return rayrec.train(config, console=QUIET).summary
 
 
-def preprocessed(
-    log: Path, out: Path, format: str = "binary", run: Path | None = None, **options: Any
-) -> dict[str, Any]:
+def preprocessed(log: Path, out: Path, format: str = "binary", run: Path | None = None, **options: Any) -> dict[str, Any]:
     """Prepare a log, with the Preprocessor of a run if one is given."""
     given = {} if run is None else {"preprocessor": str(run / "preprocessor")}
     return rayrec.preprocess(str(log), out=str(out), format=format, console=QUIET, **given, **options)
@@ -129,9 +127,7 @@ def test_a_preprocessor_of_another_log_is_refused(log: Path, tmp_path: Path) -> 
         trained(tmp_path / "ready", tmp_path, name="run", workload={"preprocessor": str(tmp_path / "other")})
 
 
-def test_an_unlabelled_log_is_made_ready_and_scored(
-    log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_an_unlabelled_log_is_made_ready_and_scored(log: Path, raw_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """As Kaggle's test.txt: 39 columns."""
     run = str(raw_run[0])
     lines = log.read_bytes().splitlines(keepends=True)[:500]

@@ -166,9 +166,7 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def state_of(
-    tensors: dict[str, torch.Tensor], table: int, columns: str = "", *, state: str = "momentum1"
-) -> torch.Tensor:
+def state_of(tensors: dict[str, torch.Tensor], table: int, columns: str = "", *, state: str = "momentum1") -> torch.Tensor:
     return tensors[f"optimizer.embeddings.embedding_bags.cat_{table}.weight.{state}{columns}"]
 
 
@@ -259,9 +257,7 @@ def test_a_round_trip_over_all_plans_changes_no_bit(saved: Saved, sparse: str, d
 
 
 def test_states_of_column_parts_stay_apart_and_join_as_their_mean(saved: Saved) -> None:
-    start, one, three, went, stayed, whole, replicated, narrow, rows, again = (
-        saved[stage["save"]] for stage in column_parts()
-    )
+    start, one, three, went, stayed, whole, replicated, narrow, rows, again = (saved[stage["save"]] for stage in column_parts())
     assert not differing(one, start)
     assert not differing(three, start)
     assert not differing(went, stayed)

@@ -50,9 +50,7 @@ def test_a_log_in_s3_gives_what_it_gives_here(
     assert from_s3["weights_sha256"] == rayrec.train(local, console=QUIET).summary["weights_sha256"]
 
 
-def test_a_checkpoint_in_s3_is_put_to_use(
-    bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_in_s3_is_put_to_use(bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives the same scores."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("rayrec.inference.export.parity._SPEED_S", 0.01)
@@ -84,9 +82,7 @@ def test_a_checkpoint_in_s3_is_put_to_use(
     assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)  # a batch of another size rounds otherwise
 
 
-def test_what_is_wrong_in_s3_is_one_line(
-    bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_in_s3_is_one_line(bucket: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     for path in (f"{bucket}/nothing/here", "s3://no-such-bucket/train.txt"):
         with pytest.raises(InputError, match=r"^s3://[^\n]*$"):

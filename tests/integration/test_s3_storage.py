@@ -301,9 +301,7 @@ def test_a_run_in_progress_is_reported_there_and_here(folder: str, tmp_path: Pat
     storage.write_bytes(f"{folder}/config.yaml", run_events.CONFIG.encode())
     with EventWriter(f"{folder}/events.jsonl") as writer:
         for event in run_events.run(finished=False):
-            writer.write(
-                event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")}
-            )
+            writer.write(event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")})
         assert writer.flush()
         assert report.write(folder) == f"{folder}/report.html"
     assert b"not finished at step 150 of 200" in storage.read_bytes(f"{folder}/report.html")

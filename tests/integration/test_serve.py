@@ -124,18 +124,7 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
         command = [*rayrec, *arguments, "--cluster.address", address]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
 
-    start = [
-        *rayrec,
-        places[0],
-        "--port",
-        str(port),
-        "--replicas",
-        "2",
-        "--cpus-per-replica",
-        "0.5",
-        "--ingress",
-        ingress,
-    ]
+    start = [*rayrec, places[0], "--port", str(port), "--replicas", "2", "--cpus-per-replica", "0.5", "--ingress", ingress]
     with Session([*start, "--token-env", "SERVE_TOKEN"], environment=environment, output=tmp_path / "server") as server:
         _wait(lambda: server.out.rstrip().endswith("}") or server.process.poll() is not None)
         assert server.process.poll() is None, server.err
@@ -205,9 +194,7 @@ def _rows(port: int, version: str) -> float:
 
 def _serving(port: int) -> dict[str, float]:
     """How many replicas serve each version; those that died count until they are given up."""
-    return {
-        name.split('"')[1]: value for name, value in _counts(port).items() if name.startswith("rayrec_serve_replicas")
-    }
+    return {name.split('"')[1]: value for name, value in _counts(port).items() if name.startswith("rayrec_serve_replicas")}
 
 
 def _serving_or_nothing(port: int) -> dict[str, float]:

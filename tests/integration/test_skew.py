@@ -115,9 +115,7 @@ def trained(model: torch.nn.Module, preprocessor: Preprocessor, index: LogIndex)
     return logits
 
 
-def test_predict(
-    trained: np.ndarray, checkpoint: str, config: TrainConfig, preprocessor: Preprocessor, index: LogIndex
-) -> None:
+def test_predict(trained: np.ndarray, checkpoint: str, config: TrainConfig, preprocessor: Preprocessor, index: LogIndex) -> None:
     parts = list(index.parts(0, index.rows))
     blocks = [
         ScoredBlock(block, tuple(part.segment.first_row for part in block.parts), lines_known=True)

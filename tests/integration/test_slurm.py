@@ -47,9 +47,7 @@ def test_a_job_that_slurm_interrupts_twice(
 
     def wait_for_step(step: int) -> None:
         deadline_s = time.monotonic() + 180
-        while not (
-            storage.exists(events) and any(event["step"] >= step for event in read_events(events, kinds=("step",)))
-        ):
+        while not (storage.exists(events) and any(event["step"] >= step for event in read_events(events, kinds=("step",)))):
             assert time.monotonic() < deadline_s, slurm.log(job)
             time.sleep(0.1)
 

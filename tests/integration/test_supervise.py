@@ -47,10 +47,7 @@ class Head:
         options |= {"dashboard-host": "127.0.0.1", "temp-dir": self.folder / "ray"}
         options |= {"num-cpus": 2, "object-store-memory": 200_000_000}
         flags = [f"--{name}={value}" for name, value in options.items()]
-        command = [
-            sys.executable,
-            *["-u", "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"],
-        ]
+        command = [sys.executable, *["-u", "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]]
         environment = environment_for(self._cache, RAYREC_TEST_HEAD=str(self.folder))
         self._session = Session([*command, *flags], environment=environment, output=self._output)
 

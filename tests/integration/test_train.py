@@ -197,9 +197,7 @@ def test_a_run_goes_on_with_the_rows_it_began_with_alone(click_log: Path, tmp_pa
 class RepeatingWorkload(ClickWorkload):
     """The worker trains its second batch twice, and its third not at all."""
 
-    def make_loader(
-        self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
-    ) -> Loader[Any, Any]:
+    def make_loader(self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Loader[Any, Any]:
         loader = super().make_loader(context, prepared, state=state, step=step)
         loader.start()
         assert loader._batches is not None
@@ -409,9 +407,7 @@ def test_faulty_rows_are_counted_or_refused(click_log: Path, tmp_path: Path) -> 
 
 def test_saves_apart_from_evaluations_keep_the_best(click_log: Path, tmp_path: Path) -> None:
     """A save before the first evaluation, saves between evaluations, and early stopping on top."""
-    config = small(
-        click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18
-    )
+    config = small(click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18)
     summary = train(config).summary
     best = max(events_of(tmp_path / "run", "evaluate"), key=lambda event: (event["auroc"], event["step"]))
     assert summary["chosen_step"] == best["step"]

@@ -134,9 +134,7 @@ def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) 
     assert second[:8] == pytest.approx(first[:8], rel=2e-3)
     assert sum(second[-10:]) == pytest.approx(sum(first[-10:]), rel=0.3)  # differences of rounding grow
     stored, other = (Checkpoint(run.checkpoint).manifest()["tensors"] for run in (two, result))
-    assert {name: tensor["shape"] for name, tensor in stored.items()} == {
-        name: tensor["shape"] for name, tensor in other.items()
-    }
+    assert {name: tensor["shape"] for name, tensor in stored.items()} == {name: tensor["shape"] for name, tensor in other.items()}
     assert result.summary["metrics"]["accuracy"] > 0.7
 
 
@@ -144,9 +142,7 @@ def test_fsdp_learns_what_ddp_learns(two: Result, digits: Path, tmp_path: Path) 
 @pytest.mark.exhaustive
 def test_accumulation_and_bf16(digits: Path, tmp_path: Path) -> None:
     scaling = {"num_workers": 1, "threads_per_worker": 1}
-    config = small(
-        digits, tmp_path, scaling=scaling, batch_size=32, steps=3, precision="bf16", workload={"accumulate": 3}
-    )
+    config = small(digits, tmp_path, scaling=scaling, batch_size=32, steps=3, precision="bf16", workload={"accumulate": 3})
     result = train(config)
     assert result.summary["rows"] == 3 * 32
     assert losses(result.folder)[0] == pytest.approx(math.log(10), abs=1)

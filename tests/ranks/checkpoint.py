@@ -54,17 +54,14 @@ IMPORTED_ONCE = [
 """By the process that ranks are forked from: to import what a rank needs takes several seconds."""
 
 
-def run_ranks(
-    what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None
-) -> list[str]:
+def run_ranks(what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None) -> list[str]:
     """The output of each rank, which calls a function of this or another module with the folder and its rank; all must end
     with status 0, but for one that kills itself."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory() as meeting:
         processes = [
-            context.Process(target=_be_rank, args=(what, rank, size, folder, meeting), daemon=True)
-            for rank in range(size)
+            context.Process(target=_be_rank, args=(what, rank, size, folder, meeting), daemon=True) for rank in range(size)
         ]
         for process in processes:
             process.start()

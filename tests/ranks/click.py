@@ -87,9 +87,7 @@ def schema(tables: list[int]) -> Schema:
     )
 
 
-def context(
-    configuration: TrainConfig, rank: int, world_size: int, *, node: str = "", device: str = "cpu"
-) -> WorkerContext:
+def context(configuration: TrainConfig, rank: int, world_size: int, *, node: str = "", device: str = "cpu") -> WorkerContext:
     return WorkerContext(configuration, rank, world_size, torch.device(device), None, node)  # type: ignore[arg-type]
 
 

@@ -167,9 +167,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
     stored = None if from_step is None else Checkpoint(f"{folder}/{from_step}")
     state = stored.manifest()["state"] if stored else None
     progress = Progress.from_state(state["progress"], rank=rank) if state else Progress()
-    loader = configuration.workload.make_loader(
-        context, None, state=state["loader"] if state else None, step=progress.step
-    )
+    loader = configuration.workload.make_loader(context, None, state=state["loader"] if state else None, step=progress.step)
     setup = configuration.workload.set_up(context, None)
     if stored:
         restore_all(stored, setup.model, setup.optimizer)

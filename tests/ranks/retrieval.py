@@ -62,10 +62,7 @@ def train(folder: str, rank: int) -> None:
         "sparse_optimizer": SparseOptimizerConfig(kind="sgd", learning_rate=RATES["sparse"]),
         "dense_optimizer": DenseOptimizerConfig(kind="sgd", learning_rate=RATES["dense"]),
     }
-    for name, model, schema, tables in (
-        ("two_tower", TWO_TOWER, PAIRS, [USERS, ITEMS]),
-        ("sasrec", SASREC, LISTS, [ITEMS]),
-    ):
+    for name, model, schema, tables in (("two_tower", TWO_TOWER, PAIRS, [USERS, ITEMS]), ("sasrec", SASREC, LISTS, [ITEMS])):
         workload = ClickWorkload(schema=schema, model=model, **optimizers)
         scaling = ScalingConfig(num_workers=size)
         config = TrainConfig(recipe="small", workload=workload, batch_size=ROWS[0] // size, scaling=scaling)

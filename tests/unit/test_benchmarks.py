@@ -101,10 +101,7 @@ def test_a_quartet_takes_drift_away_in_both_orders(paired: Any, seed: int) -> No
 
     wall, cpu, mine, other = paired.quartet(ours, theirs, draw=random.Random(seed))
     assert (wall, cpu) == pytest.approx((1.0, 2.0))
-    assert {tuple(spent.wall_s for spent in mine), tuple(spent.wall_s for spent in other)} == {
-        (1.0, 1.331),
-        (1.1, 1.21),
-    }
+    assert {tuple(spent.wall_s for spent in mine), tuple(spent.wall_s for spent in other)} == {(1.0, 1.331), (1.1, 1.21)}
 
 
 # What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one --------------
@@ -219,9 +216,7 @@ def test_a_preemption_costs_what_the_restarts_after_its_notice_cost(preempt: Any
     assert preempt.losses(attempts, [(101.5, 120.0)]) == [
         preempt.Loss(steps_redone=2, idle_s=27.0, after_kill_s=10.0)
     ]  # two restarts
-    assert preempt.losses(attempts[:1], [(101.5, 120.0)]) == [
-        preempt.Loss(steps_redone=0, idle_s=0.0, after_kill_s=0.0)
-    ]
+    assert preempt.losses(attempts[:1], [(101.5, 120.0)]) == [preempt.Loss(steps_redone=0, idle_s=0.0, after_kill_s=0.0)]
 
 
 def test_moments_are_random_from_a_seed_and_one_in_each_part(preempt: Any) -> None:
@@ -312,8 +307,7 @@ def test_a_quick_run_leaves_trainings_out(start: Any, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("with_lightgbm", [True, False])
 def test_rows(start: Any, capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
     rounds = [
-        found_by(start, seconds, trainings=tuple(start.TRAININGS), with_lightgbm=with_lightgbm)
-        for seconds in (4.0, 40.0, 3.0)
+        found_by(start, seconds, trainings=tuple(start.TRAININGS), with_lightgbm=with_lightgbm) for seconds in (4.0, 40.0, 3.0)
     ]
     found = start.medians_of({name: [of_round[name] for of_round in rounds] for name in rounds[0]})
     report_of(start, with_lightgbm=with_lightgbm).print(found)
@@ -345,10 +339,7 @@ def test_row_prints_once_both_sides_are_known(start: Any, capsys: pytest.Capture
     failed = [row for row in rows if "error" in row]
     assert {row["peer"] for row in failed} == {start.PLAIN[2]}
     assert len(failed) == 2 * sum("2 workers" in name for name in start.TRAININGS)
-    assert all(
-        (row["ratio"], row["peer_s"], row["error"]) == (None, None, "RuntimeError: ended with signal 6")
-        for row in failed
-    )
+    assert all((row["ratio"], row["peer_s"], row["error"]) == (None, None, "RuntimeError: ended with signal 6") for row in failed)
     assert all(row["s"] for row in failed)
 
 
@@ -399,12 +390,7 @@ def test_peer_killed_by_signal_becomes_error_row(rows: Any, capsys: pytest.Captu
         calls.append(name)
         return function()
 
-    candidates = {
-        "aborts": partial(run_child, script),
-        "missing": lambda: 1 / 0,
-        "ours": lambda: 10.0,
-        "whole": lambda: 5.0,
-    }
+    candidates = {"aborts": partial(run_child, script), "missing": lambda: 1 / 0, "ours": lambda: 10.0, "whole": lambda: 5.0}
     rates = rows.interleaved(2, **{name: partial(called, name, function) for name, function in candidates.items()})
     assert calls == ["aborts", "missing", "ours", "whole", "ours", "whole"]
     emit_rates(rows, rates)
@@ -470,10 +456,7 @@ def test_failed_part_of_all_benchmarks_is_skipped(
     captured = capsys.readouterr()
     assert "hidden-word" not in captured.out + captured.err
     errors = {row["name"]: row["error"] for row in map(json.loads, captured.out.splitlines())}
-    assert errors == {
-        "second": "RuntimeError: its last line",
-        "third": "rayrec benchmark third: --data names no log",
-    }
+    assert errors == {"second": "RuntimeError: its last line", "third": "rayrec benchmark third: --data names no log"}
     monkeypatch.setattr(rows, "_FAILED", [])
     assert run.main(["second"]) == 1
     monkeypatch.setattr(rows, "_FAILED", [])
@@ -487,11 +470,7 @@ def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
     """Every second run ended with signal 6 when its process group was destroyed before its pipelines."""
     generate(str(tmp_path), rows=5_000, seed=0, parallelism=1)
     rayrec.preprocess(
-        str(tmp_path / "train.txt"),
-        out=str(tmp_path / "npy"),
-        format="npy",
-        split="sevenths",
-        console=Console(quiet=True),
+        str(tmp_path / "train.txt"), out=str(tmp_path / "npy"), format="npy", split="sevenths", console=Console(quiet=True)
     )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     peer = BENCHMARKS / "peers" / "plain_dlrm.py"

@@ -28,12 +28,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=[pytest.mark.extended] * (kind == "s3")) for kind in cloud_stores.KINDS],
+    scope="module", params=[pytest.param(kind, marks=[pytest.mark.extended] * (kind == "s3")) for kind in cloud_stores.KINDS]
 )
-def store(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[cloud_stores.CloudStore]:
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cloud_stores.CloudStore]:
     """A store that runs, reached by the standard variables alone."""
     server = cloud_stores.KINDS[request.param](tmp_path_factory.mktemp(request.param))
     with pytest.MonkeyPatch.context() as patch:
@@ -96,9 +93,7 @@ def test_globs_and_partitions_list_files_at_all_depths(folder: str) -> None:
         f"{folder}/{names[2]}",
     ]
     assert [file.path for file in storage.list_files(f"{folder}/day=1")] == [f"{folder}/{name}" for name in names[:2]]
-    storage.write_bytes(
-        f"{folder}/day/a", b"x"
-    )  # "day=1/" comes before "day0" and after "day-", which is before "day/"
+    storage.write_bytes(f"{folder}/day/a", b"x")  # "day=1/" comes before "day0" and after "day-", which is before "day/"
     storage.write_bytes(f"{folder}/day-/a", b"x")
     assert storage.exists(f"{folder}/day")
     assert not storage.exists(f"{folder}/da")
@@ -207,9 +202,7 @@ def test_wrong_credentials_are_one_line(store: cloud_stores.CloudStore, monkeypa
         url, match = "s3://logs/a", ""
     else:
         setting = store.environment["AZURE_STORAGE_CONNECTION_STRING"]
-        monkeypatch.setenv(
-            "AZURE_STORAGE_CONNECTION_STRING", re.sub("AccountKey=[^;]*", "AccountKey=aHVzaA==", setting)
-        )
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", re.sub("AccountKey=[^;]*", "AccountKey=aHVzaA==", setting))
         url, match = "az://logs/a", "HTTP status 403"
     start = time.monotonic()
     with pytest.raises(InputError, match=f"logs: access denied .*{match}.*; set ") as raised:

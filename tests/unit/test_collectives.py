@@ -18,11 +18,7 @@ from rayrec.training.launchers.process_worker import device_of
 
 def test_nccl_is_bound_to_the_workers_gpu() -> None:
     found = group_arguments(torch.device("cuda", 5), timeout_s=60.0)
-    assert (found["backend"], found["device_id"], found["timeout"].total_seconds()) == (
-        "nccl",
-        torch.device("cuda", 5),
-        60,
-    )
+    assert (found["backend"], found["device_id"], found["timeout"].total_seconds()) == ("nccl", torch.device("cuda", 5), 60)
     found = group_arguments(torch.device("cpu"), timeout_s=60.0)
     assert (found["backend"], found["device_id"]) == ("gloo", None)
 
@@ -30,9 +26,7 @@ def test_nccl_is_bound_to_the_workers_gpu() -> None:
 @pytest.mark.parametrize(
     ("backends", "expected"), [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cpu")]
 )
-def test_group_device_is_the_cpu_if_a_backend_serves_it(
-    monkeypatch: pytest.MonkeyPatch, backends: str, expected: str
-) -> None:
+def test_group_device_is_the_cpu_if_a_backend_serves_it(monkeypatch: pytest.MonkeyPatch, backends: str, expected: str) -> None:
     monkeypatch.setattr(distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert group_device() == torch.device(expected)

@@ -50,15 +50,8 @@ def call_of(line: str) -> dict[str, Any]:
     signature = inspect.signature(call.command.function)
     given = signature.bind(*call.arguments, **call.keywords).arguments
     given.update(given.pop(next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), ""), {}))
-    made = {
-        "command": name,
-        **({"quiet": True} if "-q" in switches else {}),
-        **({"verbose": True} if "-v" in switches else {}),
-    }
-    for (
-        prefix,
-        cls,
-    ) in call.command.settings():  # given as further keyword arguments, often some of several configurations
+    made = {"command": name, **({"quiet": True} if "-q" in switches else {}), **({"verbose": True} if "-v" in switches else {})}
+    for prefix, cls in call.command.settings():  # given as further keyword arguments, often some of several configurations
         if prefix not in signature.parameters:
             fields = {field.name for field in dataclasses.fields(cls)} - set(signature.parameters)
             options = {field: given.pop(field) for field in fields & given.keys()}
@@ -78,9 +71,7 @@ def call_of(line: str) -> dict[str, Any]:
 def settings(cls: type[Config], options: dict[str, Any], given: dict[str, Any]) -> Config:
     from rayrec.commands.settings import updated
 
-    needed = {
-        field.name: given[field.name] for field in dataclasses.fields(cls) if field.default is field.default_factory
-    }
+    needed = {field.name: given[field.name] for field in dataclasses.fields(cls) if field.default is field.default_factory}
     return updated(cls(**needed), options)
 
 

@@ -153,10 +153,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         ("more", "takes no argument 'more'; `rayrec config criteo_demo --help` shows what it takes"),
         ("--steps few", "--steps: must be a whole number, got 'few'"),
         ("--precision fp8", "--precision: must be fp32 or bf16, got 'fp8'"),
-        (
-            "--scaling.num-workers 1 2 3",
-            "--scaling.num-workers: must be a whole number or 2 whole numbers, got '1 2 3'",
-        ),
+        ("--scaling.num-workers 1 2 3", "--scaling.num-workers: must be a whole number or 2 whole numbers, got '1 2 3'"),
         ("--batch-size 0", "TrainConfig.batch_size: 0 must be at least 1"),
         ("--scaling.num-workers 0", "scaling.num_workers: 0 must be at least 1, and the least not above the most"),
         ("--config", "--config needs a value"),
@@ -184,15 +181,11 @@ def test_a_wrong_flag_of_another_command_is_one_line(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_file_may_follow_its_flag_or_an_equals_sign(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, joined: bool
-) -> None:
+def test_a_file_may_follow_its_flag_or_an_equals_sign(capsys: pytest.CaptureFixture[str], tmp_path: Path, joined: bool) -> None:
     config, schema = tmp_path / "config.yaml", tmp_path / "schema.yaml"
     config.write_text("\ufeffrecipe: clicks\nsteps: 7\n", encoding="utf-8")
     schema.write_text("{label: y, dense: [a], sparse: [b]}")
-    given = (
-        [f"--config={config}", f"--schema={schema}"] if joined else ["--config", str(config), "--schema", str(schema)]
-    )
+    given = [f"--config={config}", f"--schema={schema}"] if joined else ["--config", str(config), "--schema", str(schema)]
     status, out, err = run(capsys, "config", *given)
     assert (status, err) == (0, "")
     resolved = yaml.safe_load(out)
@@ -238,14 +231,7 @@ def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_summary_of_a_click_model_ends_with_the_report_and_what_can_be_done_next() -> None:
     from rayrec.commands.training import summary_rows
 
-    summary = {
-        "metrics": {"auroc": 0.7},
-        "rows_per_s": 1.0,
-        "blocked_fraction": 0.0,
-        "rows": 1,
-        "steps": 1,
-        "wall_s": 1.0,
-    }
+    summary = {"metrics": {"auroc": 0.7}, "rows_per_s": 1.0, "blocked_fraction": 0.0, "rows": 1, "steps": 1, "wall_s": 1.0}
     summary["checkpoint"] = "runs/a/checkpoints/step_00000001"
     rows = dict(summary_rows(summary, folder="runs/a"))
     assert rows["report"] == "runs/a/report.html"
@@ -262,9 +248,7 @@ def test_the_summary_of_a_click_model_ends_with_the_report_and_what_can_be_done_
         ("config", "criteo_demo --profile.steps 10:20", ""),
     ],
 )
-def test_old_flag_works_with_a_notice(
-    capsys: pytest.CaptureFixture[str], command: str, words: str, notice: str
-) -> None:
+def test_old_flag_works_with_a_notice(capsys: pytest.CaptureFixture[str], command: str, words: str, notice: str) -> None:
     parse(COMMANDS[command], words.split())
     printed = capsys.readouterr()
     assert printed.err.startswith(notice)
@@ -284,10 +268,7 @@ def test_a_model_by_its_name() -> None:
     assert config.workload.model == FinalNetConfig(embedding_dim=16, first_tower=(8,))
     for words, match in (
         ("criteo_kaggle --model finalnett", r"^model: no model finalnett; did you mean finalnet\?$"),
-        (
-            "criteo_kaggle --model=tree",
-            r"^model: no model tree; there are .*dlrm, .*finalnet.*, and your own, by a recipe$",
-        ),
+        ("criteo_kaggle --model=tree", r"^model: no model tree; there are .*dlrm, .*finalnet.*, and your own, by a recipe$"),
         ("mnist_resnet18 --model dlrm", r"^model: must be settings of ResNetConfig, got 'dlrm'"),
         (flags.replace("tower", "towe"), r"did you mean --workload\.model\.first-tower"),
     ):

@@ -104,9 +104,7 @@ def test_the_hash_follows_every_field_and_nothing_else() -> None:
     changes: list[dict[str, Any]] = [{"steps": 4}, {"limit": 1}, {"inner": {"rate": 0.2}}, {"other": Inner()}]
     hashes = {base.config_hash(), *(base.replace(**change).config_hash() for change in changes)}
     assert len(hashes) == 5
-    code = (
-        "from rayrec.schema import Schema\nprint(Schema(label='y', dense=('a',), sparse=('b',)).config_hash(), end='')"
-    )
+    code = "from rayrec.schema import Schema\nprint(Schema(label='y', dense=('a',), sparse=('b',)).config_hash(), end='')"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == Schema(label="y", dense=("a",), sparse=("b",)).config_hash()
 
@@ -138,9 +136,7 @@ def test_a_class_of_the_users_leaves_its_name_and_is_needed_again() -> None:
     assert stored["workload"]["schedule"]["class"] == f"{OwnSchedule.__module__}.OwnSchedule"
     assert own.config_hash() != plain.config_hash()
     assert own.updated(stored) == own
-    with pytest.raises(
-        InputError, match=r"^workload\.schedule\.class: .*OwnSchedule, and this recipe has LearningRateSchedule"
-    ):
+    with pytest.raises(InputError, match=r"^workload\.schedule\.class: .*OwnSchedule, and this recipe has LearningRateSchedule"):
         plain.updated(stored)
 
 
@@ -152,9 +148,7 @@ class Moved(Config):
 
 
 def test_an_old_field_name_is_accepted_with_a_notice() -> None:
-    with pytest.warns(
-        FutureWarning, match=r"Moved\.before is now now; the old name will be removed in the next release"
-    ):
+    with pytest.warns(FutureWarning, match=r"Moved\.before is now now; the old name will be removed in the next release"):
         assert Moved().replace(before=2) == Moved(now=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what a file of an earlier version says needs no notice

@@ -24,11 +24,7 @@ def _last_stage() -> list[Instruction]:
 
 def test_instructions_are_read_with_continued_lines_and_comments() -> None:
     text = "# a\nFROM x AS y\nRUN a \\\n # in between\n && b\n\ncopy c d\n"
-    assert instructions(text) == [
-        Instruction("FROM", "x AS y"),
-        Instruction("RUN", "a && b"),
-        Instruction("COPY", "c d"),
-    ]
+    assert instructions(text) == [Instruction("FROM", "x AS y"), Instruction("RUN", "a && b"), Instruction("COPY", "c d")]
 
 
 @pytest.mark.parametrize(

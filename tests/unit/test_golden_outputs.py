@@ -59,9 +59,7 @@ def test_predictions_of_threads_are_golden(name: str, tmp_path: Path) -> None:
 
 ROWS = 4_000
 HEXADECIMAL = CRITEO.replace(dense=CRITEO.dense[:4], sparse=CRITEO.sparse[:6])
-EXPORTED = OWN.replace(
-    label="click", labels=(), weight=None, timestamp=None, features=OWN.features[:2], optional=("price",)
-)
+EXPORTED = OWN.replace(label="click", labels=(), weight=None, timestamp=None, features=OWN.features[:2], optional=("price",))
 """Without weights of lists, which exports refuse."""
 ENCODERS: dict[str, tuple[Schema, dict[str, Any]]] = {
     "rayrec": (HEXADECIMAL, {}),
@@ -108,10 +106,7 @@ def _check_encoder(preprocessor: Path, frame: pandas.DataFrame) -> dict[str, str
     names = [name for name in inputs.columns if name not in ("label", "click")]
     for number in range(dense.shape[1]):
         np.testing.assert_allclose(dense[:, number], inputs[names[number]], rtol=1e-6, atol=1e-6, err_msg=names[number])
-    numbers, categories = (
-        hashlib.sha256(np.where(np.isnan(dense), np.float32(np.nan), dense).tobytes()),
-        hashlib.sha256(),
-    )
+    numbers, categories = (hashlib.sha256(np.where(np.isnan(dense), np.float32(np.nan), dense).tobytes()), hashlib.sha256())
     for name, found in zip(names[dense.shape[1] :], ids, strict=True):
         values, lengths = found if isinstance(found, tuple) else (found, np.full(ROWS, found[0].size))
         expected = [np.atleast_1d(value) for value in inputs[name]]
@@ -154,14 +149,7 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
     texts = {name: table[name] for name in ("click", "age", "price", "user", "item", "flag")}
     arrow_csv.write_csv(pa.table(texts), tmp_path / "own.csv")
     lines = (tmp_path / "own.csv").read_bytes().splitlines(keepends=True)
-    lines[9:9] = [
-        b"1,x,2,u,3,true\n",
-        b"2,1,2,u,3,true\n",
-        b"1,1,2,u,1.5,true\n",
-        b"1,1\n",
-        lines[5],
-        lines[5],
-    ]
+    lines[9:9] = [b"1,x,2,u,3,true\n", b"2,1,2,u,3,true\n", b"1,1,2,u,1.5,true\n", b"1,1\n", lines[5], lines[5]]
     (tmp_path / "own.csv").write_bytes(b"".join(lines))
     text = Schema(
         label="click",
@@ -174,9 +162,7 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
     )
     counted(OWN, write_own_log(tmp_path / "earlier", rows=300, seed=7), tmp_path / "preprocessor")
     counted(CRITEO, criteo, tmp_path / "buckets", preset="fuxictr-x4", max_bad_fraction=0.1, min_count=4)
-    gates = rayrec.Gates(
-        max_unknown_rate=0.2, max_drift=0.1, max_missing_rate=0.2, max_duplicate_rate=0.001, min_rows=10**6
-    )
+    gates = rayrec.Gates(max_unknown_rate=0.2, max_drift=0.1, max_missing_rate=0.2, max_duplicate_rate=0.001, min_rows=10**6)
     reports = {
         "criteo": rayrec.validate(criteo, console=QUIET, engine="threads", block_bytes=1 << 16, segments_per_block=4),
         "criteo, buckets": rayrec.validate(
@@ -197,10 +183,7 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
 
 def test_losses_on_an_own_log_are_golden(tmp_path: Path) -> None:
     own = write_own_log(tmp_path / "own", rows=900)
-    workload = {
-        "schema": OWN,
-        "model": {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4},
-    }
+    workload = {"schema": OWN, "model": {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (8, 1), "cross_low_rank": 4}}
     config = recipes.clicks(own).replace(
         workload=workload,
         storage_path=str(tmp_path),

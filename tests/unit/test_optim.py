@@ -187,9 +187,7 @@ def test_lars_follows_the_paper(torch: Any) -> None:
     torch.testing.assert_close(parameter.data, torch.tensor(x).float(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"), [("lamb", {"exp_avg", "exp_avg_sq", "step"}), ("lars", {"momentum_buffer"})]
-)
+@pytest.mark.parametrize(("kind", "names"), [("lamb", {"exp_avg", "exp_avg_sq", "step"}), ("lars", {"momentum_buffer"})])
 def test_state_of_trust_ratios_is_known(torch: Any, kind: Any, names: set[str]) -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 4))
     config = DenseOptimizerConfig(kind=kind)
@@ -266,10 +264,7 @@ def _sharded(torch: Any, config: SparseOptimizerConfig) -> tuple[Any, Any]:
         device_type="cpu",
     )
     model = DistributedModelParallel(
-        collection,
-        device=torch.device("cpu"),
-        sharders=[EmbeddingBagCollectionSharder()],
-        plan=ShardingPlan(plan={"": plan}),
+        collection, device=torch.device("cpu"), sharders=[EmbeddingBagCollectionSharder()], plan=ShardingPlan(plan={"": plan})
     )
     kernel = model.module._lookups[0]._emb_modules[0].emb_module
     _weights(kernel).fill_(1.0)

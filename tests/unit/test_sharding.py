@@ -29,9 +29,7 @@ class Model(nn.Module):
         self.embeddings = build_embeddings(sizes, embedding_dim=dim, seed=0)
 
 
-def plan(
-    world_size: int = 2, device: Literal["cpu", "cuda"] = "cpu", memory_bytes: int = 2 * GIB, **settings: Any
-) -> Any:
+def plan(world_size: int = 2, device: Literal["cpu", "cuda"] = "cpu", memory_bytes: int = 2 * GIB, **settings: Any) -> Any:
     config = settings.pop("config", None)
     site = Site(world_size, device, memory_bytes, **settings)
     return plan_sharding(Model(SIZES), site, batch_size=2048, config=config, state_bytes=STATE)
@@ -128,10 +126,7 @@ def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
     ("settings", "message"),
     [
         ({"memory_bytes": 100 * MIB}, r"16 tables need .* MiB .* but 2 workers have .* use at least 6 workers"),
-        (
-            {"world_size": 8, "memory_bytes": 120 * MIB},
-            r"table cat_2 \(1,000,000 rows x 16\) needs 64.8 MiB on one worker",
-        ),
+        ({"world_size": 8, "memory_bytes": 120 * MIB}, r"table cat_2 \(1,000,000 rows x 16\) needs 64.8 MiB on one worker"),
         (
             {"memory_bytes": 400 * MIB, "config": only("data_parallel")},
             r"16 tables need 22\d\.. MiB on each worker, .* allow table_wise",

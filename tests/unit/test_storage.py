@@ -358,12 +358,7 @@ def test_secrets_in_urls_are_refused_and_not_repeated(url: str, why: str) -> Non
 
 
 def test_google_and_azure_places_are_found_as_their_tools_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "AZURE_STORAGE_ACCOUNT",
-        "AZURE_STORAGE_KEY",
-        "AZURE_STORAGE_CONNECTION_STRING",
-        "STORAGE_EMULATOR_HOST",
-    ):
+    for name in ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
     assert GcsPlace.of("gs://bucket/a%20b/") == GcsPlace("bucket/a%20b", None, anonymous=False)
     assert GcsPlace.of("gs://anonymous@bucket/a") == GcsPlace("bucket/a", None, anonymous=True)
@@ -377,9 +372,7 @@ def test_google_and_azure_places_are_found_as_their_tools_find_them(monkeypatch:
     assert storage.folder_of(url) == "abfss://logs@acct.dfs.core.windows.net/a"
     assert files.same_store(url, "az://other@acct/c")
     assert not files.same_store(url, "az://other@other/c")
-    monkeypatch.setenv(
-        "AZURE_STORAGE_CONNECTION_STRING", "AccountName=tester;AccountKey=aA==;BlobEndpoint=http://h:1/tester"
-    )
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=tester;AccountKey=aA==;BlobEndpoint=http://h:1/tester")
     assert AzurePlace.of("az://logs/a") == AzurePlace("logs/a", "tester", "http://h:1")
     assert AzurePlace.of("az://logs@acct/a").blob_url == "https://acct.blob.core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "hush")

@@ -41,12 +41,7 @@ message = (
 )
 quuxes_seen = message
 '''
-    assert found(words, tmp_path / "module.py", text) == [
-        (3, "old word"),
-        (4, "Quux"),
-        (5, "old word"),
-        (8, "old word"),
-    ]
+    assert found(words, tmp_path / "module.py", text) == [(3, "old word"), (4, "Quux"), (5, "old word"), (8, "old word")]
 
 
 @pytest.mark.parametrize("name", ["page.md", "Makefile", "values.yaml"])

@@ -105,19 +105,14 @@ class CheckpointWriter(StorageWriter):
         copy = HostCopy(Plan(laid_out(plan.items), {}), source)
         try:
             copy.fill(source)
-            written = write_rank(
-                self._path, copy, rank=distributed.get_rank() if distributed.is_initialized() else 0, tag=""
-            )
+            written = write_rank(self._path, copy, rank=distributed.get_rank() if distributed.is_initialized() else 0, tag="")
         finally:
             parts = copy.plan.parts
             copy.free()
         done: Future[list[WriteResult]] = Future()
         # The first result carries the rank's file, for `finish` on rank 0.
         done.set_result(
-            [
-                WriteResult(part.item.index, part.size_bytes, written if number == 0 else None)
-                for number, part in enumerate(parts)
-            ]
+            [WriteResult(part.item.index, part.size_bytes, written if number == 0 else None) for number, part in enumerate(parts)]
         )
         return done
 

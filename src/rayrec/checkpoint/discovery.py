@@ -86,9 +86,7 @@ def open_checkpoint(path: str) -> Checkpoint:
         found = storage.read_json(summary)
         step = found.get("chosen_step") if isinstance(found, dict) else None
         if type(step) is not int or step < 0:
-            raise InputError(
-                f"{summary}: damaged, chosen_step must be a step, got {step!r}; give a checkpoint's folder"
-            )
+            raise InputError(f"{summary}: damaged, chosen_step must be a step, got {step!r}; give a checkpoint's folder")
         chosen = Checkpoint(folder_of(path, step))
     if chosen is None:
         raise InputError(
@@ -117,10 +115,7 @@ def newest_good(
 
 
 def _newest_good(
-    run_folder: str,
-    log: Callable[[str, dict[str, Any]], None],
-    exclude: set[str],
-    repair: Callable[[Checkpoint], bool],
+    run_folder: str, log: Callable[[str, dict[str, Any]], None], exclude: set[str], repair: Callable[[Checkpoint], bool]
 ) -> Checkpoint | None:
     # What is newer than an excluded one was looked at, and told, by the call that chose that one.
     oldest = min((step_of(path) for path in exclude), default=None)
@@ -180,9 +175,7 @@ def refuse_pickles(folder: str, files: Collection[str]) -> None:
         if not is_data_file(name):  # such start with any bytes, and may be of an attempt that lost
             storage.read_into(path, 0, head)
         if name.endswith(_PICKLE_NAMES) or _PICKLE_START.match(head.tobytes()):
-            raise InputError(
-                f"{path}: is a pickle, which can run any code, and none of the files of {folder}; remove it"
-            )
+            raise InputError(f"{path}: is a pickle, which can run any code, and none of the files of {folder}; remove it")
 
 
 def file_sizes(folder: str) -> dict[str, int]:

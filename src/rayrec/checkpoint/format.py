@@ -36,9 +36,7 @@ class UnreadableError(DamagedError):
     def without_another(self) -> InputError:
         """What to raise where there is no other checkpoint: to train again would give up this one behind the user's back."""
         what = str(self).partition(";")[0]
-        return InputError(
-            f"{what}, and there is no other checkpoint to resume from; fix the storage or choose another --name"
-        )
+        return InputError(f"{what}, and there is no other checkpoint to resume from; fix the storage or choose another --name")
 
 
 @contextmanager
@@ -49,9 +47,7 @@ def told_unreadable(path: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _UNREADABLE:
             raise
-        raise UnreadableError(
-            f"{path}: cannot be read ({os.strerror(error.errno)}); use an earlier checkpoint"
-        ) from None
+        raise UnreadableError(f"{path}: cannot be read ({os.strerror(error.errno)}); use an earlier checkpoint") from None
 
 
 def data_file(rank: int, tag: str) -> str:
@@ -159,9 +155,7 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, remedy
             continue
         place = os.path.realpath(os.path.join(root, name))
         if not place.startswith(root + os.sep):
-            raise DamagedError(
-                f"{os.path.join(folder, name)}: is a link to {place}, outside of it; copy the file, or {remedy}"
-            )
+            raise DamagedError(f"{os.path.join(folder, name)}: is a link to {place}, outside of it; copy the file, or {remedy}")
         if os.path.exists(place) and not os.path.isfile(place):
             raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {remedy}")
 

@@ -52,8 +52,7 @@ def acquire_lease(run_folder: str) -> Lease:
     number = _order(present[-1])[0] + 1 if present else 1
     name = f"{number:06d}-{uuid.uuid4().hex}"
     storage.write_json(
-        storage.join(run_folder, _FOLDER, name),
-        {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()},
+        storage.join(run_folder, _FOLDER, name), {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
     )
     for old in present[: -_NUM_KEPT + 1]:
         with contextlib.suppress(OSError):  # the next attempt will

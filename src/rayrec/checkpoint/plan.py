@@ -77,9 +77,7 @@ class LocalTensors:
 
     def signature(self) -> Hashable:
         """As long as it stays the same on all ranks, so does the plan."""
-        return tuple(
-            (item.index.fqn, *_layout(item), item.type) for item in self.plan.items if item.tensor_data is not None
-        )
+        return tuple((item.index.fqn, *_layout(item), item.type) for item in self.plan.items if item.tensor_data is not None)
 
     def data(self, part: Part) -> torch.Tensor:
         """The live values of a part."""
@@ -177,8 +175,7 @@ class HostCopy:
     def fill(self, local: TensorSource) -> None:
         """Copies the live values; on return they may change. One device sync."""
         targets = [
-            self._bytes.narrow(0, part.start, part.size_bytes).view(part.dtype).view(part.sizes)
-            for part in self.plan.parts
+            self._bytes.narrow(0, part.start, part.size_bytes).view(part.dtype).view(part.sizes) for part in self.plan.parts
         ]
         if self._stream is None:
             for part, target in zip(self.plan.parts, targets, strict=True):

@@ -65,9 +65,7 @@ def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any]
         if name not in stored:
             raise InputError(f"{folder}: holds no {name}; it was saved by another model")
         if list(tensor.size()) != stored[name]["shape"]:
-            raise InputError(
-                f"{folder}: {name} has shape {stored[name]['shape']}, the model's is {list(tensor.size())}"
-            )
+            raise InputError(f"{folder}: {name} has shape {stored[name]['shape']}, the model's is {list(tensor.size())}")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, metadata_of(manifest))
     items = [(item, planner.resolve_tensor(item).detach()) for item in planner.create_local_plan().items]
@@ -80,9 +78,7 @@ def read_items(folder: str, manifest: dict[str, Any], items: Iterable[tuple[Read
     _run(_reads(folder, manifest, items))
 
 
-def _reads(
-    folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]
-) -> Iterator[Callable[[], None]]:
+def _reads(folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]) -> Iterator[Callable[[], None]]:
     reader = _Reader(folder, manifest["block_bytes"])
     for item, target in items:
         yield from _copies(reader, manifest["tensors"][item.storage_index.fqn], item, target)
@@ -105,9 +101,7 @@ def metadata_of(manifest: dict[str, Any]) -> Metadata:
     )
 
 
-def _copies(
-    reader: _Reader, entry: dict[str, Any], item: ReadItem, target: torch.Tensor
-) -> Iterator[Callable[[], None]]:
+def _copies(reader: _Reader, entry: dict[str, Any], item: ReadItem, target: torch.Tensor) -> Iterator[Callable[[], None]]:
     name, offset = item.storage_index.fqn, item.storage_index.offset
     assert offset is not None
     chunk = next(chunk for chunk in entry["chunks"] if chunk["offsets"] == list(offset))
@@ -193,9 +187,7 @@ class _Reader:
     def reads_whole_blocks(self, rows: _Rows, begin: int, end: int) -> bool:
         """Whether these rows of a chunk are all that has to be read to verify them."""
         stop = end * rows.row_bytes
-        return begin * rows.row_bytes % self._block_bytes == 0 and (
-            stop % self._block_bytes == 0 or stop == rows.chunk["bytes"]
-        )
+        return begin * rows.row_bytes % self._block_bytes == 0 and (stop % self._block_bytes == 0 or stop == rows.chunk["bytes"])
 
     def read(self, rows: _Rows, begin: int, end: int, memory: np.ndarray | None = None) -> torch.Tensor:
         """Rows of a chunk: to be copied from at once, or in `memory`, where they are whole blocks. Raises DamagedError where a
@@ -394,9 +386,7 @@ def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
     mine = {
         name: (tuple(tensor.shape), tensor.dtype, tensor.nbytes)
         for name, tensor in tensors.items()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.device.type == device
-        and tensor.is_contiguous()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == device and tensor.is_contiguous()
     }
     everyone = ranks.gather_all(mine)
     held = [name for name, kind in everyone[0].items() if all(other.get(name) == kind for other in everyone)]

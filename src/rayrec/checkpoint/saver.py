@@ -195,9 +195,7 @@ class Saver:
         causes: list[str] = []
         persistence = self._persistence(job, causes)
         written, failure = attempt(
-            lambda: persistence.run(
-                lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, wrote=self._count)
-            )
+            lambda: persistence.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, wrote=self._count))
         )
         results = ranks.gather((written, failure, causes[:1]))
         outcome = ranks.share(attempt(lambda: self._commit(job, results, persistence, causes)) if ranks.first else None)
@@ -289,12 +287,7 @@ def sweep(run_folder: str, lease: Lease) -> None:
 
 
 def prune(
-    run_folder: str,
-    retention: Retention,
-    *,
-    newest: int,
-    scores: dict[int, float | None],
-    damaged: Collection[int] = (),
+    run_folder: str, retention: Retention, *, newest: int, scores: dict[int, float | None], damaged: Collection[int] = ()
 ) -> None:
     """Removes what retention does not keep, after step `newest` was committed. `scores` holds those known, by step, and is
     added to. `damaged`: steps that were passed over and not written again; they go, and stand in for no good one.
@@ -362,7 +355,5 @@ def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *
     best = [step for _, step in scored[-retention.keep_best :]] if retention.keep_best else []
     kept = {*newest, *best, *in_use}
     return sorted(
-        step
-        for step, _ in saved
-        if step not in kept and (retention.keep_every is None or step % retention.keep_every != 0)
+        step for step, _ in saved if step not in kept and (retention.keep_every is None or step % retention.keep_every != 0)
     )

@@ -65,9 +65,7 @@ class ExtraFiles:
         kept = {
             name: before[name]
             for name, file in self._described.items()
-            if name in before
-            and before[name]["sha256"] != file["sha256"]
-            and _is(storage.join(folder, name), before[name])
+            if name in before and before[name]["sha256"] != file["sha256"] and _is(storage.join(folder, name), before[name])
         }
         written = {name: storage.join(folder, name) for name in self._sources if name not in kept}
         _threaded(lambda name: self._write(name, written[name]), written)
@@ -283,13 +281,7 @@ def commit(
     return sum(file["bytes"] for file in files.values())
 
 
-def save(
-    path: str,
-    tensors: dict[str, Any],
-    *,
-    state: dict[str, Any],
-    extra_files: Callable[[str], None] | None = None,
-) -> int:
+def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_files: Callable[[str], None] | None = None) -> int:
     """Writes a checkpoint and returns when it is complete; collective. Returns its size in bytes (over all ranks).
 
     `tensors`: name -> tensor, ShardedTensor or DTensor. `state`: plain JSON values, taken from rank 0. `extra_files`

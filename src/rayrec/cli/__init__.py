@@ -53,9 +53,7 @@ def run(arguments: list[str]) -> int:
         return 0
     name, words = arguments[0], arguments[1:]
     if name == "resume":  # with a slash it is a folder, and no recipe
-        words = [
-            word if word.startswith("-") or number else f"{word.rstrip('/')}/" for number, word in enumerate(words)
-        ]
+        words = [word if word.startswith("-") or number else f"{word.rstrip('/')}/" for number, word in enumerate(words)]
     command = COMMANDS.get("train" if name == "resume" else name)
     if command is None:
         near = difflib.get_close_matches(name, [*COMMANDS, "resume"], n=1)
@@ -93,10 +91,7 @@ def _run(command: Command, words: list[str]) -> int:
     call, out = parse(command, words), sys.stdout
     quiet = "-q" in switches or not _is_first(command)
     silent = quiet and command.recipe != "after --"  # -q hides what a job prints, not what its supervisor reports
-    given = {
-        "console": lambda: _console("-v" in switches, silent),
-        "started": lambda: lambda told: print_json(told, out),
-    }
+    given = {"console": lambda: _console("-v" in switches, silent), "started": lambda: lambda told: print_json(told, out)}
     given |= {"stopwatch": _stopwatch, "show": lambda: None if quiet else _to_stderr}
     parameters = inspect.signature(command.function).parameters
     keywords = call.keywords | {name: make() for name, make in given.items() if name in parameters}

@@ -62,9 +62,7 @@ class Flag:
         if self.type is bool:
             return f"--{self.name}, --{self.negative}" if self.pair else f"--{self.name}"
         taken = self.metavar or metavar_of(self.type)
-        return (
-            " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), taken]) if self.name else taken
-        )
+        return " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), taken]) if self.name else taken
 
 
 def flag_name(path: str) -> str:
@@ -150,10 +148,7 @@ def value_of(flag: Flag, words: list[str]) -> Any:
 def _read(kind: Any, words: list[str]) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is dict:
-        return {
-            _read(inner[0], [name]): _read(inner[1], [value])
-            for name, value in zip(words[::2], words[1::2], strict=True)
-        }
+        return {_read(inner[0], [name]): _read(inner[1], [value]) for name, value in zip(words[::2], words[1::2], strict=True)}
     if origin is tuple and Ellipsis not in inner:
         return tuple(_read(each, [word]) for each, word in zip(inner, words, strict=True))
     if origin in (tuple, _SEQUENCE):
@@ -178,7 +173,5 @@ def _wanted(kind: Any, many: bool = False) -> str:
         return f"{len(inner)} {_wanted(inner[0], True)}"
     if origin in (tuple, _SEQUENCE):
         return _wanted(inner[0], True)
-    singular, plural = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}.get(
-        kind, ("text", "texts")
-    )
+    singular, plural = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}.get(kind, ("text", "texts"))
     return plural if many else singular

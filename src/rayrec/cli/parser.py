@@ -121,9 +121,7 @@ def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, An
         if flag.type is bool:
             parser.add_argument(*names, dest=flag.path, action="store_true", default=argparse.SUPPRESS)
             if flag.pair:
-                parser.add_argument(
-                    f"--{flag.negative}", dest=flag.path, action="store_false", default=argparse.SUPPRESS
-                )
+                parser.add_argument(f"--{flag.negative}", dest=flag.path, action="store_false", default=argparse.SUPPRESS)
         else:
             many: dict[str, Any] = {"nargs": "*", "action": "extend"} if takes_many(flag.type) else {}
             parser.add_argument(*names, dest=flag.path, default=argparse.SUPPRESS, **many)
@@ -199,9 +197,7 @@ def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
 
 def flag_names(flags: Iterable[Flag]) -> list[str]:
     """All names of flags, with their dashes."""
-    names = [
-        (*([flag.name] if flag.name else []), *flag.aliases, *([flag.negative] if flag.pair else [])) for flag in flags
-    ]
+    names = [(*([flag.name] if flag.name else []), *flag.aliases, *([flag.negative] if flag.pair else [])) for flag in flags]
     return [f"--{name}" for of_flag in names for name in of_flag]
 
 

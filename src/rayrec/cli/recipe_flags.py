@@ -42,9 +42,7 @@ SHORT = {
     "checkpoint.every": Short("Run", "", "N", "steps between checkpoints", "with every evaluation"),
     "scaling.num_workers": Short("Machines", "workers", "N | N M", "training processes, or the least and the most"),
     "gpus": Short("Machines", "", "N", "train on N GPUs, one for each worker"),
-    "cluster.address": Short(
-        "Machines", "", "A", "HOST:PORT or auto: a Ray cluster; local: a local Ray; none: this process"
-    ),
+    "cluster.address": Short("Machines", "", "A", "HOST:PORT or auto: a Ray cluster; local: a local Ray; none: this process"),
 }
 """What the help of a recipe shows, in this order; --help-all shows all settings."""
 
@@ -53,6 +51,4 @@ def recipe_flags(config: Config) -> list[Flag]:
     """Return every setting of a recipe as a flag, in the order of its fields, then --gpus."""
     short = {aliased(config, name): flag_name(name) for name in ALIASES if name != "gpus"}
     gpus = Flag("gpus", int, None, name="gpus", help=SHORT["gpus"].help, metavar="N")
-    return [
-        replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag for flag in [*flags_of(config), gpus]
-    ]
+    return [replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag for flag in [*flags_of(config), gpus]]

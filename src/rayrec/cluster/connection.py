@@ -23,10 +23,7 @@ IN_PROCESS: Final = "none"
 """The address that asks for no Ray: all work in the command's own process."""
 
 
-_LOCAL_ENVIRONMENT: Final = {
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_worker_maximum_startup_concurrency": "64",
-}
+_LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_worker_maximum_startup_concurrency": "64"}
 """Of the processes of a local Ray. Its only node is not drained, so a process that watches for that would be in vain. By default
 a process waits while as many others start as there are CPUs."""
 _SUBMITTED: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -55,12 +52,7 @@ def is_connected() -> bool:
 
 
 def connect(
-    address: str | None,
-    *,
-    num_cpus: int | None,
-    object_store_bytes: int | None,
-    log_to_driver: bool,
-    ahead: Sequence[str] = (),
+    address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, ahead: Sequence[str] = ()
 ) -> str:
     """Connects this process to Ray and returns the address of its head: of the existing connection, of the cluster at `address`
     or RAY_ADDRESS (None: RAY_ADDRESS), or of a new local Ray, which imports the modules `ahead` for processes that name them.
@@ -350,9 +342,7 @@ def _ask(target: str, source: str) -> _Answer:
         refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
         return _Answer.TOKEN_REFUSED if refused else _Answer.NOT_RAY
     except AuthenticationError as error:  # RAY_AUTH_MODE=token without a token
-        raise InputError(
-            f"{source}: {str(error).splitlines()[0].rstrip('.')}; name its file in RAY_AUTH_TOKEN_PATH"
-        ) from None
+        raise InputError(f"{source}: {str(error).splitlines()[0].rstrip('.')}; name its file in RAY_AUTH_TOKEN_PATH") from None
     if reply.ray_version != ray.__version__:
         raise InputError(
             f"{source}: the cluster runs Ray {reply.ray_version}, and this environment has Ray {ray.__version__}; install the "

@@ -65,9 +65,7 @@ class ForkServer:
             listener.listen(_WAITING)  # requests wait while the server imports
             command = [sys.executable, "-m", __name__, str(listener.fileno()), "0", "0", ",".join(ahead), *libraries]
             # Of this session, so that it is found with it; not of this process's group, to which Ctrl-C goes.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0
-            )
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0)
         self._owner = os.getpid()
         atexit.register(self.close)
 
@@ -115,9 +113,7 @@ class _Imported:
         gc.disable()
         import_all(modules)
         if "ray" in sys.modules:
-            raise SystemExit(
-                f"rayrec: one of {', '.join(modules)} imports Ray, so workers import all modules themselves"
-            )
+            raise SystemExit(f"rayrec: one of {', '.join(modules)} imports Ray, so workers import all modules themselves")
         files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
         self._versions = {file: _version(file) for file in files if isinstance(file, str)}
         gc.collect()
@@ -292,9 +288,7 @@ def expanded(added: Mapping[str, str], environment: Mapping[str, str]) -> dict[s
     name by nothing. Pure."""
     known = dict(environment)
     for name, value in added.items():
-        known[name] = re.sub(
-            r"\$(?:\{(\w+)\}|(\w+))", lambda found: known.get(found[1] or found[2], _kept(found)), value
-        )
+        known[name] = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: known.get(found[1] or found[2], _kept(found)), value)
     return {name: known[name] for name in added}
 
 

@@ -45,9 +45,7 @@ def main() -> None:
         _become(sys.argv[1:])
     # Flags that Ray means for Python
     arguments = [argument for argument in sys.argv[1:] if argument not in ("-s", "-S")]
-    context: dict[str, Any] = next(
-        (json.loads(each[len(_CONTEXT) :]) for each in arguments if each.startswith(_CONTEXT)), {}
-    )
+    context: dict[str, Any] = next((json.loads(each[len(_CONTEXT) :]) for each in arguments if each.startswith(_CONTEXT)), {})
     reason = misfit(context, os.environ)
     if not reason:
         try:

@@ -108,9 +108,7 @@ class Jobs:
         assert answer is not None
         return [_job(fields) for fields in answer.json() if fields["submission_id"]]
 
-    def submit(
-        self, submission_id: str, entrypoint: str, *, runtime_env: dict[str, Any], metadata: dict[str, str]
-    ) -> None:
+    def submit(self, submission_id: str, entrypoint: str, *, runtime_env: dict[str, Any], metadata: dict[str, str]) -> None:
         """Submits a job. Where it is not known whether this succeeded (Unreachable), `find` knows."""
         try:
             self._client.submit_job(
@@ -156,9 +154,7 @@ class Jobs:
 class LogFollower:
     """Shows a job's log while it grows, opening it again where the connection breaks."""
 
-    def __init__(
-        self, client: JobSubmissionClient, submission_id: str, show: Callable[[str], None], *, skip: int
-    ) -> None:
+    def __init__(self, client: JobSubmissionClient, submission_id: str, show: Callable[[str], None], *, skip: int) -> None:
         self._client, self._submission_id, self._show = client, submission_id, show
         self._shown = skip
         self._ended = threading.Event()

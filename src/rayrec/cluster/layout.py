@@ -104,11 +104,7 @@ class Layout:
         """One line: the workers, what each reserves, and where their data tasks run."""
         reserved = ", ".join(f"{amount:g} {name}" for name, amount in self.worker_resources.items())
         num_data = self.num_nodes - len(self.workers_only)
-        where = (
-            f"{num_data} of {self.num_nodes} nodes, without workers"
-            if self.workers_only
-            else f"all {self.num_nodes} nodes"
-        )
+        where = f"{num_data} of {self.num_nodes} nodes, without workers" if self.workers_only else f"all {self.num_nodes} nodes"
         line = (
             f"{self.num_workers} workers, each with {reserved}; data tasks on {where}, {self.per_worker.max_cpus or 0:.3g} CPUs "
             "for each worker"
@@ -225,8 +221,7 @@ def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, flo
                 f"lower --scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
             )
     room = sum(
-        min(int(node.resources.get(name, 0) / each + 1e-9) for name, each in worker_resources.items() if each)
-        for node in nodes
+        min(int(node.resources.get(name, 0) / each + 1e-9) for name, each in worker_resources.items() if each) for node in nodes
     )
     if room < num_workers:
         return (

@@ -86,12 +86,7 @@ def prestart(node: Mapping[str, Any], runtime_env: str, *, num_processes: int, k
     import grpc
     import ray
 
-    from rayrec.compat.ray_compat import (
-        common_pb2,
-        init_grpc_channel,
-        node_manager_pb2,
-        node_manager_pb2_grpc,
-    )
+    from rayrec.compat.ray_compat import common_pb2, init_grpc_channel, node_manager_pb2, node_manager_pb2_grpc
 
     request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]  # protobuf makes it at run time
         language=common_pb2.PYTHON,  # type: ignore[attr-defined]

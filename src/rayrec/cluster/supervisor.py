@@ -17,17 +17,7 @@ from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
-from rayrec.cluster.restart_policy import (
-    FINISHED,
-    Ending,
-    Policy,
-    Quit,
-    SuperviseConfig,
-    Tally,
-    describe,
-    judge,
-    pause_s,
-)
+from rayrec.cluster.restart_policy import FINISHED, Ending, Policy, Quit, SuperviseConfig, Tally, describe, judge, pause_s
 from rayrec.cluster.supervisor_state import Notebook, State, state_path
 from rayrec.config import InputError
 
@@ -40,13 +30,7 @@ _STOP_SLACK_S = 15.0
 """For Ray to notice, beyond the time it gives a job to end."""
 _LAST_LINES_S = 5.0
 """For the last lines of a log, which Ray looks at once a second."""
-_NO_JOB: dict[str, Any] = {
-    "submission_id": None,
-    "submitted": False,
-    "running_since": None,
-    "seen": None,
-    "stopping": False,
-}
+_NO_JOB: dict[str, Any] = {"submission_id": None, "submitted": False, "running_since": None, "seen": None, "stopping": False}
 _OUTCOMES: dict[str, Literal["succeeded", "failed", "stopped"]] = {
     "SUCCEEDED": "succeeded",
     "FAILED": "failed",
@@ -389,9 +373,7 @@ class Outage:
         silent_s = time.monotonic() - self._since_s
         while True:
             self._num_probes += 1
-            wait_s = pause_s(
-                self._num_probes, first_s=_FIRST_PROBE_S, longest_s=_LONGEST_PROBE_S, jitter=random.random()
-            )
+            wait_s = pause_s(self._num_probes, first_s=_FIRST_PROBE_S, longest_s=_LONGEST_PROBE_S, jitter=random.random())
             time.sleep(min(wait_s, max(0.0, self._limit_s - silent_s)))
             silent_s = time.monotonic() - self._since_s
             if silent_s >= self._limit_s:

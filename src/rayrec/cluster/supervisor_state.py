@@ -59,9 +59,7 @@ class Notebook:
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._log.close()
-            raise InputError(
-                f"{path}: another supervisor of run {name} is at work; end it, or name another --state"
-            ) from None
+            raise InputError(f"{path}: another supervisor of run {name} is at work; end it, or name another --state") from None
         before = _read(path)
         same = before is not None and (before.name, before.config_hash) == (name, config_hash)
         self.state = before if before is not None and same else State(name, config_hash)

@@ -25,8 +25,7 @@ def generate(
     *,
     rows: Annotated[int, Argument("rows to write")] = 1_500_000,
     dialect: Annotated[
-        Literal["kaggle", "terabyte"],
-        Argument("columns like those of Criteo Kaggle (one file) or Criteo 1TB (a file a day)"),
+        Literal["kaggle", "terabyte"], Argument("columns like those of Criteo Kaggle (one file) or Criteo 1TB (a file a day)")
     ] = "kaggle",
     days: Annotated[int, Argument("days the rows are spread over")] = 7,
     seed: Annotated[int, Argument("the same seed gives the same bytes")] = 0,
@@ -90,9 +89,7 @@ def _shown_report(report: Report) -> Shown:
 def validate(
     path: LogPath,
     *,
-    preprocessor: Annotated[
-        str | None, Argument("folder of a Preprocessor, whose unknown categories are counted", "DIR")
-    ] = None,
+    preprocessor: Annotated[str | None, Argument("folder of a Preprocessor, whose unknown categories are counted", "DIR")] = None,
     gates: Gates | None = None,
     console: Console | None = None,
     **options: Any,
@@ -106,11 +103,7 @@ def validate(
     from rayrec.prepare.validate import validate as run
 
     return run(
-        path,
-        config=_preparation(options),
-        gates=gates or DefaultGates(),
-        preprocessor=preprocessor,
-        console=_console(console),
+        path, config=_preparation(options), gates=gates or DefaultGates(), preprocessor=preprocessor, console=_console(console)
     )
 
 
@@ -206,8 +199,7 @@ def preprocess(
         str | None, Argument("folder of a Preprocessor; else the categories are counted first", "DIR")
     ] = None,
     shuffle: Annotated[
-        Literal["none", "full"],
-        Argument("full puts the training rows into an order that is random over the whole log"),
+        Literal["none", "full"], Argument("full puts the training rows into an order that is random over the whole log")
     ] = "none",
     seed: Annotated[int, Argument("seed of that order")] = 0,
     console: Console | None = None,

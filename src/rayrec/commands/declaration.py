@@ -113,9 +113,7 @@ class Command:
     def parameters(self) -> Iterator[tuple[inspect.Parameter, Any, Argument]]:
         """Yield the parameters that are arguments or flags, each with its type."""
         names = _Names(vars(builtins) | getattr(self.function, "__globals__", {}))
-        named = list(inspect.signature(self.function).parameters.values())[
-            {"": 0, "first": 1, "after --": 2}[self.recipe] :
-        ]
+        named = list(inspect.signature(self.function).parameters.values())[{"": 0, "first": 1, "after --": 2}[self.recipe] :]
         objects = {prefix for prefix, _ in self.options}
         for parameter in named:
             if parameter.name in self.not_flags | objects or parameter.kind is parameter.VAR_KEYWORD:

@@ -39,8 +39,7 @@ def top(
 def report(
     *runs: Annotated[str, Argument("folder of a run, or of up to eight", "RUN")],
     out: Annotated[
-        str | None,
-        Argument("file (.html) or folder to write to; default RUN/report.html, for several runs none", "FILE"),
+        str | None, Argument("file (.html) or folder to write to; default RUN/report.html, for several runs none", "FILE")
     ] = None,
     price_per_node_hour: Annotated[
         float | None, Argument("price of a machine, for the costs in all, of each epoch and of each point of AUROC")
@@ -92,16 +91,12 @@ def profile(
 
 
 @command("Watch", prints=True, raw=True, examples=("rayrec benchmark train --quick",))
-def benchmark(
-    *arguments: Annotated[str, Argument("name of a benchmark, then its flags; --help lists them", "NAME")],
-) -> None:
+def benchmark(*arguments: Annotated[str, Argument("name of a benchmark, then its flags; --help lists them", "NAME")]) -> None:
     """Run a benchmark against its peers, one JSON object a row."""
     # Benchmarks live beside the package in the source tree, with the peers they measure against.
     script = Path(__file__).parents[3] / "benchmarks" / "run.py"
     if not script.exists():
-        raise InputError(
-            "benchmarks are part of the source tree; run them from a checkout installed with `pip install -e .`"
-        )
+        raise InputError("benchmarks are part of the source tree; run them from a checkout installed with `pip install -e .`")
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 

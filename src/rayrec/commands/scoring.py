@@ -83,10 +83,7 @@ def _shown_comparison(found: dict[str, Any]) -> Shown:
 
 @command(
     "Score",
-    options=[
-        ("gates", "rayrec.inference.config:ComparisonGates"),
-        ("", "rayrec.inference.config:ComparisonConfig"),
-    ],
+    options=[("gates", "rayrec.inference.config:ComparisonGates"), ("", "rayrec.inference.config:ComparisonConfig")],
     show=_shown_comparison,
     examples=("rayrec compare runs/dlrm runs/finalnet log/train.txt",),
 )
@@ -111,9 +108,7 @@ def compare(
     from rayrec.inference.config import ComparisonConfig
 
     asked = ComparisonConfig().updated(options)
-    configs = [
-        _grouped(_scoring_config(checkpoint, recipe, cluster_address, asked), asked.group) for checkpoint in checkpoints
-    ]
+    configs = [_grouped(_scoring_config(checkpoint, recipe, cluster_address, asked), asked.group) for checkpoint in checkpoints]
     return run(checkpoints, path, configs=configs, options=asked, gates=gates, console=_console(console))
 
 
@@ -127,8 +122,7 @@ def predict(
     path: InputPath,
     *,
     out: Annotated[
-        str | None,
-        Argument("folder for the Parquet files: row and what is predicted, such as score", "DIR", required=True),
+        str | None, Argument("folder for the Parquet files: row and what is predicted, such as score", "DIR", required=True)
     ] = None,
     recipe: OwnRecipe = None,
     cluster_address: ClusterAddress = None,
@@ -222,7 +216,5 @@ def _grouped(config: TrainConfig, group: str | None) -> TrainConfig:
     if group is None:
         return config
     if not isinstance(config.workload, ClickWorkload):
-        raise InputError(
-            f"group: recipe {config.recipe} predicts no clicks, and only of clicks there is a gauc; leave it out"
-        )
+        raise InputError(f"group: recipe {config.recipe} predicts no clicks, and only of clicks there is a gauc; leave it out")
     return config.replace(workload=config.workload.replace(schema=config.workload.schema.replace(group=group)))

@@ -33,13 +33,11 @@ def serve(
     follow: Annotated[
         Follow,
         Argument(
-            "the model is a run; change over to its newest or best checkpoint as they appear",
-            type="rayrec.serve.config:Follow",
+            "the model is a run; change over to its newest or best checkpoint as they appear", type="rayrec.serve.config:Follow"
         ),
     ] = "no",
     shadow: Annotated[
-        str | None,
-        Argument("score every row with this model too; how far the scores differ is in /metrics", "MODEL"),
+        str | None, Argument("score every row with this model too; how far the scores differ is in /metrics", "MODEL")
     ] = None,
     swap: Annotated[bool, Argument("give the running server the model, without losing a request")] = False,
     rollback: Annotated[bool, Argument("give the running server back the model before")] = False,
@@ -47,9 +45,7 @@ def serve(
     stop: Annotated[bool, Argument("end the running server, also one whose own process was killed")] = False,
     cluster_address: Annotated[
         str | None,
-        Argument(
-            "HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, else a local Ray", flag="cluster.address"
-        ),
+        Argument("HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, else a local Ray", flag="cluster.address"),
     ] = None,
     started: Callable[[dict[str, Any]], None] | None = None,
     console: Console | None = None,
@@ -92,23 +88,12 @@ def serve(
         tell(control.swap(model, address=address))
     else:
         server.serve_forever(
-            model,
-            config=config,
-            address=address,
-            follow=follow,
-            shadow=shadow,
-            console=_console(console),
-            started=tell,
+            model, config=config, address=address, follow=follow, shadow=shadow, console=_console(console), started=tell
         )
 
 
 def serving(
-    model: str,
-    *,
-    shadow: str | None = None,
-    cluster_address: str | None = None,
-    console: Console | None = None,
-    **options: Any,
+    model: str, *, shadow: str | None = None, cluster_address: str | None = None, console: Console | None = None, **options: Any
 ) -> AbstractContextManager[Server]:
     """Run a server while the context lasts: `with rayrec.serving("runs/demo", port=8123) as server: ...`.
 

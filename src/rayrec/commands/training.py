@@ -136,11 +136,7 @@ def tune(
     *,
     search: Annotated[
         Mapping[str, Any] | str,
-        Argument(
-            "which settings: a YAML file such as workload.model.dropout: {uniform: [0, 0.5]}",
-            "FILE",
-            type="builtins:str",
-        ),
+        Argument("which settings: a YAML file such as workload.model.dropout: {uniform: [0, 0.5]}", "FILE", type="builtins:str"),
     ],
     console: Console | None = None,
     **options: Any,
@@ -173,9 +169,7 @@ def _shown_outcome(outcome: Outcome) -> Shown:
     recipe="after --",
     options=[("supervision", "rayrec.cluster.restart_policy:SuperviseConfig")],
     show=_shown_outcome,
-    examples=(
-        "rayrec supervise --address http://head:8265 -- train criteo_kaggle --data s3://bucket/log --name daily",
-    ),
+    examples=("rayrec supervise --address http://head:8265 -- train criteo_kaggle --data s3://bucket/log --name daily",),
 )
 def supervise(
     config: TrainConfig,
@@ -239,9 +233,7 @@ def named_configuration(text: str) -> TrainConfig:
         place = storage.join(folder, "config.yaml")
         if not storage.exists(place):
             data = f"rayrec train criteo_demo --data {text}"
-            raise InputError(
-                f"{text}: is no recipe, and no folder of a run, which holds a config.yaml; for data: {data}"
-            )
+            raise InputError(f"{text}: is no recipe, and no folder of a run, which holds a config.yaml; for data: {data}")
         path, _, name = storage.absolute(folder).rpartition("/")
         return recipes.load_config(storage.read_text(place), source=place).replace(storage_path=path, name=name)
     if os.path.isfile(text):
@@ -272,22 +264,15 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:
     """The short table a finished run ends with."""
     metrics = summary["metrics"]
-    rows = [
-        (name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"
-    ]
+    rows = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"]
     if summary.get("share_of_best_auroc") is not None:
-        reached = (
-            f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
-        )
+        reached = f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
         rows.append(("auroc reached", reached))
     return [
         *rows,
         ("rows/s in training", f"{summary['rows_per_s']:,.0f}"),
         ("blocked on data", f"{summary['blocked_fraction']:.1%}"),
-        (
-            "rows trained",
-            f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation",
-        ),
+        ("rows trained", f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation"),
         *([("faulty rows left out", f"{summary['bad_rows']:,}")] if "bad_rows" in summary else []),
         *([("where the time went", summary["verdict"])] if summary.get("verdict") else []),
         ("checkpoint", summary["checkpoint"]),

@@ -14,26 +14,14 @@ from rayrec.compat import PrivateName, resolve
 
 if TYPE_CHECKING:
     from ray._private import internal_api, services, state
-    from ray._private.authentication.authentication_token_setup import (
-        maybe_enable_token_auth_if_token_available,
-    )
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray._private.grpc_utils import init_grpc_channel
     from ray._raylet import PlacementGroupID
-    from ray.core.generated import (
-        common_pb2,
-        gcs_service_pb2,
-        gcs_service_pb2_grpc,
-        node_manager_pb2,
-        node_manager_pb2_grpc,
-    )
+    from ray.core.generated import common_pb2, gcs_service_pb2, gcs_service_pb2_grpc, node_manager_pb2, node_manager_pb2_grpc
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
-    from ray.data._internal.execution.backpressure_policy import (
-        ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
-    )
-    from ray.data._internal.execution.backpressure_policy.backpressure_policy import (
-        BackpressurePolicy,
-    )
+    from ray.data._internal.execution.backpressure_policy import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY
+    from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
     from ray.data._internal.execution.interfaces import PhysicalOperator
     from ray.data._internal.stats import get_or_create_stats_actor
     from ray.serve._private.common import DeploymentID
@@ -102,13 +90,9 @@ NAMES: Final = {
     "get_global_client": PrivateName(
         "ray.serve.context", "_get_global_client", "Details of a running Ray Serve without starting one."
     ),
-    "DeploymentID": PrivateName(
-        "ray.serve._private.common", "DeploymentID", "Names a deployment in the next function."
-    ),
+    "DeploymentID": PrivateName("ray.serve._private.common", "DeploymentID", "Names a deployment in the next function."),
     "SERVE_NAMESPACE": PrivateName(
-        "ray.serve._private.constants",
-        "SERVE_NAMESPACE",
-        "Finds an actor of a deployment from outside of its replicas.",
+        "ray.serve._private.constants", "SERVE_NAMESPACE", "Finds an actor of a deployment from outside of its replicas."
     ),
     "get_deployment_actor_name": PrivateName(
         "ray.serve._private.utils",
@@ -161,11 +145,7 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
     node: Any = importlib.import_module("ray._private.node").Node
     whole, start_api_server = module.RayParams, node.start_api_server
     module.RayParams = functools.partial(
-        whole,
-        setup_worker_path=worker_program,
-        no_monitor=True,
-        include_log_monitor=log_monitor,
-        dashboard_agent_listen_port=0,
+        whole, setup_worker_path=worker_program, no_monitor=True, include_log_monitor=log_monitor, dashboard_agent_listen_port=0
     )
     node.start_api_server = lambda self, **settings: None
     try:

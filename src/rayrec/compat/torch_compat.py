@@ -42,9 +42,7 @@ def __getattr__(name: str) -> Any:
     return resolve(NAMES, name, __name__)
 
 
-def linear_pointwise(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
-) -> torch.Tensor:
+def linear_pointwise(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """`inputs` (rows, in) times `weight` (out, in) transposed, plus `bias` (out,), by oneDNN in one step; `activation`: "none"
     or "relu". torch has it for inductor only."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, activation, [], "")

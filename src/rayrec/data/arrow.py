@@ -30,9 +30,7 @@ def arrow_bytes(values: Sequence[bytes]) -> pa.Array:
     """large_binary, one element a value."""
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
-    return pa.Array.from_buffers(
-        pa.large_binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
-    )
+    return pa.Array.from_buffers(pa.large_binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))])
 
 
 def arrow_texts(values: Sequence[str]) -> pa.Array:

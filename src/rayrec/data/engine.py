@@ -62,13 +62,7 @@ class StreamEngine(Engine, Protocol):
         ...
 
     def stream(
-        self,
-        name: str,
-        function: Callable[[Any], pa.Table],
-        items: Iterable[Any],
-        *,
-        block_bytes: int,
-        prefetch_blocks: int,
+        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
     ) -> Generator[pa.Table, None, None]:
         """As `run`, for a reader that may be slower than the tasks: they run ahead of it by `prefetch_blocks` results and what
         they are at, and end when it closes the generator."""
@@ -132,13 +126,7 @@ class ThreadEngine:
         return self._tables(name, function, items, ahead=self.num_threads)
 
     def stream(
-        self,
-        name: str,
-        function: Callable[[Any], pa.Table],
-        items: Iterable[Any],
-        *,
-        block_bytes: int,
-        prefetch_blocks: int,
+        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
     ) -> Generator[pa.Table, None, None]:
         return self._tables(name, function, items, ahead=prefetch_blocks)
 
@@ -158,9 +146,7 @@ class ThreadEngine:
         return in_order(task, items, name=name, num_threads=self.num_threads, ahead=ahead)
 
 
-def grouped(
-    items: Iterable[_Item], size_of: Callable[[_Item], int], *, most_bytes: int, most_items: int
-) -> list[list[_Item]]:
+def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, most_bytes: int, most_items: int) -> list[list[_Item]]:
     """The items in order, small ones together: up to `most_items` of them, of `most_bytes` in all."""
     groups: list[list[_Item]] = []
     room = 0

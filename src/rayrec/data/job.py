@@ -68,9 +68,7 @@ class JobFolder:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise InputError(
-                f"{self.path}: {error.strerror}; make room there and give the same command again to go on"
-            ) from None
+            raise InputError(f"{self.path}: {error.strerror}; make room there and give the same command again to go on") from None
 
     def done(self, kind: str, number: int, found: dict[str, Any]) -> pa.Table:
         """Marks a task as done; returns what it found, a small JSON value, as its result."""
@@ -158,9 +156,7 @@ def _locked(folder: JobFolder) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the system however the process ends
         except BlockingIOError:
-            raise InputError(
-                f"{folder.path}: another process is writing there; wait for it or choose another place"
-            ) from None
+            raise InputError(f"{folder.path}: another process is writing there; wait for it or choose another place") from None
         yield
 
 

@@ -86,13 +86,7 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     return json_reply({"entries": entries, "faults": total.to_dict()})
 
 
-def index_log(
-    files: Sequence[storage.File],
-    schema: Schema,
-    *,
-    segment_bytes: int,
-    context: TaskContext,
-) -> LogIndex:
+def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
     """Parses the whole log once to number its rows and count its faults; about 5 million Criteo rows/s a core.
 
     With a cache folder, an index of the very same files is read back from there instead. The user is told where the log was
@@ -121,12 +115,7 @@ class TextIndexer(Protocol):
     """Indexes text files as `index_log` does, with its arguments."""
 
     def __call__(
-        self,
-        files: Sequence[storage.File],
-        schema: Schema,
-        *,
-        segment_bytes: int,
-        context: TaskContext,
+        self, files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
     ) -> LogIndex: ...
 
 

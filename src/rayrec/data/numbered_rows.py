@@ -150,14 +150,11 @@ def find(folder: str, part: str, what: str) -> str | None:
     dimensions = 3 if what == "images" else 1
     names = [f"{part}-{what}{separator}idx{dimensions}-ubyte" for separator in "-."]
     found = [
-        next((path for end in ("", ".gz") if storage.exists(path := storage.join(folder, name + end))), None)
-        for name in names
+        next((path for end in ("", ".gz") if storage.exists(path := storage.join(folder, name + end))), None) for name in names
     ]
     paths = [path for path in found if path is not None]
     if len(paths) > 1:
-        raise InputError(
-            f"{folder}: holds {' and '.join(posixpath.basename(path) for path in paths)}; keep one of them"
-        )
+        raise InputError(f"{folder}: holds {' and '.join(posixpath.basename(path) for path in paths)}; keep one of them")
     return paths[0] if paths else None
 
 
@@ -174,9 +171,7 @@ def read_part(folder: str, part: str, *, num_classes: int) -> LabelledImages:
 def missing(folder: str, part: str, what: str) -> InputError:
     """What to say of a folder without the file of `part` that holds `what`."""
     dimensions = 3 if what == "images" else 1
-    return InputError(
-        f"{folder}: holds no {part}-{what}-idx{dimensions}-ubyte, plain or .gz; {_FETCH.format(folder=folder)}"
-    )
+    return InputError(f"{folder}: holds no {part}-{what}-idx{dimensions}-ubyte, plain or .gz; {_FETCH.format(folder=folder)}")
 
 
 def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> LabelledImages:

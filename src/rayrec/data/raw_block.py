@@ -109,15 +109,7 @@ class RawBlock:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         of_lists = [array for each in self.lists for array in (each.categories, each.lengths, each.weights)]
-        arrays = (
-            self.numbers,
-            self.categories,
-            self.missing,
-            *of_lists,
-            *self.labels.values(),
-            self.weights,
-            self.times,
-        )
+        arrays = (self.numbers, self.categories, self.missing, *of_lists, *self.labels.values(), self.weights, self.times)
         return sum(array.nbytes for array in arrays if array is not None)
 
     def column(self, name: str) -> np.ndarray | RawList:

@@ -86,9 +86,7 @@ def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) 
 
 def with_times(table: pa.Table, times: BlockTimes) -> pa.Table:
     """The table, the times in its metadata, as `times_of` finds them."""
-    return table.replace_schema_metadata(
-        {**(table.schema.metadata or {}), _METADATA: json.dumps(asdict(times)).encode()}
-    )
+    return table.replace_schema_metadata({**(table.schema.metadata or {}), _METADATA: json.dumps(asdict(times)).encode()})
 
 
 def times_of(table: pa.Table) -> BlockTimes | None:

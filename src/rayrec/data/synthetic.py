@@ -230,11 +230,7 @@ def _block_text(plan: Plant, block: int, spans: list[tuple[int, int]], logits: n
 
 
 def generate(
-    out: str,
-    *,
-    parallelism: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    **settings: Any,
+    out: str, *, parallelism: int | None = None, progress: Callable[[int, int], None] | None = None, **settings: Any
 ) -> dict[str, Any]:
     """Write a synthetic click log and `truth.json`, the best any model could reach on it; returns the latter's dict.
 
@@ -296,9 +292,7 @@ def max_row_bytes(num_dense: int, num_sparse: int) -> int:
     return 2 + num_dense * _MAX_INTEGER_BYTES + num_sparse * _TOKEN_BYTES
 
 
-def format_rows(
-    labels: np.ndarray, *, dense: np.ndarray, tokens: np.ndarray, missing: np.ndarray, out: np.ndarray
-) -> int:
+def format_rows(labels: np.ndarray, *, dense: np.ndarray, tokens: np.ndarray, missing: np.ndarray, out: np.ndarray) -> int:
     """Write rows as `label, integers, 8-hex-digit tokens`, tab-separated, into `out`; returns the bytes written.
 
     labels uint8 (rows), dense int32 (num_dense, rows), tokens uint32 (num_sparse, rows), out uint8 (capacity),

@@ -338,8 +338,7 @@ class Plant:
         self._dense = [_dense_column(law, d, strengths[d], rng) for d in range(NUM_DENSE)]
         salts = rng.integers(1 << 32, 1 << 62, NUM_SPARSE)
         self._sparse = [
-            _sparse_column(law.sparse[s], strengths[NUM_DENSE + s], law.shrinkage_rows, int(salts[s]))
-            for s in range(NUM_SPARSE)
+            _sparse_column(law.sparse[s], strengths[NUM_DENSE + s], law.shrinkage_rows, int(salts[s])) for s in range(NUM_SPARSE)
         ]
         # Linked columns share the first one's draw.
         leader = {s: group[0] for group in law.linked for s in group}

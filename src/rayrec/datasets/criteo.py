@@ -7,10 +7,7 @@ from rayrec.datasets.published_files import RemoteFile
 from rayrec.schema import Schema
 
 SCHEMA = Schema(
-    label="label",
-    dense=tuple(f"int_{i}" for i in range(13)),
-    sparse=tuple(f"cat_{i}" for i in range(26)),
-    tokens="hexadecimal",
+    label="label", dense=tuple(f"int_{i}" for i in range(13)), sparse=tuple(f"cat_{i}" for i in range(26)), tokens="hexadecimal"
 )
 """Label, 13 integers, 26 categories of 8 hexadecimal digits; any feature may be empty."""
 

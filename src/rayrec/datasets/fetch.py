@@ -23,17 +23,7 @@ from typing import Any
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.datasets import criteo, mnist
-from rayrec.datasets.download import (
-    CHUNK_BYTES,
-    Digests,
-    Download,
-    Failed,
-    Partial,
-    RetryConfig,
-    Stopped,
-    Version,
-    writing_to,
-)
+from rayrec.datasets.download import CHUNK_BYTES, Digests, Download, Failed, Partial, RetryConfig, Stopped, Version, writing_to
 from rayrec.datasets.published_files import RemoteFile
 from rayrec.quantities import size_text
 
@@ -185,9 +175,7 @@ def _extract(archive: str, wanted: Sequence[RemoteFile], call: _Call, *, url: st
     return results
 
 
-def _extract_member(
-    tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteFile, call: _Call, url: str
-) -> dict[str, Any]:
+def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteFile, call: _Call, url: str) -> dict[str, Any]:
     target = os.path.join(call.folder, file.name)
     require_space(call.folder, file.name, member.size)
     digests, source = Digests(), tar.extractfile(member)
@@ -228,8 +216,7 @@ def files_of(name: str) -> tuple[RemoteFile, ...]:
     if name not in PUBLISHED:
         near = difflib.get_close_matches(name, PUBLISHED, n=1)
         raise InputError(
-            f"no data set '{name}' to fetch; "
-            + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PUBLISHED)}")
+            f"no data set '{name}' to fetch; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PUBLISHED)}")
         )
     return PUBLISHED[name]
 
@@ -294,9 +281,7 @@ def fetch(
     return [results[file.name] for file in files]
 
 
-def _in_parallel(
-    run: Callable[[RemoteFile], None], files: Sequence[RemoteFile], parallelism: int, stop: threading.Event
-) -> None:
+def _in_parallel(run: Callable[[RemoteFile], None], files: Sequence[RemoteFile], parallelism: int, stop: threading.Event) -> None:
     """Runs all; the first that fails, or an interrupt, stops the others, whose partial files stay."""
 
     def run_unless_stopped(file: RemoteFile) -> None:
@@ -359,10 +344,7 @@ def _transfer(file: RemoteFile, wanted: Sequence[RemoteFile], partial: Partial, 
 
 
 def _check_space(
-    folder: str,
-    transfers: Sequence[RemoteFile],
-    partials: dict[str, Partial],
-    wanted: dict[str, list[RemoteFile]],
+    folder: str, transfers: Sequence[RemoteFile], partials: dict[str, Partial], wanted: dict[str, list[RemoteFile]]
 ) -> None:
     """Counts what is known; what is not is checked when a server says it."""
     needed = 0
@@ -370,9 +352,7 @@ def _check_space(
         needed += max((file.expected_bytes or 0) - partials[file.name].size_bytes, 0)
         needed += sum(member.expected_bytes or 0 for member in wanted[file.name] if member is not file)
     require_space(
-        folder,
-        " and ".join(file.name for file in transfers[:2]) if len(transfers) < 3 else f"the {len(transfers)} files",
-        needed,
+        folder, " and ".join(file.name for file in transfers[:2]) if len(transfers) < 3 else f"the {len(transfers)} files", needed
     )
 
 
@@ -409,9 +389,7 @@ class _Records:
             self._by_name = {
                 record["name"]: record
                 for record in storage.read_json(self._path)["files"]
-                if isinstance(record["name"], str)
-                and isinstance(record["bytes"], int)
-                and isinstance(record["sha256"], str)
+                if isinstance(record["name"], str) and isinstance(record["bytes"], int) and isinstance(record["sha256"], str)
             }
 
     def read(self, name: str) -> dict[str, Any] | None:

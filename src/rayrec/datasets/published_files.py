@@ -144,9 +144,7 @@ def _size_of(files: Sequence[RemoteFile]) -> str:
     elif all(file.size_bytes is not None for file in files):
         texts.append(f"{packed:,} bytes")
     else:
-        texts.append(
-            f"about {size_text(packed)}" + (" as .gz" if all(file.name.endswith(".gz") for file in files) else "")
-        )
+        texts.append(f"about {size_text(packed)}" + (" as .gz" if all(file.name.endswith(".gz") for file in files) else ""))
     unpacked = _sum([file.unpacked_about_bytes for file in files])
     if unpacked is not None:
         texts.append(f"{size_text(unpacked)} unpacked")

@@ -109,9 +109,7 @@ def doctor(
     try:
         import packaging.requirements  # noqa: F401
     except ModuleNotFoundError:
-        raise InputError(
-            f"rayrec is installed without what it needs; {pip} install packaging, then ask again"
-        ) from None
+        raise InputError(f"rayrec is installed without what it needs; {pip} install packaging, then ask again") from None
     installed = installed_distributions() if installed is None else installed
     probes = probe_all(PROBED) if probes is None else probes
     machine = this_machine() if machine is None else machine
@@ -165,9 +163,7 @@ def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) ->
         name = _name(requirement)
         for text in installed[name].requires if name in installed else ():
             inner = Requirement(text)
-            if any(_applies(inner, extra) for extra in ("", *requirement.extras)) and _name(inner) not in UNNEEDED.get(
-                name, ()
-            ):
+            if any(_applies(inner, extra) for extra in ("", *requirement.extras)) and _name(inner) not in UNNEEDED.get(name, ()):
                 waiting.append((name, inner))
 
 
@@ -180,9 +176,7 @@ def extras(installed: Mapping[str, Installed], *, there: bool) -> list[str]:
     return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == there]
 
 
-def _rayrec_findings(
-    installed: Mapping[str, Installed], machine: Machine, kernels: str | None, pip: str
-) -> Iterator[Finding]:
+def _rayrec_findings(installed: Mapping[str, Installed], machine: Machine, kernels: str | None, pip: str) -> Iterator[Finding]:
     install = f"{pip} install --no-deps -e .   # in a checkout"
     if "rayrec" not in installed:
         yield Finding("problem", "rayrec itself is not installed, only found on the path", (install,))
@@ -213,9 +207,7 @@ def _fbgemm_findings(
     elif is_cuda_build and not has_cuda:
         yield Finding("problem", "fbgemm-gpu is the CUDA build, which does not import without a CUDA device", reinstall)
     elif is_cuda_build and installed.get("torch", Installed("")).version.endswith("+cpu"):
-        mixed = (
-            f"fbgemm-gpu is the CUDA build, torch {installed['torch'].version} a CPU build: they do not import together"
-        )
+        mixed = f"fbgemm-gpu is the CUDA build, torch {installed['torch'].version} a CPU build: they do not import together"
         yield Finding("problem", mixed, (f"{pip} uninstall -y torch", f"{pip} install {_torch_pin(installed)}"))
     elif holders and fails:
         yield Finding("problem", f"fbgemm_gpu does not import: {probes['fbgemm_gpu'].error}", reinstall)
@@ -241,11 +233,7 @@ def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Itera
     asked: dict[str, set[tuple[str, str]]] = {}
     for asker, requirement in closure(roots, installed):
         name, specifier = _name(requirement), str(requirement.specifier)
-        if (
-            name != "torchrec"
-            and name not in FBGEMM
-            and not (name in installed and _fits(installed[name].version, specifier))
-        ):
+        if name != "torchrec" and name not in FBGEMM and not (name in installed and _fits(installed[name].version, specifier)):
             asked.setdefault(name, set()).add((asker or "rayrec", specifier))
     for name, askers in sorted(asked.items()):
         have = f"{name} is {installed[name].version}" if name in installed else f"not installed: {name}"
@@ -270,9 +258,7 @@ def _import_findings(
             yield Finding("problem", why, (f"{pip} uninstall -y torch", f"{pip} install {pin}"))
     elif torch is not None and torch.ok and machine.cuda_devices and not torch.cuda_devices:
         build = f"is built for CUDA {torch.cuda_build}" if torch.cuda_build else "is a CPU build"
-        yield Finding(
-            "note", f"torch {build} and sees none of this machine's CUDA devices ({len(machine.cuda_devices)})"
-        )
+        yield Finding("note", f"torch {build} and sees none of this machine's CUDA devices ({len(machine.cuda_devices)})")
     for name, needs in (("torchrec", ("torch", "fbgemm_gpu")), ("ray", ())):
         if name in installed and all(_imports(probes, each) for each in needs) and not _imports(probes, name):
             remedy = f"{pip} install --force-reinstall --no-deps {name}=={installed[name].version}"

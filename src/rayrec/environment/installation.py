@@ -107,29 +107,21 @@ def installed_distributions() -> dict[str, Installed]:
         name, *_ = told.get_all("Name") or [None]
         if name is None or canonicalize_name(name) in found:  # a half-removed distribution has no name
             continue
-        holds = canonicalize_name(name) in FBGEMM and any(
-            path.parts[0] == "fbgemm_gpu" for path in distribution.files or ()
-        )
+        holds = canonicalize_name(name) in FBGEMM and any(path.parts[0] == "fbgemm_gpu" for path in distribution.files or ())
         found[canonicalize_name(name)] = Installed(
-            version=distribution.version,
-            requires=tuple(distribution.requires or ()),
-            holds_fbgemm=holds,
+            version=distribution.version, requires=tuple(distribution.requires or ()), holds_fbgemm=holds
         )
     return found
 
 
-def probe_all(
-    modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _PROBE_TIMEOUT_S
-) -> dict[str, Probe]:
+def probe_all(modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _PROBE_TIMEOUT_S) -> dict[str, Probe]:
     """Imports modules in other processes: one process until a module fails in it, then another for those after it."""
     probes: dict[str, Probe] = {}
     while len(probes) < len(modules):
         waiting = list(modules[len(probes) :])
         command = [python, "-c", _PROBE, *waiting]
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
-            )
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
             output, error = done.stdout, _ending(done.returncode, done.stderr.decode(errors="replace"))
         except subprocess.TimeoutExpired as expired:
             output, error = expired.stdout or b"", f"did not finish within {timeout_s:g} s"
@@ -172,9 +164,7 @@ def _cuda_devices() -> tuple[str, ...]:
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL)
         except (OSError, subprocess.TimeoutExpired):
             return ()
         return tuple(line.strip() for line in done.stdout.splitlines() if line.strip()) if done.returncode == 0 else ()

@@ -111,9 +111,7 @@ def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -
     schemas = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
         if not isinstance(config.workload, ClickWorkload) or not config.workload.predicts_clicks:
-            raise InputError(
-                f"{checkpoint}: recipe {config.recipe} predicts no clicks, and only click models are compared"
-            )
+            raise InputError(f"{checkpoint}: recipe {config.recipe} predicts no clicks, and only click models are compared")
         schemas.append(config.workload.schema)
     for checkpoint, schema in zip(checkpoints[1:], schemas[1:], strict=True):
         for name in _RAW_FIELDS:
@@ -219,10 +217,7 @@ def _result(
         intervals = {name: list(ends) for name, ends in of_model.items()}
         told.append({**model.described, **binary_metrics(model.logits, labels), **ranking, "intervals": intervals})
     names = [model.described["name"] for model in models]
-    gains = {
-        pair: {name: _reversed(found) for name, found in of_pair.items()}
-        for pair, of_pair in compared.differences.items()
-    }
+    gains = {pair: {name: _reversed(found) for name, found in of_pair.items()} for pair, of_pair in compared.differences.items()}
     return {
         "rows": len(labels),
         "label_rate": told[0]["label_rate"],

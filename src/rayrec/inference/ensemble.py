@@ -32,9 +32,7 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
     opened = [open_checkpoint(checkpoint) for checkpoint in checkpoints]
     for checkpoint, config in zip(opened, configs, strict=True):
         if not isinstance(config.workload, ClickWorkload):
-            raise InputError(
-                f"{checkpoint.path}: recipe {config.recipe} predicts no clicks; an ensemble is of click models"
-            )
+            raise InputError(f"{checkpoint.path}: recipe {config.recipe} predicts no clicks; an ensemble is of click models")
     settings = [click_settings(checkpoint, config) for checkpoint, config in zip(opened, configs, strict=True)]
     preprocessor = _common_preprocessor(opened)
     together = joined(opened, settings, preprocessor=preprocessor)
@@ -61,7 +59,5 @@ def _common_preprocessor(checkpoints: Sequence[Checkpoint]) -> Preprocessor:
     preprocessor = load_preprocessor(first)
     for checkpoint in checkpoints[1:]:
         if load_preprocessor(checkpoint.path).hash() != preprocessor.hash():
-            raise InputError(
-                f"{other_preprocessor(checkpoint.path, first)}, or average their scores: rayrec compare --ensemble"
-            )
+            raise InputError(f"{other_preprocessor(checkpoint.path, first)}, or average their scores: rayrec compare --ensemble")
     return preprocessor

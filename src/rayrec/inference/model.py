@@ -84,9 +84,7 @@ def open_served(
     preprocessor = load_preprocessor(checkpoint.path)
     check_extra_files(checkpoint.path, manifest)
     model, precision = click_settings(checkpoint, config, own=own)
-    scorer = load_scorer(
-        model, precision=precision, checkpoint=checkpoint.path, preprocessor=preprocessor, device=device
-    )
+    scorer = load_scorer(model, precision=precision, checkpoint=checkpoint.path, preprocessor=preprocessor, device=device)
     version = f"{version_of(checkpoint)}-{scorer.quantization}"
     return ServedModel(preprocessor, version, checkpoint.path, "checkpoint", scorer)
 

@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 
 def predict(
-    checkpoint: str,
-    path: str,
-    *,
-    config: TrainConfig,
-    options: ScoringConfig | None = None,
-    console: Console | None = None,
+    checkpoint: str, path: str, *, config: TrainConfig, options: ScoringConfig | None = None, console: Console | None = None
 ) -> ray.data.Dataset:
     """The predictions for an input, in its order: `row` int64 and the workload's own columns; a click model's are `score` and
     `logit` float32 and, where there is one, `label`.

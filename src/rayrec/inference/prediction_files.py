@@ -117,9 +117,7 @@ def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
 def _repeating(schema: pa.Schema) -> list[str]:
     """Columns whose values repeat; of others a dictionary would only be tried and thrown away."""
     return [
-        field.name
-        for field in schema
-        if field.name == "label" or (field.name != "row" and not pa.types.is_floating(field.type))
+        field.name for field in schema if field.name == "label" or (field.name != "row" and not pa.types.is_floating(field.type))
     ]
 
 

@@ -46,13 +46,7 @@ class Pool:
 
 
 def plan_pool(
-    nodes: Sequence[Node],
-    *,
-    weight_bytes: int,
-    blocks: int,
-    spare_cpus: int,
-    device: Device,
-    shared_weights: bool = False,
+    nodes: Sequence[Node], *, weight_bytes: int, blocks: int, spare_cpus: int, device: Device, shared_weights: bool = False
 ) -> Pool:
     """How many processes score, and with how many cores each: as many as memory lets hold the weights. Pure.
 
@@ -100,9 +94,7 @@ def _cpus_each(cpus: float, fitting: int) -> float:
 def weight_bytes(checkpoint: Checkpoint) -> int:
     """Size of all weights, without optimizer state."""
     tensors = checkpoint.manifest()["tensors"]
-    return sum(
-        chunk["bytes"] for name, entry in tensors.items() if name.startswith("model.") for chunk in entry["chunks"]
-    )
+    return sum(chunk["bytes"] for name, entry in tensors.items() if name.startswith("model.") for chunk in entry["chunks"])
 
 
 @final
@@ -170,13 +162,7 @@ def scored_tables(scoring: Scoring, *, pool: Pool, device: Device, first_block: 
         return own.score(number)
 
     try:
-        yield from in_order(
-            scored,
-            range(first_block, scoring.num_blocks),
-            name="score",
-            num_threads=pool.num_actors,
-            ahead=2,
-        )
+        yield from in_order(scored, range(first_block, scoring.num_blocks), name="score", num_threads=pool.num_actors, ahead=2)
     finally:
         torch.set_num_threads(threads)
 
@@ -217,9 +203,7 @@ class ScoringJob:
         from rayrec.ingest.ray_engine import input_errors
 
         with input_errors():
-            for table in self.dataset(first_block).iter_batches(
-                batch_size=None, batch_format="pyarrow", prefetch_batches=2
-            ):
+            for table in self.dataset(first_block).iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
                 assert isinstance(table, pa.Table)
                 yield table
 
@@ -288,10 +272,7 @@ class ScoringRequest:
         return machine.usable_cpus(granted=self.config.cluster.num_cpus)
 
     def _this_machine(self) -> Node:
-        resources = {
-            "CPU": float(self._cpus_here()),
-            "memory": float(machine.memory().available),
-        }
+        resources = {"CPU": float(self._cpus_here()), "memory": float(machine.memory().available)}
         if self.options.device == "cuda":
             import torch
 

@@ -270,8 +270,7 @@ class Slicer:
             timestamps=_tensor(joined(lambda rows: rows.timestamps, np.int64)),
             sequence_features=self._sequences(ids, count),
             row_numbers=_row_numbers(
-                [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices],
-                epoch,
+                [None if rows.row_numbers is None else rows.row_numbers[start:stop] for rows, _, start, stop in slices], epoch
             ),
         )
 
@@ -388,9 +387,7 @@ def sparse_features(
     varying = any(isinstance(column, Bags) for column in columns)
     constant = {} if constant is None or varying else constant
     if rows not in constant:
-        lengths = torch.from_numpy(
-            np.concatenate([_lengths(column, rows) for column in columns] or [np.empty(0, np.int32)])
-        )
+        lengths = torch.from_numpy(np.concatenate([_lengths(column, rows) for column in columns] or [np.empty(0, np.int32)]))
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32 if len(values) < 2**31 else torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
         constant[rows] = lengths, offsets

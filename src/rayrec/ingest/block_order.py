@@ -39,9 +39,7 @@ class Piece:
         return self.stop - self.start
 
 
-def blocks_of_epoch(
-    parts: Sequence[Part], *, shuffle: str, seed: int, epoch: int, segments_per_block: int
-) -> list[Block]:
+def blocks_of_epoch(parts: Sequence[Part], *, shuffle: str, seed: int, epoch: int, segments_per_block: int) -> list[Block]:
     """The blocks of one epoch over the chosen rows.
 
     shuffle: `none` keeps the order of the log; `files` permutes files, keeping the order inside each; `window` permutes
@@ -120,9 +118,7 @@ class BlockOrder:
             )
         )
         seed = None if self.shuffle == "none" else self.seed
-        digest = hashlib.sha256(
-            repr((self.shuffle, seed, self.segments_per_block, [name for _, name in files])).encode()
-        )
+        digest = hashlib.sha256(repr((self.shuffle, seed, self.segments_per_block, [name for _, name in files])).encode())
         digest.update(np.fromiter(numbers, "<i8", count=6 * len(self.parts)).tobytes())
         if checksums and any(part.segment.checksum is not None for part in self.parts):
             sums = (-1 if part.segment.checksum is None else part.segment.checksum for part in self.parts)
@@ -137,9 +133,7 @@ class BlockOrder:
             return Position()
         position = Position.from_dict(state)
         if position.order is None:
-            _logger.warning(
-                "the checkpoint does not say of which rows its position is; nothing checks that they are the same"
-            )
+            _logger.warning("the checkpoint does not say of which rows its position is; nothing checks that they are the same")
         elif position.order != self.identity and position.order != self._identity(checksums=False):
             raise InputError(
                 "train_data: the run began with other rows, or with another order of them (path, files, shuffle, block_bytes, "

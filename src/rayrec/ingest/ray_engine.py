@@ -59,9 +59,7 @@ class _Items(Datasource):
     def estimate_inmemory_data_size(self) -> int:
         return self._block_bytes * len(self._items)
 
-    def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
-    ) -> list[ReadTask]:
+    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None) -> list[ReadTask]:
         metadata = BlockMetadata(num_rows=None, size_bytes=self._block_bytes, exec_stats=None, input_files=None)
         return [ReadTask(functools.partial(_run, self._function, item), metadata) for item in self._items]
 
@@ -120,10 +118,7 @@ class _Bounded(BackpressurePolicy):
 
     def can_add_input(self, op: PhysicalOperator) -> bool:
         active = op.num_active_tasks()
-        return (
-            active < self._bounds.tasks
-            and active + self._operators[op].total_enqueued_output_blocks() < self._bounds.blocks
-        )
+        return active < self._bounds.tasks and active + self._operators[op].total_enqueued_output_blocks() < self._bounds.blocks
 
 
 def tasks_dataset(
@@ -201,23 +196,12 @@ class RayEngine:
             # Results are small compared with what the tasks read, and merged as they come.
             yield from tables(
                 tasks_dataset(
-                    name,
-                    function,
-                    items,
-                    placement=self.placement,
-                    block_bytes=block_bytes,
-                    environment=self.environment,
+                    name, function, items, placement=self.placement, block_bytes=block_bytes, environment=self.environment
                 )
             )
 
     def stream(
-        self,
-        name: str,
-        function: Callable[[Any], pa.Table],
-        items: Iterable[Any],
-        *,
-        block_bytes: int,
-        prefetch_blocks: int,
+        self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
     ) -> Generator[pa.Table, None, None]:
         begun = False
 
@@ -259,8 +243,7 @@ def joined_tables(function: Callable[[Any], pa.Table], items: Sequence[Any]) -> 
     if len(made) == 1:
         return made[0]
     kept = [
-        (table.num_rows, {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()})
-        for table in made
+        (table.num_rows, {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}) for table in made
     ]
     table = pa.concat_tables([table.replace_schema_metadata(None) for table in made])
     return table.replace_schema_metadata({_ITEMS: json.dumps(kept)})

@@ -122,9 +122,7 @@ def _start_on_ray(job: dict[str, Any], conf: dict[str, str]) -> tuple[Any, Calla
 
     environment = {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.environ["PYTHONPATH"]}
     ray.init(
-        address=job["ray_address"],
-        log_to_driver=False,
-        runtime_env={"env_vars": environment, "py_executable": sys.executable},
+        address=job["ray_address"], log_to_driver=False, runtime_env={"env_vars": environment, "py_executable": sys.executable}
     )
     session = raydp.init_spark(
         f"rayrec-{os.getpid()}", job["executors"], job["executor_cpus"], job["executor_memory"], configs=conf

@@ -77,13 +77,9 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
         for command in ([sys.executable, "-m", "venv", place], [*pip, "-r", requirements]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                lines = [
-                    line for line in done.stderr.splitlines() if line.startswith("ERROR")
-                ] or done.stderr.splitlines()
+                lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
                 why = lines[0].strip() if lines else f"exit status {done.returncode}"
-                raise InputError(
-                    f"{place}: {' '.join(command[1:4])} failed ({why}); see what pip can reach, and call again"
-                )
+                raise InputError(f"{place}: {' '.join(command[1:4])} failed ({why}); see what pip can reach, and call again")
         with open(os.path.join(place, _COMPLETE), "w"):
             pass
     return python
@@ -117,12 +113,7 @@ class SparkEngine:
     @classmethod
     @contextmanager
     def started(
-        cls,
-        config: SparkConfig,
-        *,
-        ray_address: str | None,
-        cache_folder: str,
-        note: Callable[[str], None],
+        cls, config: SparkConfig, *, ray_address: str | None, cache_folder: str, note: Callable[[str], None]
     ) -> Iterator[SparkEngine]:
         """Spark, started on `config.master`, or with `ray_address` inside that Ray cluster; stopped at the end.
 
@@ -276,9 +267,7 @@ def _ray_logs() -> dict[str, int]:
     from rayrec.compat.ray_compat import local_node
 
     folder = glob.escape(local_node().get_logs_dir_path())
-    found = (
-        path for name in ("raylet.err", "*java-worker-*.log", "worker-*.err") for path in glob.glob(f"{folder}/{name}")
-    )
+    found = (path for name in ("raylet.err", "*java-worker-*.log", "worker-*.err") for path in glob.glob(f"{folder}/{name}"))
     return {path: os.path.getsize(path) for path in found}
 
 

@@ -129,9 +129,7 @@ def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = Tru
     return OpenedBlock(encode, raw)
 
 
-def encode_block(
-    block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True
-) -> EncodedRows:
+def encode_block(block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True) -> EncodedRows:
     """Rows [start, stop) of a block, permuted and encoded."""
     return open_block(block, preprocessor, labelled=labelled).encode(start, stop)
 

@@ -64,9 +64,7 @@ class FieldAttention(nn.Module):
     Products have the precision's type; the softmax is float32.
     """
 
-    def __init__(
-        self, in_dim: int, dim: int, heads: int, *, scale: bool, dropout: float, precision: Precision = "fp32"
-    ) -> None:
+    def __init__(self, in_dim: int, dim: int, heads: int, *, scale: bool, dropout: float, precision: Precision = "fp32") -> None:
         """`scale`: divide a product of query and key by the square root of a head's width. The field itself is projected if
         `in_dim` is not `dim`."""
         super().__init__()

@@ -39,14 +39,7 @@ class GlobalBatchNorm(nn.Module):
     def _normalized(self, inputs: torch.Tensor) -> torch.Tensor:
         if not self.training or (num_workers() == 1 and len(inputs) >= _FEWEST_ROWS):
             return nn.functional.batch_norm(
-                inputs,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                self.training,
-                self._momentum,
-                self._eps,
+                inputs, self.running_mean, self.running_var, self.weight, self.bias, self.training, self._momentum, self._eps
             )
         ones = inputs.new_ones(1).mul_(len(inputs))
         # One exchange for the mean, one for the variance around it: a difference of squares would lose digits.

@@ -22,9 +22,7 @@ class CrossLayer(nn.Module):
     biases start uniform in [0, 1) (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network", CIKM 2023).
     """
 
-    def __init__(
-        self, width: int, *, low_rank: int | None = None, gated: bool = False, precision: Precision = "fp32"
-    ) -> None:
+    def __init__(self, width: int, *, low_rank: int | None = None, gated: bool = False, precision: Precision = "fp32") -> None:
         super().__init__()
         self.down = None if low_rank is None else xavier_linear(width, low_rank, bias=False)
         self.linear = xavier_linear(width if low_rank is None else low_rank, width)
@@ -66,8 +64,7 @@ class CrossMixture(nn.Module):
         def matrices(rows: int, columns: int) -> nn.ParameterList:
             """A layer's matrices of all experts side by side, each drawn alone."""
             drawn = [
-                [start_values(torch.empty(rows, columns), nn.init.xavier_normal_) for _ in range(experts)]
-                for _ in range(layers)
+                [start_values(torch.empty(rows, columns), nn.init.xavier_normal_) for _ in range(experts)] for _ in range(layers)
             ]
             return nn.ParameterList(torch.stack(of_layer) for of_layer in drawn)
 

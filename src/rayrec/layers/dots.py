@@ -132,9 +132,7 @@ def _dots_backward(
 # Operators of torch, so that its profiler and modes see them.
 _OPERATORS: Final = torch.library.Library("rayrec", "FRAGMENT")
 _OPERATORS.define("pairwise_dots(Tensor dense, Tensor sparse, int[] places) -> Tensor")
-_OPERATORS.define(
-    "pairwise_dots_backward(Tensor gradient, Tensor dense, Tensor sparse, int[] places) -> (Tensor, Tensor)"
-)
+_OPERATORS.define("pairwise_dots_backward(Tensor gradient, Tensor dense, Tensor sparse, int[] places) -> (Tensor, Tensor)")
 _OPERATORS.impl("pairwise_dots", _dots, "CPU")
 _OPERATORS.impl("pairwise_dots_backward", _dots_backward, "CPU")
 

@@ -74,9 +74,7 @@ def compute_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def _linear(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, relu: bool, fused: bool
-) -> torch.Tensor:
+def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, relu: bool, fused: bool) -> torch.Tensor:
     if fused and weight.shape[0] >= _NARROW_OUTPUT:
         return linear_pointwise(inputs, weight, bias, "relu" if relu else "none")
     output = functional.linear(inputs, weight, bias)

@@ -130,11 +130,7 @@ def _sums(logits: Floats, labels: Labels) -> tuple[float, float, list[float]]:
         probabilities.append(float(np.sum(probability)))
         places = np.minimum((probability * bins).astype(np.int64), bins - 1)  # a probability of 1 is in the last one
         gaps.append(np.bincount(places, probability - labels[block], minlength=bins).tolist())
-    return (
-        math.fsum(losses),
-        math.fsum(probabilities),
-        [math.fsum(of_bin) for of_bin in zip([0.0] * bins, *gaps, strict=True)],
-    )
+    return (math.fsum(losses), math.fsum(probabilities), [math.fsum(of_bin) for of_bin in zip([0.0] * bins, *gaps, strict=True)])
 
 
 def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
@@ -172,13 +168,7 @@ def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
 
 
 def _metrics(
-    *,
-    rows: int,
-    num_positives: int,
-    loss_sum: float,
-    probability_sum: float,
-    gaps: Sequence[Sequence[float]],
-    twice_u: int,
+    *, rows: int, num_positives: int, loss_sum: float, probability_sum: float, gaps: Sequence[Sequence[float]], twice_u: int
 ) -> dict[str, float]:
     rate = num_positives / rows if rows else math.nan
     mean_loss = loss_sum / rows if rows else math.nan
@@ -197,9 +187,7 @@ def _metrics(
 # Many processes ------------------------------------------------------------------------------------------------------
 
 
-def distributed_binary_metrics(
-    logits: Any, labels: Any, *, process_group: ProcessGroup | None = None
-) -> dict[str, float]:
+def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
     """`binary_metrics` over the rows of all ranks together: the same numbers, returned on every rank.
 
     A collective: every rank of the group (default: all) calls it with its own rows, any number, none too. AUROC is
@@ -257,18 +245,15 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
     splitters = gathered[[rank * len(gathered) // group.num_ranks for rank in range(1, group.num_ranks)]]
 
     # side="right" gives a splitter and all its ties to the lower rank: one key is never on two ranks.
-    cuts = [
-        np.concatenate([[0], np.searchsorted(part, splitters.astype(np.uint32), side="right"), [len(part)]])
-        for part in keys
-    ]
+    cuts = [np.concatenate([[0], np.searchsorted(part, splitters.astype(np.uint32), side="right"), [len(part)]]) for part in keys]
     send_counts = np.stack([np.diff(cut) for cut in cuts], axis=1)  # [ranks, 2]
     receive_counts = group.exchange(send_counts.reshape(-1), [2] * group.num_ranks, [2] * group.num_ranks)
     receive_counts = receive_counts.reshape(-1, 2)
     negatives, positives = (
         np.sort(
-            group.exchange(
-                part.view(np.int32), send_counts[:, column].tolist(), receive_counts[:, column].tolist()
-            ).view(np.uint32)
+            group.exchange(part.view(np.int32), send_counts[:, column].tolist(), receive_counts[:, column].tolist()).view(
+                np.uint32
+            )
         )
         for column, part in enumerate(keys)
     )

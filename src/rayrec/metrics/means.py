@@ -38,9 +38,7 @@ class Accumulator(Protocol):
 class LabelsAccumulator:
     """Keeps what an evaluation needs of its rows: 5 bytes for each binary label, with `grouped` 13 more for groups."""
 
-    def __init__(
-        self, of_labels: Mapping[str, Accumulator], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS
-    ) -> None:
+    def __init__(self, of_labels: Mapping[str, Accumulator], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS) -> None:
         """`of_labels`: by the label's name, the main one first. `ks`: ranks k of the metrics at k, with `grouped`."""
         (self._main_name, self._main), *others = of_labels.items()
         self._ranking = RankingAccumulator(ks) if grouped else None

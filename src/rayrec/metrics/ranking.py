@@ -118,10 +118,7 @@ def _rounds(rows: Rows, *, most_rows: int = _ROUND_ROWS) -> Iterator[Rows]:
 
 
 class _CRanking(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("ks", "discounts", "room", "sums", "counts")),
-        ("num_ks", ctypes.c_int64),
-    ]
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("ks", "discounts", "room", "sums", "counts")), ("num_ks", ctypes.c_int64)]
 
 
 @dataclass(frozen=True)
@@ -178,10 +175,7 @@ class _Sums:
             arrays = (self._ks, self._discounts, of_ks, part.sums, part.counts)
             ranking = _CRanking(*(array.ctypes.data for array in arrays), len(self._ks))
             library().rayrec_rank_rows(
-                _pointer(ranked[starts[number] :]),
-                _pointer(room),
-                ctypes.c_int64(int(sizes[number])),
-                ctypes.byref(ranking),
+                _pointer(ranked[starts[number] :]), _pointer(room), ctypes.c_int64(int(sizes[number])), ctypes.byref(ranking)
             )
             found.append(part)
         return found

@@ -98,9 +98,7 @@ class ClickModelConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.members > 1 and not self.LABELLED:
-            raise InputError(
-                f"{type(self).__name__}.members: must be 1 without logits to average, got {self.members}. Set it."
-            )
+            raise InputError(f"{type(self).__name__}.members: must be 1 without logits to average, got {self.members}. Set it.")
 
     @classmethod
     def _own_class(cls) -> str | None:
@@ -117,9 +115,7 @@ class ClickModelConfig(Config):
         found = own or models.config_class(name)
         if found is None:
             raise InputError(f"{where}{CLASS}: no model {name}; rayrec's are {', '.join(models.names())}")
-        made: ClickModelConfig = found().updated(
-            {key: value for key, value in values.items() if key != CLASS}, where=where
-        )
+        made: ClickModelConfig = found().updated({key: value for key, value in values.items() if key != CLASS}, where=where)
         return made
 
     def of_class(self, name: object) -> ClickModelConfig | None:
@@ -223,9 +219,7 @@ class TableStart(Config):
     """Standard deviation (normal)."""
 
 
-def stored_model(
-    values: Mapping[str, Any], *, where: str, own: type[ClickModelConfig] | None = None
-) -> ClickModelConfig:
+def stored_model(values: Mapping[str, Any], *, where: str, own: type[ClickModelConfig] | None = None) -> ClickModelConfig:
     """The settings that `ClickModelConfig.to_dict` gave: a file chooses among rayrec's own models, and no other code. `own`: the
     class of a model that is not rayrec's, where one was given; `where`: the file, for messages. Raises InputError
     for a class that is neither, and for settings that do not fit it."""
@@ -239,9 +233,7 @@ def stored_model(
     try:
         return cls().updated(values)
     except TypeError as error:
-        raise InputError(
-            f"{where}: {cls.__qualname__} cannot be made of its defaults ({error}); give every field one"
-        ) from None
+        raise InputError(f"{where}: {cls.__qualname__} cannot be made of its defaults ({error}); give every field one") from None
 
 
 def _shipped(name: str, where: str) -> type[ClickModelConfig]:

@@ -50,12 +50,7 @@ def sequence_lengths(config: ClickModelConfig, inputs: ModelInputs) -> dict[str,
 
 
 def _made_up(
-    inputs: ModelInputs,
-    config: ClickModelConfig,
-    rows: int,
-    *,
-    like: torch.nn.Module,
-    num_embeddings: Sequence[int],
+    inputs: ModelInputs, config: ClickModelConfig, rows: int, *, like: torch.nn.Module, num_embeddings: Sequence[int]
 ) -> tuple[torch.Tensor, Embedded]:
     device = next((parameter.device for parameter in like.parameters()), torch.device("cpu"))
 
@@ -63,9 +58,7 @@ def _made_up(
         return torch.rand(*shape, device=device, requires_grad=True)
 
     sequences = {
-        name: Sequences(
-            made_up(rows * length, config.table_width), torch.full((rows,), length, dtype=torch.int64, device=device)
-        )
+        name: Sequences(made_up(rows * length, config.table_width), torch.full((rows,), length, dtype=torch.int64, device=device))
         for name, length in sequence_lengths(config, inputs).items()
     }
     dense = torch.rand(rows, inputs.num_dense, device=device)

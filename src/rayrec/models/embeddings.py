@@ -21,9 +21,7 @@ from rayrec.models.scoring_tables import table_name, table_of_weight
 
 # Rows drawn from one seed. Small enough that a shard wastes little at its edges, large enough to cost nothing.
 _BLOCK_ROWS = 65_536
-_MOST_THREADS = (
-    8  # that fill one table: each has a block in host memory, and together they are as fast as a copy to a GPU
-)
+_MOST_THREADS = 8  # that fill one table: each has a block in host memory, and together they are as fast as a copy to a GPU
 
 
 def feature_names(num_sparse: int) -> list[str]:
@@ -51,9 +49,7 @@ class TableValues:
     start: TableStart | None = None
     """Distribution; None: the default."""
 
-    def fill(
-        self, part: torch.Tensor, *, row_offset: int = 0, column_offset: int = 0, threads: int | None = None
-    ) -> None:
+    def fill(self, part: torch.Tensor, *, row_offset: int = 0, column_offset: int = 0, threads: int | None = None) -> None:
         """Write the start values of one part of the table into `part`, in place.
 
         `threads` draw them; None: one for a table in host memory, and for one on a device, which is too large for one thread to
@@ -84,9 +80,7 @@ class TableValues:
             return
         blocks = range(row_offset // _BLOCK_ROWS, (row_offset + rows - 1) // _BLOCK_ROWS + 1)
         if threads is None:
-            threads = (
-                1 if part.device.type in ("cpu", "meta") else min(_MOST_THREADS, machine.usable_cpus(granted=None))
-            )
+            threads = 1 if part.device.type in ("cpu", "meta") else min(_MOST_THREADS, machine.usable_cpus(granted=None))
         if min(threads, len(blocks)) <= 1:
             for block in blocks:
                 fill_block(block)
@@ -143,12 +137,7 @@ def build_sequences(
 
 
 def _table_settings(
-    num_embeddings: Sequence[int],
-    table_of: Mapping[str, str],
-    *,
-    embedding_dim: int,
-    seed: int,
-    start: TableStart | None,
+    num_embeddings: Sequence[int], table_of: Mapping[str, str], *, embedding_dim: int, seed: int, start: TableStart | None
 ) -> list[dict[str, Any]]:
     """Of each table, as TorchRec's configurations have them."""
     tables: dict[str, dict[str, Any]] = {}

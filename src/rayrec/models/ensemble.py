@@ -49,9 +49,7 @@ class Ensemble(nn.Module):
             named_outputs(network(dense, _part(embedded, columns)), self._heads, where=type(network).__name__)
             for network, columns in zip(self.members, self._columns, strict=True)
         ]
-        outputs = {
-            head.name: torch.stack([of_member[head.name] for of_member in given]).mean(0) for head in self._heads
-        }
+        outputs = {head.name: torch.stack([of_member[head.name] for of_member in given]).mean(0) for head in self._heads}
         for number, of_member in enumerate(given):
             outputs |= {_name(number, name): values for name, values in of_member.items()}
         return outputs
@@ -62,9 +60,7 @@ class Ensemble(nn.Module):
         losses = []
         for number, own in enumerate(self._losses):
             prefix = _name(number, "")
-            of_member = {
-                name.removeprefix(prefix): values for name, values in outputs.items() if name.startswith(prefix)
-            }
+            of_member = {name.removeprefix(prefix): values for name, values in outputs.items() if name.startswith(prefix)}
             losses.append(own(of_member, batch) if own else self._loss_of_labels(of_member, batch))
         total = torch.stack(losses).sum(0)
         return total - total.detach() * (1 - 1 / len(losses))
@@ -82,9 +78,7 @@ def _part(embedded: Embedded, columns: slice) -> Embedded:
         return values.unflatten(1, (len(order), embedded.dim))[:, :, columns].flatten(1), order
 
     def sequences() -> dict[str, Sequences]:
-        return {
-            name: Sequences(given.values[:, columns], given.lengths) for name, given in embedded.all_sequences().items()
-        }
+        return {name: Sequences(given.values[:, columns], given.lengths) for name, given in embedded.all_sequences().items()}
 
     def table(feature: str) -> torch.Tensor:
         return embedded.table(feature)[:, columns]

@@ -257,9 +257,7 @@ def named_outputs(outputs: object, heads: Sequence[Head], *, where: str) -> Outp
         return outputs
     if len(heads) == 1 and len(heads[0].names) == 1 and hasattr(outputs, "dtype"):
         return {heads[0].name: outputs}  # type: ignore[dict-item]
-    raise InputError(
-        f"{where} returned a {type(outputs).__name__}; return a dict of logits, {{'{heads[0].name}': logits}}"
-    )
+    raise InputError(f"{where} returned a {type(outputs).__name__}; return a dict of logits, {{'{heads[0].name}': logits}}")
 
 
 def own_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:
@@ -270,9 +268,7 @@ def own_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:
     return lambda outputs, batch: loss(outputs, batch.labels)
 
 
-def measured(
-    network: Any, outputs: Outputs, batch: Batch, losses: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+def measured(network: Any, outputs: Outputs, batch: Batch, losses: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Return the row values that an evaluation averages, NaN in rows that it leaves out: what the network measures, and for one
     with a loss of its own `loss`. `losses`: known already."""
     measures, loss = getattr(network, "measures", None), own_loss(network)

@@ -87,9 +87,7 @@ class RowFormat:
             return rows
         largest = float(np.abs(rows).max(initial=0.0))
         if not largest <= (3.4e38 if self.quantization == "int8" else _LARGEST_HALF):  # also where it is NaN
-            raise InputError(
-                f"table {table}: has a value of {largest}, which {self.quantization} cannot hold; export fp32"
-            )
+            raise InputError(f"table {table}: has a value of {largest}, which {self.quantization} cannot hold; export fp32")
         if self.quantization == "fp16":
             return rows.astype(np.float16)
         values = torch.from_numpy(np.ascontiguousarray(rows))

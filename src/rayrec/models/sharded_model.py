@@ -108,14 +108,7 @@ class _Head(nn.Module):
     """From pooled embeddings to the loss. Without a sharded part, it is not traced by TorchRec: a network may be any code."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        inputs: ModelInputs,
-        heads: Sequence[Head],
-        *,
-        dim: int,
-        penalty: float,
-        one_by_one: set[str],
+        self, network: nn.Module, inputs: ModelInputs, heads: Sequence[Head], *, dim: int, penalty: float, one_by_one: set[str]
     ) -> None:
         super().__init__()
         self.network, self.inputs, self.dim, self._penalty = network, inputs, dim, penalty
@@ -166,9 +159,7 @@ class _Head(nn.Module):
                 head.check(outputs, rows=len(dense), where=where)
         return outputs
 
-    def _sequences(
-        self, one_by_one: Mapping[str, JaggedTensor] | None, rows: int, penalty: float
-    ) -> dict[str, Sequences]:
+    def _sequences(self, one_by_one: Mapping[str, JaggedTensor] | None, rows: int, penalty: float) -> dict[str, Sequences]:
         if one_by_one is None:
             return {}
         found = {}
@@ -186,9 +177,7 @@ class _Head(nn.Module):
             self._keys, self._order = list(keys), tuple(self._number[key] for key in keys)
         return _penalised(pooled.values(), penalty), self._order
 
-    def _summed_loss(
-        self, outputs: Mapping[str, torch.Tensor], batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _summed_loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sum over the rows of each row's loss times its weight; and the network's own loss of each row, if it has one."""
         if self._loss is None:
             of_labels = (head.losses(outputs, batch.labels, batch.weights).sum() for head in self._labels)
@@ -266,12 +255,7 @@ def build_click_model(
     of_sequences = {feature: table_of[feature] for feature in unpooled}
     for feature in config.full_tables(inputs):
         of_sequences[table_key(feature)], rows_of[table_key(feature)] = table_of[feature], rows_of[feature]
-    shared: dict[str, Any] = {
-        "embedding_dim": config.table_width,
-        "seed": seed,
-        "device": embedding_device,
-        "start": start,
-    }
+    shared: dict[str, Any] = {"embedding_dim": config.table_width, "seed": seed, "device": embedding_device, "start": start}
     with torch.random.fork_rng(devices=[]):
         # Inside: constructing tables on "cpu" also draws from the global generator, before our own values go in.
         embeddings = sequences = None

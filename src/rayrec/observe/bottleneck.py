@@ -167,11 +167,7 @@ def _store_text(side: DataSide) -> str:
 def _checkpoint_text(saves: Saves, share: float) -> str:
     speed = f"{size_text(saves.bytes / saves.write_s)}/s" if saves.write_s else "an unknown speed"
     late = saves.late
-    skipped = (
-        f", and {late} save{'s were' if late > 1 else ' was'} left out, as the one before was not through"
-        if late
-        else ""
-    )
+    skipped = f", and {late} save{'s were' if late > 1 else ' was'} left out, as the one before was not through" if late else ""
     return (
         f"Held up by checkpoints {_percent(share)} of the time: storage takes them at {speed}{skipped}; a larger "
         "--checkpoint.every, or faster storage for --storage-path, would give it to training."
@@ -218,7 +214,5 @@ def _model(run: RunSummary, split: TimeSplit) -> Verdict:
     capacity = side.capacity_rows_per_s if side is not None and side.storage_share < _WAITS_FOR_STORAGE else None
     now = split.rows / split.training_s
     if capacity is not None and capacity > now:
-        text += (
-            f" The data side could make {number_text(round(capacity, -2))} rows/s, {capacity / now:.1f} times as many."
-        )
+        text += f" The data side could make {number_text(round(capacity, -2))} rows/s, {capacity / now:.1f} times as many."
     return Verdict("model", computing, None, text)

@@ -79,12 +79,7 @@ class Console:
         self.verbose = verbose
         # Names of columns, files and runs are shown unchanged: no text is markup.
         self._out = RichConsole(
-            file=cast(IO[str], _StandardError()),
-            quiet=quiet,
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-            emoji=False,
+            file=cast(IO[str], _StandardError()), quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False
         )
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}

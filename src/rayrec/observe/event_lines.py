@@ -91,9 +91,7 @@ def command_line(arguments: Sequence[str]) -> str:
 
 def _hidden(argument: str) -> str:
     def value(found: re.Match[str]) -> str:
-        return found[1] + (
-            "***" if _is_secret(found[2], int(found[3]) if found[3].isdecimal() else found[3]) else found[3]
-        )
+        return found[1] + ("***" if _is_secret(found[2], int(found[3]) if found[3].isdecimal() else found[3]) else found[3])
 
     return without_users(_ASSIGNED.sub(value, argument))
 

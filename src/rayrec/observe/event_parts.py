@@ -140,9 +140,7 @@ class EventParts:
                     return
                 self._urgent = False
                 waiting = [
-                    (part, bytes(part.lines), part.num_waiting, part.waiting_bytes)
-                    for part in self._parts
-                    if part.num_waiting
+                    (part, bytes(part.lines), part.num_waiting, part.waiting_bytes) for part in self._parts if part.num_waiting
                 ]
             try:
                 for part, lines, count, size_bytes in waiting:

@@ -104,9 +104,7 @@ class EventWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def _now(self) -> float:
@@ -223,11 +221,7 @@ def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
 
 
 def follow(
-    path: str | Path,
-    *,
-    stop: threading.Event,
-    poll_s: float | None = None,
-    idle: Callable[[], None] = lambda: None,
+    path: str | Path, *, stop: threading.Event, poll_s: float | None = None, idle: Callable[[], None] = lambda: None
 ) -> Iterator[dict[str, Any]]:
     """Events as they are written, from the first; once `stop` is set, what is left in the file, then the end.
 

@@ -103,9 +103,7 @@ def figures(run: RunSummary) -> list[tuple[str, str]]:
         found.append(("blocked", f"{last['blocked_fraction']:.1%}"))
     if last.get("peak_fraction") is not None:
         # More than all of it means that the peak, measured for some hundredths of a second, was underestimated.
-        found.append(
-            ("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above the measured one")
-        )
+        found.append(("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above the measured one"))
     if last.get("learning_rate") is not None:
         found.append(("learning rate", f"{last['learning_rate']:.3g}"))
     left_s = run.left_s()

@@ -1,11 +1,5 @@
 """Optimizers of networks and tables, and their settings."""
 
-from rayrec.optim.config import (
-    DenseOptimizerConfig,
-    LearningRateSchedule,
-    NamedOptimizer,
-    PlateauConfig,
-    SparseOptimizerConfig,
-)
+from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer, PlateauConfig, SparseOptimizerConfig
 
 __all__ = ["DenseOptimizerConfig", "LearningRateSchedule", "NamedOptimizer", "PlateauConfig", "SparseOptimizerConfig"]

@@ -62,9 +62,7 @@ class LearningRateSchedule(Config):
         if self.decay_fraction:
             start = max(schedule.warmup_steps, total - max(1, round(total * self.decay_fraction)))
             # One step later than MLPerf's rule would have it, so that the last step still learns.
-            schedule = schedule.replace(
-                decay_fraction=0.0, decay_start_step=start + 1, decay_steps=max(1, total - start)
-            )
+            schedule = schedule.replace(decay_fraction=0.0, decay_start_step=start + 1, decay_steps=max(1, total - start))
         return schedule
 
     def factor(self, step: int) -> float:
@@ -136,9 +134,7 @@ class SparseOptimizerConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.own_rule and not self.eps:
-            raise InputError(
-                f"SparseOptimizerConfig.eps: {self.kind} divides by it in rows without a gradient; give 1e-8"
-            )
+            raise InputError(f"SparseOptimizerConfig.eps: {self.kind} divides by it in rows without a gradient; give 1e-8")
         if self.weight_decay and self.kind not in ("adam", "adamw"):
             raise InputError(
                 f"SparseOptimizerConfig.weight_decay: {self.kind} updates only the rows of a batch, not whole tables; "
@@ -231,17 +227,11 @@ class DenseOptimizerConfig(Config):
         from rayrec.optim.trust_ratio import Lamb, Lars
 
         parameters = list(params)
-        shared: dict[str, Any] = {
-            "lr": self.learning_rate,
-            "weight_decay": self.weight_decay,
-            "fused": self._fused(parameters),
-        }
+        shared: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay, "fused": self._fused(parameters)}
         groups: list[Any] = parameters
         if self.decay_matrices_only:
             groups = [{"params": [parameter for parameter in parameters if parameter.dim() > 1]}]
-            groups.append(
-                {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0}
-            )
+            groups.append({"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0})
         plain = {name: value for name, value in shared.items() if name != "fused"}
         match self.kind:
             case "lamb":
@@ -281,9 +271,7 @@ class DenseOptimizerConfig(Config):
 
         device_types = {"cpu"} if self.kind == "adagrad" else {"cpu", "cuda"}  # no fused Adagrad on CUDA is promised
         usable = bool(parameters) and all(
-            parameter.device.type in device_types
-            and torch.is_floating_point(parameter)
-            and not isinstance(parameter, DTensor)
+            parameter.device.type in device_types and torch.is_floating_point(parameter) and not isinstance(parameter, DTensor)
             for parameter in parameters
         )
         return True if usable else None

@@ -18,9 +18,7 @@ from rayrec.optim.table_adam import TableAdam
 _STATE = "momentum1"  # TorchRec's name for the first state of any fused optimizer
 
 
-def data_parallel_optimizer(
-    config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]
-) -> KeyedOptimizer:
+def data_parallel_optimizer(config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
     """The optimizer of data-parallel tables, under parameter names, its state named and shaped as that of sharded tables."""
     if config.kind == "sgd" or config.kind == "adagrad" or config.kind == "rowwise_adagrad":  # noqa: PLR1714  # for mypy
         rule = partial(DataParallelTableOptimizer, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps)
@@ -36,12 +34,7 @@ class DataParallelTableOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        parameters: Iterable[Any],
-        *,
-        kind: Literal["sgd", "adagrad", "rowwise_adagrad"],
-        learning_rate: float,
-        eps: float,
+        self, parameters: Iterable[Any], *, kind: Literal["sgd", "adagrad", "rowwise_adagrad"], learning_rate: float, eps: float
     ) -> None:
         super().__init__(parameters, {"lr": learning_rate, "eps": eps})
         self._kind = kind
@@ -92,9 +85,7 @@ class JointlyClippedOptimizer(CombinedOptimizer):
     """Multiplies all gradients by max_norm / norm before each step if their joint 2-norm is above max_norm, as
     torch.nn.utils.clip_grad_norm_ does; every worker by the same number."""
 
-    def __init__(
-        self, sharded: TableAdam, replicated: Sequence[TableAdam], network: KeyedOptimizer, *, max_norm: float
-    ) -> None:
+    def __init__(self, sharded: TableAdam, replicated: Sequence[TableAdam], network: KeyedOptimizer, *, max_norm: float) -> None:
         """`sharded`: of the parts of tables that this worker holds; `replicated`: of tables that every worker holds whole;
         `network`: of weights whose gradients are equal on every worker."""
         super().__init__([sharded, *replicated, network])
@@ -104,10 +95,7 @@ class JointlyClippedOptimizer(CombinedOptimizer):
     def step(self, closure: Any = None) -> None:
         """Collective."""
         gradients = [
-            parameter.grad
-            for group in self._network.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
+            parameter.grad for group in self._network.param_groups for parameter in group["params"] if parameter.grad is not None
         ]
         scale = min(1.0, self._max_norm / (self._norm(gradients) + 1e-6))
         for tables in (self._sharded, *self._replicated):

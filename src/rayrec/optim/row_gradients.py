@@ -94,8 +94,7 @@ class Lookups:
             item.distinct, item.sums = rows.ids.data_ptr(), rows.values.data_ptr()
         run_kernel(library().rayrec_gather_row_gradients, gathered, len(tables), at_once=1)
         return [
-            RowGradients(rows.ids[: item.found], rows.values[: item.found])
-            for item, rows in zip(gathered, found, strict=True)
+            RowGradients(rows.ids[: item.found], rows.values[: item.found]) for item, rows in zip(gathered, found, strict=True)
         ]
 
     def by_operators(self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]) -> list[RowGradients]:
@@ -171,9 +170,7 @@ class RowGradientCollector:
         indices, offsets, weights = arguments
         return self._look_up(indices=indices, offsets=offsets, per_sample_weights=weights)
 
-    def collect(
-        self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, gradient: torch.Tensor
-    ) -> None:
+    def collect(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, gradient: torch.Tensor) -> None:
         """Keeps the gradients of one backward pass, given that of the kernel's output."""
         lookups = Lookups(
             indices.long().contiguous(),

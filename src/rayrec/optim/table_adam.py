@@ -114,15 +114,11 @@ class TablePart:
             tensor[ids] = rows if touched is None else torch.where(touched, rows, tensor[ids])
 
     @staticmethod
-    def _update(
-        weights: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, gradient: torch.Tensor, step: AdamStep
-    ) -> None:
+    def _update(weights: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, gradient: torch.Tensor, step: AdamStep) -> None:
         beta1, beta2 = step.betas
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weights.mul_(step.keep).addcdiv_(
-            mean, square.sqrt().mul_(step.root_scale).add_(step.eps), value=-step.step_size
-        )
+        weights.mul_(step.keep).addcdiv_(mean, square.sqrt().mul_(step.root_scale).add_(step.eps), value=-step.step_size)
 
     def squared_norm(self, gradients: RowGradients, *, l2: float) -> float:
         """The sum of squares of the gradient, with `l2` times the weights added to it."""
@@ -151,9 +147,7 @@ class TableAdam(KeyedOptimizer):
         assert config.own_rule
         self._config = config
         self._tables = dict(tables)
-        state = {
-            parameter: {**_moments(parameter, parts), "step": torch.zeros(())} for parameter, parts in tables.values()
-        }
+        state = {parameter: {**_moments(parameter, parts), "step": torch.zeros(())} for parameter, parts in tables.values()}
         parameters = {name: parameter for name, (parameter, _) in tables.items()}
         super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": config.learning_rate}])
         self._steps: list[torch.Tensor] = [states["step"] for states in state.values()]
@@ -270,9 +264,7 @@ def _moments(parameter: Any, parts: Sequence[TablePart]) -> dict[str, Any]:
     shards = [shard.metadata for shard in parameter.local_shards()]
     return {
         name: sharded_tensor(
-            [Shard(value, metadata) for value, metadata in zip(values, shards, strict=True)],
-            parameter.metadata(),
-            like=parameter,
+            [Shard(value, metadata) for value, metadata in zip(values, shards, strict=True)], parameter.metadata(), like=parameter
         )
         for name, values in states.items()
     }

@@ -16,9 +16,7 @@ class Lamb(torch.optim.Optimizer):
     x -= lr * |x| / |u| * u. If one of the norms is 0, their ratio is 1.
     """
 
-    def __init__(
-        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
+    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

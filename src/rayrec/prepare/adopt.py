@@ -93,9 +93,7 @@ class AdoptionConfig(Config):
         if wrong:
             raise InputError(f"num_embeddings_per_feature: each must be from 1 to {MAX_TABLE_ROWS:,}, got {wrong[0]:,}")
         if self.num_embeddings_per_feature and self.preprocessor:
-            raise InputError(
-                "num_embeddings_per_feature: the Preprocessor has the rows of each table; give one of them"
-            )
+            raise InputError("num_embeddings_per_feature: the Preprocessor has the rows of each table; give one of them")
         if self.rows_per_segment < 1:
             raise InputError("rows_per_segment must be at least 1")
 
@@ -126,12 +124,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         if out is not None and storage.exists(out):
             raise InputError(f"{out}: exists already; remove it or choose another --out")
         return adopt_tokens(
-            path,
-            out=out,
-            tokenizer=config.tokenizer,
-            column=config.column,
-            token_dtype=config.token_dtype,
-            console=console,
+            path, out=out, tokenizer=config.tokenizer, column=config.column, token_dtype=config.token_dtype, console=console
         )
     own = [name for name in vars(config) if name not in _OF_SHARDS]
     refuse_options(config, AdoptionConfig(), "an option for MDS shards, not for arrays of TorchRec's scripts", but=own)
@@ -207,11 +200,7 @@ def _check_new(path: str) -> None:
     """Raises InputError for a folder that runs can read already."""
     dataset = LogSource.at(path).dataset()
     if dataset is not None:
-        remedy = (
-            "remove its dataset.json to adopt it again, or give --out DIR"
-            if dataset.adopted
-            else "train on it as it is"
-        )
+        remedy = "remove its dataset.json to adopt it again, or give --out DIR" if dataset.adopted else "train on it as it is"
         raise InputError(f"{path}: has a dataset.json already, so that runs can read it; {remedy}")
 
 
@@ -346,8 +335,7 @@ def _write(
             "file_rows": [day.rows for day in by_name],
             "matrices": [[list(vars(matrix).values()) for matrix in day.matrices] for day in by_name],
             "segments": [
-                [int(storage.name_of(storage.folder_of(each.path))), each.start, each.stop, each.rows]
-                for each in index.segments
+                [int(storage.name_of(storage.folder_of(each.path))), each.start, each.stop, each.rows] for each in index.segments
             ],
             "hash": hash_of(files),
             "files": files,
@@ -362,13 +350,7 @@ def _write(
 
 
 def adopt_tokens(
-    path: str,
-    *,
-    out: str | None,
-    tokenizer: str | None,
-    column: str | None,
-    token_dtype: str,
-    console: Console,
+    path: str, *, out: str | None, tokenizer: str | None, column: str | None, token_dtype: str, console: Console
 ) -> dict[str, Any]:
     """Writes manifest.json and the tokenizer into a folder of MDS shards (its own index.json, or those of train/ and of
     validation/, val/, valid/, eval/ or test/), local or at a URL, or into the new folder `out`, which then has links to the sets.
@@ -385,9 +367,7 @@ def adopt_tokens(
     if out is not None and (storage.is_url(path) or storage.is_url(out)):
         raise InputError(f"out: {out} would link to the shards of {path}, which no store can; leave out --out")
     if out is None and storage.exists(storage.join(path, text_blocks.MANIFEST)):
-        raise InputError(
-            f"{path}: has a {text_blocks.MANIFEST} already, so that runs can read it; remove it to adopt it again"
-        )
+        raise InputError(f"{path}: has a {text_blocks.MANIFEST} already, so that runs can read it; remove it to adopt it again")
     if out is None and storage.exists(storage.join(path, "tokenizer")):
         raise InputError(f"{path}: has a folder tokenizer already, where the tokenizer would go; give --out DIR")
     files = read_tokenizer(os.path.expanduser(tokenizer))

@@ -114,9 +114,7 @@ def unknown_rate(tokens: np.ndarray, counts: np.ndarray, vocabulary: np.ndarray)
     return share(counts[~known].sum(), counts.sum())
 
 
-def collision_rate(
-    column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndarray, counts: np.ndarray
-) -> float | None:
+def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> float | None:
     """Share of the values whose category has an id that another category of the log has, too, unknown ones left out; by the
     Preprocessor's own rule. `vocabulary`: the column's tokens in id order; `tokens`: distinct ones."""
     wide = tokens.dtype == np.uint64
@@ -198,9 +196,7 @@ def dense_columns(tally: Tally, schema: Schema, drift: Drift) -> dict[str, dict[
     return columns
 
 
-def sparse_columns(
-    tally: Tally, schema: Schema, drift: Drift, counted: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
+def sparse_columns(tally: Tally, schema: Schema, drift: Drift, counted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """`counted`: what is known of each column by counting its categories."""
     return {
         name: {
@@ -260,9 +256,7 @@ class Gates(Config):
             if isinstance(value, float) and not 0 <= value <= 1:
                 raise InputError(f"gates.{name}: {value} must lie between 0 and 1")
         if self.min_label_rate > self.max_label_rate:
-            raise InputError(
-                f"gates: min_label_rate {self.min_label_rate} is above max_label_rate {self.max_label_rate}"
-            )
+            raise InputError(f"gates: min_label_rate {self.min_label_rate} is above max_label_rate {self.max_label_rate}")
 
 
 @dataclass(frozen=True)
@@ -355,9 +349,7 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
         ),
     ]
     failures = [
-        failure
-        for gate, values, what, remedy in checks
-        if (failure := _check(gate, getattr(gates, gate), values, what, remedy))
+        failure for gate, values, what, remedy in checks if (failure := _check(gate, getattr(gates, gate), values, what, remedy))
     ]
     constant = constant_columns(content)
     if constant and not gates.allow_constant_columns:
@@ -412,10 +404,7 @@ class Report:
         made = [_table(content["path"], [], _overview(content))]
         made.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
         for kind, heads in (("dense", _DENSE_HEADS), ("sparse", _SPARSE_HEADS)):
-            rows = [
-                [name, *(_shown(column.get(key), key) for key in heads.values())]
-                for name, column in content[kind].items()
-            ]
+            rows = [[name, *(_shown(column.get(key), key) for key in heads.values())] for name, column in content[kind].items()]
             made.append(_table(f"{kind} columns", [kind, *heads], rows))
         return [table for table in made if table.row_count]
 
@@ -426,11 +415,7 @@ class Report:
         for table in self.tables():
             console.print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
-        return [
-            *lines,
-            *(f"warning: {text}" for text in self.warnings),
-            *(f"failed: {text}" for text in self.failures),
-        ]
+        return [*lines, *(f"warning: {text}" for text in self.warnings), *(f"failed: {text}" for text in self.failures)]
 
     def show(self, console: Console) -> None:
         """Writes the lines to standard error."""
@@ -479,10 +464,7 @@ def _slice_row(row: dict[str, Any]) -> list[str]:
 
 def _overview(content: dict[str, Any]) -> list[list[str]]:
     faults, label, duplicates = content["faults"], content["label"], content["duplicates"]
-    rows = [
-        ["rows", _shown(content["rows"])],
-        ["faulty rows", f"{content['bad_rows']:,} ({content['bad_fraction']:.3%})"],
-    ]
+    rows = [["rows", _shown(content["rows"])], ["faulty rows", f"{content['bad_rows']:,} ({content['bad_fraction']:.3%})"]]
     for kind, count in faults["by_kind"].items():
         columns = ", ".join(f"{column} {n:,}" for column, n in faults["by_column"].get(kind, {}).items())
         rows.append(["", f"{count:,} x {kind}" + (f": {columns}" if columns else "")])

@@ -131,9 +131,7 @@ def mark_last(task: UsersTask, *, folder: JobFolder) -> pa.Table:
     edges = np.searchsorted(marks["row"], [*task.starts, np.iinfo(np.int64).max]).tolist()
     with folder.disk_errors():
         storage.write_bytes(key_path(folder, "marks", task.number), marks.view(np.uint8).data)
-        return folder.done(
-            "marks", task.number, {"edges": edges, "users": len(np.unique(events["user"])), "marks": len(marks)}
-        )
+        return folder.done("marks", task.number, {"edges": edges, "users": len(np.unique(events["user"])), "marks": len(marks)})
 
 
 def last_rows(users: Numbers, times: Numbers, rows: Numbers) -> np.ndarray:

@@ -143,13 +143,7 @@ class Tally:
         self.dense_bins[number, d, DECILES] += by_code[-1]
 
     def _count_sparse(
-        self,
-        s: int,
-        column: np.ndarray | RawList,
-        missing: np.ndarray,
-        outcome: np.ndarray,
-        job: TallyJob,
-        number: int,
+        self, s: int, column: np.ndarray | RawList, missing: np.ndarray, outcome: np.ndarray, job: TallyJob, number: int
     ) -> None:
         tokens = (column.categories if isinstance(column, RawList) else column).astype(np.uint64)
         self.missing[number, len(job.schema.dense) + s] += np.count_nonzero(missing)
@@ -212,9 +206,7 @@ def row_hashes(block: RawBlock) -> np.ndarray:
         ends = np.cumsum(column.lengths, dtype=np.int64)
         starts = ends - column.lengths
         place = np.arange(len(column.categories), dtype=np.int64) - np.repeat(starts, column.lengths)
-        values = np.concatenate(
-            [[np.uint64(0)], np.cumsum(_mixed(column.categories ^ _mixed(place.view(np.uint64) + _MIX[1])))]
-        )
+        values = np.concatenate([[np.uint64(0)], np.cumsum(_mixed(column.categories ^ _mixed(place.view(np.uint64) + _MIX[1])))])
         add(values[ends] - values[starts], missing)
     label = block.labels.get(block.schema.label or "")
     if label is not None:

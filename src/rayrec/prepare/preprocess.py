@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from rayrec.data.encoding.counts import Counts
 
 
-def vocabulary(
-    path: str, *, out: str, extend: str | None = None, config: PreparationConfig, console: Console
-) -> dict[str, Any]:
+def vocabulary(path: str, *, out: str, extend: str | None = None, config: PreparationConfig, console: Console) -> dict[str, Any]:
     """Counts the rows of a log and writes the Preprocessor into folder `out`, which appears complete or not at all.
 
     `extend`: folder of an older Preprocessor, or of a run or checkpoint that contains one. The new one keeps its ids and
@@ -91,10 +89,7 @@ def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocesso
 
 
 def _extension_rows(extension: Extension) -> list[tuple[str, str]]:
-    rows = [
-        (name, _amounts(kept, extension.appended[name], extension.left_out[name]))
-        for name, kept in extension.kept.items()
-    ]
+    rows = [(name, _amounts(kept, extension.appended[name], extension.left_out[name])) for name, kept in extension.kept.items()]
     counts = (extension.kept, extension.appended, extension.left_out)
     return [*rows, ("total", _amounts(*(sum(count.values()) for count in counts)))]
 
@@ -117,9 +112,7 @@ def counting_indexer(config: PreparationConfig, rules: Preset) -> CountingIndexe
     """Indexes a log of text, and counts its training rows (or all rows, if the preset counts them all) on the way, for
     `count`."""
     return CountingIndexer(
-        rules.counting(config.schema),
-        lambda index: _counted_rows(index, config, rules),
-        memory_bytes=config.memory_bytes,
+        rules.counting(config.schema), lambda index: _counted_rows(index, config, rules), memory_bytes=config.memory_bytes
     )
 
 
@@ -143,12 +136,7 @@ def count(
 
 @contextmanager
 def _counted(
-    index: LogIndex,
-    counting: CountingIndexer,
-    config: PreparationConfig,
-    rules: Preset,
-    engine: Engine,
-    console: Console,
+    index: LogIndex, counting: CountingIndexer, config: PreparationConfig, rules: Preset, engine: Engine, console: Console
 ) -> Iterator[Counts]:
     start, stop = _counted_rows(index, config, rules)
     with counting.counts(
@@ -174,13 +162,7 @@ class RowOutput:
 
 
 def preprocess(
-    path: str,
-    *,
-    out: str,
-    rows: RowOutput,
-    config: PreparationConfig,
-    text: TextConfig | None = None,
-    console: Console,
+    path: str, *, out: str, rows: RowOutput, config: PreparationConfig, text: TextConfig | None = None, console: Console
 ) -> dict[str, Any]:
     """Writes the log's rows as model inputs into folder `out`, which appears complete or not at all; called again after
     it was interrupted, it resumes where it stopped. With format `mds`, `path` is plain text instead, see
@@ -199,9 +181,7 @@ def preprocess(
     return _preprocess_log(path, out, rows, config, console)
 
 
-def _preprocess_log(
-    path: str, out: str, output: RowOutput, config: PreparationConfig, console: Console
-) -> dict[str, Any]:
+def _preprocess_log(path: str, out: str, output: RowOutput, config: PreparationConfig, console: Console) -> dict[str, Any]:
     config = config.adapted(path)
     given = given_preprocessor(output.preprocessor, config.schema)
     if given is None:

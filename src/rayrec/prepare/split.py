@@ -29,18 +29,7 @@ from rayrec.data.logs.table_log import is_table
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, raw_index, refuse_options
 from rayrec.prepare.events import DigitTask, UsersTask, count_digits, key_path, mark_last
-from rayrec.prepare.split_tasks import (
-    PARTS,
-    By,
-    SplitJob,
-    SplitTask,
-    cut_files,
-    examine,
-    table_tasks,
-    text_tasks,
-    time_of,
-    write,
-)
+from rayrec.prepare.split_tasks import PARTS, By, SplitJob, SplitTask, cut_files, examine, table_tasks, text_tasks, time_of, write
 from rayrec.schema import Schema
 
 MANIFEST: Final = "split.json"
@@ -53,16 +42,7 @@ _LEAST_TASK_BYTES, _MOST_TASK_BYTES, _WANTED_TASKS = 32 << 20, 512 << 20, 256
 _PARTITION_BYTES: Final = 64 << 20
 """Bytes of the log for each partition of the users, of which there are at most _MOST_PARTITIONS."""
 _MOST_PARTITIONS: Final = 256
-_READS: Final = (
-    "address",
-    "files",
-    "engine",
-    "spark",
-    "schema",
-    "max_bad_fraction",
-    "block_bytes",
-    "segments_per_block",
-)
+_READS: Final = ("address", "files", "engine", "spark", "schema", "max_bad_fraction", "block_bytes", "segments_per_block")
 """Fields of PreparationConfig that a split reads."""
 
 
@@ -110,9 +90,7 @@ class RowSplit(Config):
             raise InputError("split by time: test_from without validation_from; give both, or shares")
         starts = self.starts
         if starts is not None and starts[1] is not None and starts[0] >= starts[1]:
-            raise InputError(
-                f"split by time: test_from {self.test_from} is not after validation_from {self.validation_from}"
-            )
+            raise InputError(f"split by time: test_from {self.test_from} is not after validation_from {self.validation_from}")
 
     @property
     def starts(self) -> tuple[int, int | None] | None:
@@ -194,9 +172,7 @@ class _Work:
         self.task_bytes = min(max(size_bytes // _WANTED_TASKS, _LEAST_TASK_BYTES), _MOST_TASK_BYTES)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MOST_PARTITIONS)
         test, held_out = (int(share * 2**64) for share in (rows.test, rows.test + rows.validation))
-        self.job = SplitJob(
-            running.folder, config.schema, rows.by, rows.seed, thresholds=(test, held_out), partitions=partitions
-        )
+        self.job = SplitJob(running.folder, config.schema, rows.by, rows.seed, thresholds=(test, held_out), partitions=partitions)
         self.index = LogIndex((), Faults())
         self.missing = 0
 
@@ -234,9 +210,7 @@ class _Work:
             return storage.read_json(place)
         groups = [self.files[start : start + _CUT_FILES] for start in range(0, len(self.files), _CUT_FILES)]
         cut = functools.partial(cut_files, task_bytes=self.task_bytes)
-        cuts = [
-            of_file for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16) for of_file in json_of(table)
-        ]
+        cuts = [of_file for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16) for of_file in json_of(table)]
         with self.running.folder.disk_errors():
             storage.write_json(place, cuts)
         return cuts
@@ -264,16 +238,13 @@ class _Work:
             for chunk in chunks:
                 for of_partition, count in zip(events, chunk, strict=True):
                     if count:
-                        of_partition.append(
-                            (key_path(self.job.folder, "keys", task.number), begin, count, task.first_row)
-                        )
+                        of_partition.append((key_path(self.job.folder, "keys", task.number), begin, count, task.first_row))
                     begin += count
         users = [UsersTask(number, tuple(each), starts) for number, each in enumerate(events)]
         found = self._run("marks", functools.partial(mark_last, folder=self.job.folder), users)
         edges = [marker["edges"] for marker in found]
         return [
-            replace(task, marks=tuple((of[place], of[place + 1] - of[place]) for of in edges))
-            for place, task in enumerate(tasks)
+            replace(task, marks=tuple((of[place], of[place + 1] - of[place]) for of in edges)) for place, task in enumerate(tasks)
         ]
 
     def choose(self, tasks: list[SplitTask]) -> list[SplitTask]:
@@ -326,9 +297,7 @@ class _Work:
         empty = [name for name, part in found.items() if not part["rows"] and not (name == "test" and self._no_test)]
         if empty:
             storage.remove_folder(self.running.folder.path)
-            raise InputError(
-                f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}; choose other parts"
-            )
+            raise InputError(f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}; choose other parts")
         return {name: part for name, part in found.items() if part["rows"]}
 
     @property

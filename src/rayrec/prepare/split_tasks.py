@@ -240,9 +240,7 @@ def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
         writer.finish()
     if rows.sum() != task.rows:
         raise InputError(f"{task.file or task.segments[0].path}: changed while it was split; split it again")
-    return job.folder.done(
-        "write", task.number, {"rows": rows.tolist(), "files": list(writer.files), "missing": missing}
-    )
+    return job.folder.done("write", task.number, {"rows": rows.tolist(), "files": list(writer.files), "missing": missing})
 
 
 @dataclass(frozen=True)
@@ -271,9 +269,7 @@ def _as_text(table: pa.Table, path: str) -> pa.Table:
     if FAULT not in table.column_names:
         return table
     table = table.drop_columns([FAULT])
-    kinds = [
-        pa.field(each.name, pa.large_string()) if pa.types.is_large_binary(each.type) else each for each in table.schema
-    ]
+    kinds = [pa.field(each.name, pa.large_string()) if pa.types.is_large_binary(each.type) else each for each in table.schema]
     try:
         return table.cast(pa.schema(kinds))
     except pa.ArrowInvalid:

@@ -77,14 +77,10 @@ class TextConfig(Config):
                 f"vocabulary_size: of tokenizer bytes_bpe only; {self.tokenizer} has the size that it has, leave it out"
             )
         if self.vocabulary_size is not None and self.vocabulary_size < LEAST_BPE:
-            raise InputError(
-                f"vocabulary_size: {self.vocabulary_size} is below {LEAST_BPE}, every byte and the end of text"
-            )
+            raise InputError(f"vocabulary_size: {self.vocabulary_size} is below {LEAST_BPE}, every byte and the end of text")
 
 
-def preprocess_text(
-    path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console
-) -> dict[str, Any]:
+def preprocess_text(path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console) -> dict[str, Any]:
     """Writes the text (UTF-8; file, glob or folder, gzip too, local or at a URL) as rows of tokens into folder `out`, which
     appears complete or not at all; called again after it was interrupted, it resumes where it stopped.
 
@@ -149,9 +145,7 @@ class _Work:
         console: Console,
     ) -> None:
         self.text, self.running, self.engine, self.console = text, running, engine, console
-        self.parts = text_blocks.parts_of(
-            sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes
-        )
+        self.parts = text_blocks.parts_of(sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes)
         if not self.parts:
             raise InputError(f"{sources[0].name}: holds no text")
         folder = storage.join(running.folder.path, "tokenizer")
@@ -219,11 +213,7 @@ class _Work:
         manifest = {
             "format": text_blocks.FORMAT,
             "version": text_blocks.VERSION,
-            **{
-                name: value
-                for name, value in self.text.to_dict().items()
-                if name not in ("tokenizer", "vocabulary_size")
-            },
+            **{name: value for name, value in self.text.to_dict().items() if name not in ("tokenizer", "vocabulary_size")},
             "vocabulary_size": self.tokenizer.vocabulary_size,
             "tokenizer": self.tokenizer.hash,
             "end_token": self.tokenizer.end_token,

@@ -252,12 +252,7 @@ def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[s
 
 
 def validate(
-    path: str,
-    *,
-    config: PreparationConfig,
-    gates: Gates | None = None,
-    preprocessor: str | None = None,
-    console: Console,
+    path: str, *, config: PreparationConfig, gates: Gates | None = None, preprocessor: str | None = None, console: Console
 ) -> Report:
     """Examines a raw log; see docs/validate.md. Gates that fail are in the report: no error is raised for them.
 
@@ -273,9 +268,7 @@ def validate(
     with console.preparing(), engine(config, console, paths=(path,)) as running:
         context = task_context(running, console)
         index = source.index(config.schema, segment_bytes=config.segment_bytes, context=context)
-        return examine(
-            index, path=path, config=config, gates=gates, given=given, engine=running, progress=console.progress
-        )
+        return examine(index, path=path, config=config, gates=gates, given=given, engine=running, progress=console.progress)
 
 
 def examine(
@@ -317,11 +310,7 @@ def examine(
         **_tallied(tally, job, [piece.name for piece in slices], categories),
         "slices_by": slices_by,
         "unknown_to": categories.unknown_to,
-        "duplicates": {
-            "rate": data_report.duplicate_rate(hashes),
-            "rows": len(hashes),
-            "sampled": 1 / (1 << job.hash_shift),
-        },
+        "duplicates": {"rate": data_report.duplicate_rate(hashes), "rows": len(hashes), "sampled": 1 / (1 << job.hash_shift)},
         "gates": gates.to_dict(),
     }
     return Report(content, tuple(warnings_of(content)), tuple(failures_of(content, gates)))

@@ -14,9 +14,7 @@ PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"), tokens="a
 """Stands for the user's own schema, which `--schema FILE` brings."""
 
 PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(
-    sparse=("user", "item", "history"),
-    lists=("history",),
-    features=(Feature(name="history", vocabulary="item", max_length=50),),
+    sparse=("user", "item", "history"), lists=("history",), features=(Feature(name="history", vocabulary="item", max_length=50),)
 )
 """The same for a log with lists."""
 

@@ -23,11 +23,7 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
             schema=SCHEMA,
             preset=RAYREC.replace(split=KAGGLE_SPLIT, min_count=2),
             model=DLRMConfig(
-                interaction="dot",
-                embedding_dim=16,
-                bottom_mlp=(128, 64, 16),
-                top_mlp=(128, 64, 1),
-                embedding_penalty=3e-4,
+                interaction="dot", embedding_dim=16, bottom_mlp=(128, 64, 16), top_mlp=(128, 64, 1), embedding_penalty=3e-4
             ),
             # A small eps gives the first updates of every category the full learning rate, so categories of a few rows learn
             # those rows by heart. This one damps updates of categories with fewer than some hundred rows.
@@ -95,9 +91,7 @@ def _terabyte(recipe: str, path: str | None, *, days: tuple[RemoteFile, ...], nu
         workload=ClickWorkload(
             schema=SCHEMA,
             preset=RAYREC.replace(split=TERABYTE_SPLIT, min_count=10, max_num_embeddings=40_000_000),
-            model=DLRMConfig(
-                interaction="dot", embedding_dim=64, bottom_mlp=(512, 256, 64), top_mlp=(512, 512, 256, 1)
-            ),
+            model=DLRMConfig(interaction="dot", embedding_dim=64, bottom_mlp=(512, 256, 64), top_mlp=(512, 512, 256, 1)),
             sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
             schedule=LearningRateSchedule(decay_fraction=0.8),
@@ -117,9 +111,7 @@ def mlperf_dlrm(path: str | None = None) -> TrainConfig:
         workload=ClickWorkload(
             schema=SCHEMA,
             preset=MLPERF_V1.replace(split=TERABYTE_SPLIT.replace(test_first=True), token_modulo=40_000_000),
-            model=DLRMConfig(
-                interaction="dot", embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)
-            ),
+            model=DLRMConfig(interaction="dot", embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)),
             sparse_optimizer=SparseOptimizerConfig(kind="sgd", learning_rate=1.0),
             dense_optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=1.0),
         ),
@@ -137,9 +129,7 @@ def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
         recipe="mlperf_dcnv2",
         workload=ClickWorkload(
             schema=SCHEMA,
-            preset=TORCHREC_2024.replace(
-                split=TERABYTE_SPLIT, min_count=1, max_num_embeddings=40_000_000, multi_hot=MultiHot()
-            ),
+            preset=TORCHREC_2024.replace(split=TERABYTE_SPLIT, min_count=1, max_num_embeddings=40_000_000, multi_hot=MultiHot()),
             model=DLRMConfig(
                 interaction="cross", embedding_dim=128, bottom_mlp=(512, 256, 128), top_mlp=(1024, 1024, 512, 256, 1)
             ),

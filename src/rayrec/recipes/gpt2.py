@@ -22,9 +22,7 @@ def gpt2_tiny(path: str | None = None) -> TrainConfig:
                 decay_matrices_only=True,
                 max_gradient_norm=1.0,
             ),
-            schedule=LearningRateSchedule(
-                warmup_fraction=0.05, decay_fraction=0.95, decay="cosine", final_fraction=0.1
-            ),
+            schedule=LearningRateSchedule(warmup_fraction=0.05, decay_fraction=0.95, decay="cosine", final_fraction=0.1),
         ),
         train_data=DataConfig(path=path, shuffle="full"),
         epochs=8,

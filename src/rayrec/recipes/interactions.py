@@ -15,9 +15,7 @@ from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 PLACEHOLDER = Schema(label=None, dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
 """Stands for the user's own schema, which `--schema FILE` brings."""
 
-PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(
-    sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=50),)
-)
+PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=50),))
 """The same for a log of lists of items."""
 
 PRESET = RAYREC.replace(min_count=1)

@@ -12,10 +12,7 @@ def mnist_resnet18(path: str | None = None) -> TrainConfig:
     """ResNet18 on MNIST as in Ray's PyTorch tutorial: Adam 1e-5, two epochs, 128 images a step over two workers."""
     return TrainConfig(
         recipe="mnist_resnet18",
-        workload=VisionWorkload(
-            model=ResNetConfig(),
-            optimizer=DenseOptimizerConfig(kind="adam", learning_rate=1e-5),
-        ),
+        workload=VisionWorkload(model=ResNetConfig(), optimizer=DenseOptimizerConfig(kind="adam", learning_rate=1e-5)),
         train_data=DataConfig(path=path, shuffle="full"),
         epochs=2,
         batch_size=64,
@@ -33,9 +30,7 @@ def mnist_resnet18_augmented(path: str | None = None) -> TrainConfig:
             model=ResNetConfig(),
             augmentation=AugmentationConfig(max_shift=2.0, max_rotation_degrees=10.0, max_scale=0.1),
             label_smoothing=0.1,
-            optimizer=DenseOptimizerConfig(
-                kind="adamw", learning_rate=0.002, weight_decay=0.05, decay_matrices_only=True
-            ),
+            optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.002, weight_decay=0.05, decay_matrices_only=True),
             schedule=LearningRateSchedule(warmup_fraction=0.2, decay_fraction=0.8, decay="linear"),
         ),
         train_data=DataConfig(path=path, shuffle="full"),

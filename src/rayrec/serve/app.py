@@ -45,12 +45,7 @@ class _Response(Response):
     media_type = "application/json"
 
     def __init__(
-        self,
-        content: bytes,
-        status: int = 200,
-        *,
-        media_type: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, content: bytes, status: int = 200, *, media_type: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(content, status, {"x-content-type-options": "nosniff", **(headers or {})}, media_type)
 
@@ -95,12 +90,7 @@ class ScoringApp:
         )
         self._app = ExceptionMiddleware(
             _OwnHost(Router(self._routes, redirect_slashes=False), config),
-            handlers={
-                RequestError: _refused,
-                HTTPException: self._unrouted,
-                ClientDisconnect: _disconnected,
-                Exception: _failed,
-            },
+            handlers={RequestError: _refused, HTTPException: self._unrouted, ClientDisconnect: _disconnected, Exception: _failed},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,9 +121,7 @@ class ScoringApp:
         if error.status_code == 405:
             route = request.scope["route"]
             allowed = sorted(route.methods)
-            error = RequestError(
-                405, f"{route.path} takes {' and '.join(allowed)}", headers={"allow": ", ".join(allowed)}
-            )
+            error = RequestError(405, f"{route.path} takes {' and '.join(allowed)}", headers={"allow": ", ".join(allowed)})
         else:
             error = RequestError(404, f"nothing is here; there are {', '.join(route.path for route in self._routes)}")
         return await _refused(request, error)
@@ -169,9 +157,7 @@ class ScoringApp:
             return opened()
         return await asyncio.get_running_loop().run_in_executor(None, opened)
 
-    async def _read(
-        self, request: Request, deadline_s: float, *, weigh: Callable[[bytes], int], held: _HeldMemory
-    ) -> bytes:
+    async def _read(self, request: Request, deadline_s: float, *, weigh: Callable[[bytes], int], held: _HeldMemory) -> bytes:
         """The body of the request, with limits on what arrives, whatever length was announced. A piece of it takes
         `weigh(piece)` bytes of memory."""
         most = self._config.max_body_bytes
@@ -204,9 +190,7 @@ class ScoringApp:
         if not self._models.ready:
             raise _NOT_READY
         model = self._models.model
-        return _Response(
-            orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash})
-        )
+        return _Response(orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash}))
 
     async def _metrics(self, request: Request) -> Response:
         snapshot = await self._collect() if self._collect else self.snapshot()

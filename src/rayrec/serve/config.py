@@ -84,9 +84,7 @@ class ServeConfig(Config):
                 raise InputError(f"{name}: {getattr(self, name)} must be above 0")
         for name in self.allowed_hosts:
             if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f]*(:[0-9A-Fa-f.]*){2,}", name):
-                raise InputError(
-                    f"allowed_hosts: {name!r} must be a name without scheme and port, such as api.example.org"
-                )
+                raise InputError(f"allowed_hosts: {name!r} must be a name without scheme and port, such as api.example.org")
         if not 0 < self.port < 65536:
             raise InputError(f"port: {self.port} must be from 1 to 65535")
         if self.recipe is not None and not is_in_file(self.recipe):

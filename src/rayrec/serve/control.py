@@ -63,11 +63,7 @@ class Register:
         self._statuses[replica], self._seen_s[replica] = status, time.monotonic()
         self._forget()
         wanted = self._wanted
-        if (
-            wanted is None
-            or known.rank > wanted.rank
-            or (wanted.schema is None and known.configured != wanted.configured)
-        ):
+        if wanted is None or known.rank > wanted.rank or (wanted.schema is None and known.configured != wanted.configured):
             wanted = known
         if wanted.schema is None and status.model == wanted.model:
             wanted = replace(wanted, schema=status.schema)
@@ -119,9 +115,7 @@ class Register:
         if self._wanted and self._wanted.serial > new.serial:  # a later change replaced this one
             return [], ""
         found = [
-            (name, status)
-            for name, status in self._statuses.items()
-            if (status.model, status.shadow) != (new.model, new.shadow)
+            (name, status) for name, status in self._statuses.items() if (status.model, status.shadow) != (new.model, new.shadow)
         ]
         causes = [status.cause for _, status in found if status.failed and status.failed in (new.model, new.shadow)]
         return [name for name, _ in found], (causes or [""])[0]
@@ -242,9 +236,7 @@ class Control:
         Raises InputError, and leaves all replicas with the models that they have, if one of them cannot load a new one."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            while (
-                wanted := self.ask("wanted")
-            ) is None:  # the first model is being loaded, or the register starts again
+            while (wanted := self.ask("wanted")) is None:  # the first model is being loaded, or the register starts again
                 _wait(deadline_s, timeout_s)
             new = changed(wanted)
             try:

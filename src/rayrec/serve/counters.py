@@ -35,9 +35,7 @@ class Snapshot(Collector):
     def values(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         """Values by (name of the sample, its labels)."""
         return {
-            (sample.name, tuple(sample.labels.items())): sample.value
-            for family in self.families
-            for sample in family.samples
+            (sample.name, tuple(sample.labels.items())): sample.value for family in self.families for sample in family.samples
         }
 
 
@@ -54,10 +52,7 @@ class Counters:
             registry=registry,
         )
         self.requests = Counter(
-            "rayrec_serve_requests_total",
-            "Answered requests, by path and status.",
-            ["path", "status"],
-            registry=registry,
+            "rayrec_serve_requests_total", "Answered requests, by path and status.", ["path", "status"], registry=registry
         )
         self.request_seconds = Histogram(
             "rayrec_serve_request_seconds",
@@ -65,31 +60,22 @@ class Counters:
             buckets=SECONDS,
             registry=registry,
         )
-        self.rows = Counter(
-            "rayrec_serve_rows_total", "Scored rows, by the version of the model.", ["model"], registry=registry
-        )
+        self.rows = Counter("rayrec_serve_rows_total", "Scored rows, by the version of the model.", ["model"], registry=registry)
         self.batch_rows = Histogram(
             "rayrec_serve_batch_rows", "Rows the model scored in one batch.", buckets=ROWS, registry=registry
         )
         self.forward_seconds = Histogram(
-            "rayrec_serve_forward_seconds",
-            "Reading, encoding and scoring of one batch.",
-            buckets=SECONDS,
-            registry=registry,
+            "rayrec_serve_forward_seconds", "Reading, encoding and scoring of one batch.", buckets=SECONDS, registry=registry
         )
         self.waiting_rows = Gauge("rayrec_serve_waiting_rows", "Rows that wait for the model.", registry=registry)
-        self.waiting_requests = Gauge(
-            "rayrec_serve_waiting_requests", "Requests that wait for the model.", registry=registry
-        )
+        self.waiting_requests = Gauge("rayrec_serve_waiting_requests", "Requests that wait for the model.", registry=registry)
         self.unknown = Counter(
             "rayrec_serve_unknown_total",
             "Categories that the vocabulary does not contain, by column.",
             ["column"],
             registry=registry,
         )
-        self.swaps = Counter(
-            "rayrec_serve_swaps_total", "Changes of the model, by outcome.", ["outcome"], registry=registry
-        )
+        self.swaps = Counter("rayrec_serve_swaps_total", "Changes of the model, by outcome.", ["outcome"], registry=registry)
         self.shadow_rows = Counter(
             "rayrec_serve_shadow_rows_total",
             "Rows scored with the shadow model too, by its version.",

@@ -63,10 +63,7 @@ def make_application(
         num_replicas=config.replicas if autoscaling is None else None,
         autoscaling_config=None if autoscaling is None else dict(autoscaling),
         user_config={"model": model, "shadow": shadow},
-        ray_actor_options={
-            "num_cpus": config.cpus_per_replica,
-            "num_gpus": 1 if config.device == "cuda" else 0,
-        },
+        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": 1 if config.device == "cuda" else 0},
         # Beyond what the application refuses itself, with a message of its own.
         max_ongoing_requests=2 * taken,
         max_queued_requests=2 * taken,
@@ -95,9 +92,7 @@ def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
 class _Replica:
     """A process that answers requests, behind Ray Serve's proxies. Its methods may be called for all replicas at once."""
 
-    def __init__(
-        self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None
-    ) -> None:
+    def __init__(self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None) -> None:
         import torch
         from ray import serve
 
@@ -117,9 +112,7 @@ class _Replica:
         self._control = Control(self._application, partial(ray_compat.get_shared_actor, REGISTER))
         self._silent = False
         self._mending = threading.Lock()
-        self._scoring = ScoringApp(
-            self._models, counters, config=config, token_digest=token_digest, collect=self._collect
-        )
+        self._scoring = ScoringApp(self._models, counters, config=config, token_digest=token_digest, collect=self._collect)
 
     def __serve_build_asgi_app__(self) -> ScoringApp:
         return self._scoring
@@ -230,9 +223,7 @@ class _ListeningReplica(_Replica):
 
         config = self._config
         end_s = config.time_limit_s + 1
-        return Listener(
-            self._scoring, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes, end_s=end_s
-        )
+        return Listener(self._scoring, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes, end_s=end_s)
 
     async def check_health(self) -> None:
         """As above."""
@@ -287,11 +278,7 @@ def build_application(args: Mapping[str, Any]) -> Application:
     if config.ingress == "serve":
         config = config.replace(host=WILDCARDS[0])  # http_options has it
     return make_application(
-        config,
-        token_digest=config.token_digest(),
-        model=configured.model,
-        shadow=configured.shadow,
-        autoscaling=autoscaling,
+        config, token_digest=config.token_digest(), model=configured.model, shadow=configured.shadow, autoscaling=autoscaling
     )
 
 
@@ -315,6 +302,4 @@ def _check(config: ServeConfig, given: Mapping[str, Any], autoscaling: Any) -> N
     if config.ingress == "serve":
         for name in _PROXY_FIELDS:
             if name in given:
-                raise InputError(
-                    f"{name}: Ray Serve's proxies listen; set it in http_options of the Serve configuration file"
-                )
+                raise InputError(f"{name}: Ray Serve's proxies listen; set it in http_options of the Serve configuration file")

@@ -55,10 +55,7 @@ _DROP_NEW_CONNECTIONS: Final = (
 
 
 _NOT_THERE: Final = Response(
-    RequestError(503, "the server starts or ends").body(),
-    503,
-    {"retry-after": "1", "connection": "close"},
-    "application/json",
+    RequestError(503, "the server starts or ends").body(), 503, {"retry-after": "1", "connection": "close"}, "application/json"
 )
 
 
@@ -90,9 +87,7 @@ class Listener:
         self._end_s = end_s
         self._socket = bind(host, port, shared=True)
         self._socket.listen(_BACKLOG)
-        bounded: Any = partial(
-            _BoundedProtocol, limits=limits, max_request_bytes=MAX_HEAD_BYTES + _WIRE_FACTOR * max_body_bytes
-        )
+        bounded: Any = partial(_BoundedProtocol, limits=limits, max_request_bytes=MAX_HEAD_BYTES + _WIRE_FACTOR * max_body_bytes)
         settings = uvicorn.Config(
             app,
             http=bounded,
@@ -225,9 +220,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     While no answer is due, a timer always runs: uvicorn's own for keep-alive, which any byte ends, or `_timer`, which only a
     complete head ends."""
 
-    def __init__(
-        self, *arguments: Any, limits: Limits | None = None, max_request_bytes: int = sys.maxsize, **named: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, limits: Limits | None = None, max_request_bytes: int = sys.maxsize, **named: Any) -> None:
         limits = limits or Limits()
         super().__init__(*arguments, **named)
         self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # uvicorn adds it to the loop's time
@@ -288,9 +281,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         if not self._answer_due:  # answered before its body ended
             self._end_timer()
             self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
         if self._refusal:
@@ -412,7 +403,5 @@ def _drop_new_connections(listening: socket.socket) -> None:
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _DROP_NEW_CONNECTIONS))
     with contextlib.suppress(OSError):
         listening.setsockopt(
-            socket.SOL_SOCKET,
-            _SO_ATTACH_FILTER,
-            struct.pack("HL", len(_DROP_NEW_CONNECTIONS), ctypes.addressof(program)),
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", len(_DROP_NEW_CONNECTIONS), ctypes.addressof(program))
         )

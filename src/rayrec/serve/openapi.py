@@ -46,12 +46,7 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
         "paths": {
             "/v1/score": {"post": _score(schema, example_row(model.preprocessor), config, with_token)},
             "/healthz": {"get": _get("Whether the process lives.", {"200": _json("Alive.", "Alive")})},
-            "/readyz": {
-                "get": _get(
-                    "Whether a model is loaded.",
-                    {"200": _json("Ready.", "Ready"), "503": _error(503)},
-                )
-            },
+            "/readyz": {"get": _get("Whether a model is loaded.", {"200": _json("Ready.", "Ready"), "503": _error(503)})},
             "/metrics": {
                 "get": _get(
                     "Counts of all replicas, for Prometheus.",
@@ -116,12 +111,7 @@ def _score(schema: Schema, example: dict[str, Any], config: ServeConfig, with_to
         "required": ["rows"],
         "additionalProperties": False,
         "properties": {
-            "rows": {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": config.max_rows,
-                "items": {"$ref": "#/components/schemas/Row"},
-            }
+            "rows": {"type": "array", "minItems": 1, "maxItems": config.max_rows, "items": {"$ref": "#/components/schemas/Row"}}
         },
     }
     content: dict[str, Any] = {"application/json": {"schema": rows, "example": {"rows": [example]}}}
@@ -202,10 +192,7 @@ def _unauthorized(with_token: bool) -> dict[str, Any]:
 
 
 def _json(description: str, name: str) -> dict[str, Any]:
-    return {
-        "description": description,
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
-    }
+    return {"description": description, "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
 
 
 def _error(status: int) -> dict[str, Any]:

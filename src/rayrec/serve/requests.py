@@ -14,11 +14,7 @@ import orjson
 from rayrec.schema import Schema
 
 Format = Literal["json", "tsv", "csv"]
-FORMATS: dict[str, Format] = {
-    "application/json": "json",
-    "text/tab-separated-values": "tsv",
-    "text/csv": "csv",
-}
+FORMATS: dict[str, Format] = {"application/json": "json", "text/tab-separated-values": "tsv", "text/csv": "csv"}
 """What is taken, by media type."""
 
 
@@ -80,13 +76,7 @@ def row_ends(text: bytes, delimiter: str) -> Iterator[tuple[int, int]]:
 
 
 def open_body(
-    content: bytes,
-    format: Format,
-    *,
-    schema: Schema,
-    max_rows: int,
-    header: bool | None = None,
-    label: bool | None = None,
+    content: bytes, format: Format, *, schema: Schema, max_rows: int, header: bool | None = None, label: bool | None = None
 ) -> Body:
     """Raises RequestError for content that is no request at all, and for too many rows."""
     text = content.removeprefix(_BYTE_ORDER_MARK)

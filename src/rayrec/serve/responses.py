@@ -87,21 +87,15 @@ class BatchScorer:
             self.model.scorer.predict(encoded)
             self._unknown.count(raw, encoded)
 
-    def _answer(
-        self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray
-    ) -> ScoreResponse | RequestError:
+    def _answer(self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray) -> ScoreResponse | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
         own = {name: take(field, outcome) for name, field in fields.items()}
         for field in own.values():
             bad = np.flatnonzero(~np.isfinite(field).reshape(len(field), -1).all(axis=1))
             if len(bad):
-                return RequestError(
-                    422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0])
-                )
-        return ScoreResponse(
-            own, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash
-        )
+                return RequestError(422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0]))
+        return ScoreResponse(own, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash)
 
     def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:
         self._counters.rows.labels(self.model.version).inc(rows)

@@ -52,9 +52,7 @@ class RowReader(ABC):
         if row.keys() <= self._known:
             return
         unknown = next(name for name in row if name not in self._known)
-        raise RequestError(
-            400, f"row {number} has an unknown column {shown(unknown)}", row=number, field=shown(unknown)
-        )
+        raise RequestError(400, f"row {number} has an unknown column {shown(unknown)}", row=number, field=shown(unknown))
 
     def _is_labelled(self, body: Body, found: int) -> bool:
         """Return whether the first row, of so many fields, has the columns of a labelled row, else those of an unlabelled one.
@@ -251,9 +249,7 @@ class AnyReader(RowReader):
         if body.header is False or (body.header is None and not self._names_a_column(names)):
             return False
         if body.format == "tsv":
-            raise RequestError(
-                400, "row 0 names columns; text/tab-separated-values has no header, text/csv may have one", row=0
-            )
+            raise RequestError(400, "row 0 names columns; text/tab-separated-values has no header, text/csv may have one", row=0)
         hint = "" if body.header else "; if row 0 is data, send text/csv; header=absent"
         for name in names:
             if name not in self._known:
@@ -303,11 +299,7 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
         if -(2**63) <= value < 2**64:
             return str(int(value))
         raise RequestError(400, f"row {number}: {name} is beyond 64 bits", row=number, field=name)
-    kind = (
-        "a number from 2^53 on that is written as a float"
-        if type(value) is float and abs(value) >= 2**53
-        else _kind(value)
-    )
+    kind = "a number from 2^53 on that is written as a float" if type(value) is float and abs(value) >= 2**53 else _kind(value)
     raise RequestError(400, f"row {number}: {name} is {kind}, not a string or an integer", row=number, field=name)
 
 

@@ -85,9 +85,7 @@ def _serving(
     shadow = source_of(shadow) if shadow else None
     own_network(config.recipe)  # refused before Ray starts
     if digest is None and config.host not in LOOPBACK:
-        console.note(
-            f"anyone who reaches {config.host}:{config.port} may score: --token-file or --token-env asks for a token"
-        )
+        console.note(f"anyone who reaches {config.host}:{config.port} may score: --token-file or --token-env asks for a token")
     quieten()
     import ray
     from ray import serve
@@ -119,9 +117,7 @@ def _serving(
             if fresh and instance is not None:
                 serve.shutdown()
             control = Control(APPLICATION)
-            make = partial(
-                make_application, config, token_digest=digest, model=path, shadow=shadow, started_serve=ends_serve
-            )
+            make = partial(make_application, config, token_digest=digest, model=path, shadow=shadow, started_serve=ends_serve)
             yield Server(_deploy(config, make, control), control, reached)
         finally:
             with contextlib.suppress(Exception):  # whatever of it is gone already
@@ -256,9 +252,7 @@ def first_answering(found: Sequence[str], *, versions: Sequence[str], timeout_s:
             where = " or ".join(found) or "any node"
             local = any(f"//{host}" in where for host in LOOPBACK)
             hint = "; from another machine than the server's it is reached with --host 0.0.0.0" if local else ""
-            raise InputError(
-                f"ingress: the server started and does not answer at {where} ({trouble}){hint}; it was ended"
-            )
+            raise InputError(f"ingress: the server started and does not answer at {where} ({trouble}){hint}; it was ended")
         time.sleep(0.2)
 
 

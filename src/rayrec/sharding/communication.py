@@ -208,9 +208,7 @@ def traffic_of(
         if table.sharding_type == "table_row_wise":
             for flow in (forward, backward):
                 flow.add_rings_inside((len(ranks) - 1) * num_workers / len(ranks) * pooled, ranks)
-        held = _of_ranks(
-            num_workers, {rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()}
-        )
+        held = _of_ranks(num_workers, {rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()})
         forward.add_all_to_all(held, to_owner=False, inside=table.sharding_type != "table_row_wise")
         backward.add_all_to_all(held, to_owner=True, inside=table.sharding_type != "table_row_wise")
     return Traffic(num_workers * batch_size, flows)

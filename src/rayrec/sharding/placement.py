@@ -142,9 +142,7 @@ def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
-            found |= {
-                table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()
-            }
+            found |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()}
         elif isinstance(module, EmbeddingCollection):
             found |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_configs()}
     return found

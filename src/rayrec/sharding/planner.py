@@ -64,9 +64,7 @@ def embedding_sharders(
     # The default sets an id outside its table to 0 and trains on that row.
     fused_params: dict[str, Any] = {"bounds_check_mode": BoundsCheckMode.FATAL}
     if config is not None and config.uvm_caching and device == "cuda":
-        fused_params["uvm_host_mapped"] = (
-            True  # pinned host memory; CUDA's managed memory may move to the GPU and fill it
-        )
+        fused_params["uvm_host_mapped"] = True  # pinned host memory; CUDA's managed memory may move to the GPU and fill it
     return [
         EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
         EmbeddingCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
@@ -82,9 +80,7 @@ def _exchange_codecs(precision: str, device: str) -> dict[str, QuantizedCommCode
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 
     kind = CommType(precision)
-    return get_qcomm_codecs_registry(
-        QCommsConfig(forward_precision=kind, backward_precision=kind), device=torch.device(device)
-    )
+    return get_qcomm_codecs_registry(QCommsConfig(forward_precision=kind, backward_precision=kind), device=torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -104,12 +100,7 @@ class Site:
 
 
 def plan_sharding(
-    model: nn.Module,
-    site: Site,
-    *,
-    batch_size: int,
-    config: ShardingConfig | None = None,
-    state_bytes: StateBytes,
+    model: nn.Module, site: Site, *, batch_size: int, config: ShardingConfig | None = None, state_bytes: StateBytes
 ) -> ShardingPlan:
     """Spread the tables of `model` (a ClickModel, its tables on the meta device) over the workers of `site`.
 
@@ -159,10 +150,7 @@ def plan_sharding(
         capacity = {"ddr_cap_bytes": room.size_bytes}
     else:
         host_bytes = site.host_memory_bytes or site.memory_bytes
-        capacity = {
-            "hbm_cap_bytes": room.size_bytes,
-            "ddr_cap_bytes": host_room.size_bytes if host_room else host_bytes,
-        }
+        capacity = {"hbm_cap_bytes": room.size_bytes, "ddr_cap_bytes": host_room.size_bytes if host_room else host_bytes}
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
             # With unequal nodes the largest number that divides all: TorchRec takes one number, and only estimates traffic by it.
@@ -213,18 +201,14 @@ def _room_for_tables(config: ShardingConfig, site: Site) -> _Room:
     kept = f"{config.reserved_fraction:.0%} kept free"
     usable = int(site.memory_bytes * (1 - config.reserved_fraction))
     if site.device == "cpu":
-        return _Room(
-            usable // 2, f"{readable(site.memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy"
-        )
+        return _Room(usable // 2, f"{readable(site.memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy")
     room = _Room(usable, f"of its device's {readable(site.memory_bytes)}, {kept}")
     if site.host_memory_bytes is None or config.uvm_caching:
         return room
     host = int(site.host_memory_bytes * (1 - config.reserved_fraction))
     if host >= usable:
         return room
-    return _Room(
-        host, f"{readable(site.host_memory_bytes)} of host memory, {kept}, must hold a checkpoint's copy of them"
-    )
+    return _Room(host, f"{readable(site.host_memory_bytes)} of host memory, {kept}, must hold a checkpoint's copy of them")
 
 
 def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
@@ -232,9 +216,7 @@ def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
     if host_memory_bytes is None:
         return _Room(_UNKNOWN_BYTES, "of host memory, whose size is not known")
     usable = int(host_memory_bytes * (1 - config.reserved_fraction))
-    return _Room(
-        usable // 2, f"of host memory, half of {readable(usable)}, whose other half is for a checkpoint's copy"
-    )
+    return _Room(usable // 2, f"of host memory, half of {readable(usable)}, whose other half is for a checkpoint's copy")
 
 
 def _refuse_overfull_host(rows: list[TablePlacement], *, host_bytes: int) -> None:
@@ -274,9 +256,7 @@ def workers_per_node(nodes: Sequence[str]) -> list[int]:
 def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) -> list[ShardingType]:
     allowed = [kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES]
     if not allowed:
-        raise InputError(
-            f"ShardingConfig.sharding_types: none of {', '.join(config.sharding_types)} runs on cpu; add table_wise"
-        )
+        raise InputError(f"ShardingConfig.sharding_types: none of {', '.join(config.sharding_types)} runs on cpu; add table_wise")
     if per_node == [1] and "table_wise" in allowed:  # nobody to split rows with, and what sorts ids by part takes time
         allowed = [kind for kind in allowed if kind not in _BY_ROWS]
     if len(set(per_node)) > 1:
@@ -309,12 +289,7 @@ def _unpooled_tables(model: nn.Module) -> set[str]:
 
 
 def _refuse_what_cannot_fit(
-    tables: dict[str, tuple[int, int]],
-    sizes: dict[str, int],
-    allowed: list[ShardingType],
-    *,
-    world_size: int,
-    room: _Room,
+    tables: dict[str, tuple[int, int]], sizes: dict[str, int], allowed: list[ShardingType], *, world_size: int, room: _Room
 ) -> None:
     usable_bytes = room.size_bytes
     total = sum(sizes.values())

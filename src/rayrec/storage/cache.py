@@ -47,13 +47,7 @@ class ShardCache:
     """
 
     def __init__(
-        self,
-        source: str,
-        *,
-        index: bytes,
-        sizes_bytes: Mapping[str, int],
-        folder: str,
-        limit_bytes: int | None = None,
+        self, source: str, *, index: bytes, sizes_bytes: Mapping[str, int], folder: str, limit_bytes: int | None = None
     ) -> None:
         """`source`: the URL. `index`: what tells this version of its files from another. `folder`: of all caches.
 

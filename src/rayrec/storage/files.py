@@ -38,11 +38,7 @@ _SECTION_BYTES: Final = 32 << 20
 """Of a file for Azure, kept in memory until the store has it."""
 _STAGED: Final = {"az", "abfs", "abfss"}
 """Of these stores' objects the beginning would be visible while the rest is written."""
-_NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-}
+_NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """A hard link was refused: another file system, one without links, too many links, or the file was removed."""
 
 

@@ -67,19 +67,14 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
         matching = [file for file in files if _is_named(name_of(file.path), name)]
         if len(matching) != 1:
             found = " and ".join(name_of(file.path) for file in matching)
-            what = (
-                f"holds {found}; keep one of them" if matching else f"holds no {name}, nor {name}.gz or {name}.parquet"
-            )
+            what = f"holds {found}; keep one of them" if matching else f"holds no {name}, nor {name}.gz or {name}.parquet"
             raise InputError(f"{path}: {what}")
         chosen += matching
     return chosen
 
 
 def _is_named(base_name: str, name: str) -> bool:
-    return (
-        base_name == name
-        or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv))?(\.parquet)?(\.gz)?", base_name) is not None
-    )
+    return base_name == name or re.fullmatch(re.escape(name) + r"(\.(txt|tsv|csv))?(\.parquet)?(\.gz)?", base_name) is not None
 
 
 def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
@@ -124,9 +119,7 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
     files = [_file(found, path) for found in infos if _is_data(found)]
     if not files:
         raise InputError(f"{path}: holds no data files")
-    return sorted(
-        files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)]
-    )
+    return sorted(files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)])
 
 
 def _is_data(info: arrow_fs.FileInfo) -> bool:
@@ -210,9 +203,7 @@ def find_files(paths: Sequence[str]) -> dict[str, File]:
             listed = {info.base_name: info for info in _infos(folder)}
             infos = {path: listed[name] for path in wanted[folder] if (name := name_of(path)) in listed}
         return [
-            File(path, info.size or 0, info.mtime_ns or 0)
-            for path, info in infos.items()
-            if info.type == arrow_fs.FileType.File
+            File(path, info.size or 0, info.mtime_ns or 0) for path, info in infos.items() if info.type == arrow_fs.FileType.File
         ]
 
     if not wanted:
@@ -232,10 +223,7 @@ def list_folder(path: str) -> list[str]:
 
 def files_in(path: str) -> list[File]:
     """All files in a folder, whatever their names, by name; none where there is no such folder."""
-    return sorted(
-        (_file(info, path) for info in _infos(path) if info.type == arrow_fs.FileType.File),
-        key=lambda file: file.path,
-    )
+    return sorted((_file(info, path) for info in _infos(path) if info.type == arrow_fs.FileType.File), key=lambda file: file.path)
 
 
 def make_folder(path: str) -> None:
@@ -314,9 +302,7 @@ def writing_folder(path: str) -> Iterator[str]:
 
 
 def _send(folder: str, target: str) -> None:
-    names = sorted(
-        os.path.relpath(os.path.join(inside, name), folder) for inside, _, names in os.walk(folder) for name in names
-    )
+    names = sorted(os.path.relpath(os.path.join(inside, name), folder) for inside, _, names in os.walk(folder) for name in names)
     is_last = [posixpath.dirname(name) == "" and name.endswith(".json") for name in names]
     try:
         _copy(folder, target, [name for name, last in zip(names, is_last, strict=True) if not last])

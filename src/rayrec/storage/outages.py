@@ -32,9 +32,7 @@ Trouble = Literal["passing", "denied", "no bucket", "region", "certificate", "ot
 
 # pyarrow passes on the AWS SDK's names of errors; where a store gives none (it need not), the HTTP status alone.
 _NAME: Final = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))?(?: during \w+ operation: (.*))?", re.DOTALL)
-_OF_CREDENTIALS: Final = re.compile(
-    r"(No response body\.)?$|.*(token|credential|access key|signature|authori[sz])", re.I | re.S
-)
+_OF_CREDENTIALS: Final = re.compile(r"(No response body\.)?$|.*(token|credential|access key|signature|authori[sz])", re.I | re.S)
 _CURL: Final = re.compile(r"curlCode: (\d+), ([^;]+)")
 _CURL_CERTIFICATE: Final = {"58", "60", "77"}
 _PASSING: Final = {
@@ -101,9 +99,7 @@ def trouble(error: Exception) -> Trouble:
         return "region"
     found = _NAME.search(text)
     if not found:  # a body that ends early, or a file system of another kind
-        known = isinstance(error, FileNotFoundError | PermissionError | pa.ArrowException) or getattr(
-            error, "errno", None
-        )
+        known = isinstance(error, FileNotFoundError | PermissionError | pa.ArrowException) or getattr(error, "errno", None)
         return "other" if known else "passing"
     name, status = found[1], found[2] or ""
     curl = _CURL.search(text)

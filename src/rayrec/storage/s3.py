@@ -71,10 +71,7 @@ class S3Place:
         if endpoint and "://" not in endpoint:
             endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
         region = (
-            options.get("region")
-            or os.environ.get("AWS_REGION")
-            or os.environ.get("AWS_DEFAULT_REGION")
-            or profile.get("region")
+            options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or profile.get("region")
         )
         flags = tuple(name for name in _FLAGS if options.get(name) == "true")
         return cls(body.rstrip("/"), endpoint, region, flags)

@@ -44,9 +44,7 @@ def with_paths(config: TrainConfig, folder: str, given: dict[str, Table]) -> Tra
     return config
 
 
-def write(
-    config: TrainConfig, folder: str, given: dict[str, Table], *, resumes: bool, note: Callable[[str], None]
-) -> None:
+def write(config: TrainConfig, folder: str, given: dict[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
     """Writes the columns of the workload's schema, in the order of the rows, each data whole or not at all.
 
     If the run `resumes`, data that was written is used as it is. Raises InputError then if the given data has another number of

@@ -152,11 +152,7 @@ class Forecast:
         what = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
         what += f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
         what += f", {shape.cpu_nodes} more without" if shape.cpu_nodes else ""
-        lines = [
-            measured_speed.plan,
-            "",
-            f"On {what}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs.",
-        ]
+        lines = [measured_speed.plan, "", f"On {what}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs."]
         for name, wall_s in measured_speed.stage_wall_s.items():
             lines.append(f"  {name:8} {estimate_text(1 / wall_s)} rows/s a CPU")
         lines.append(f"  {'data':8} {estimate_text(self.data_rows_per_s)} rows/s in all")
@@ -224,9 +220,7 @@ def train_here(
     results = processes.Queue()
     with storage.Scratch("speed-probe") as folder:
         arguments = (f"file://{folder}/rendezvous", config, rows, workers, threads, cuda, results)
-        started = [
-            processes.Process(target=_train_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)
-        ]
+        started = [processes.Process(target=_train_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)]
         with _one_openmp_thread():
             for process in started:
                 process.start()
@@ -249,14 +243,7 @@ def train_here(
 
 
 def _train_rank(
-    rank: int,
-    rendezvous: str,
-    config: TrainConfig,
-    rows: TrainingRows,
-    workers: int,
-    threads: int,
-    cuda: bool,
-    results: Any,
+    rank: int, rendezvous: str, config: TrainConfig, rows: TrainingRows, workers: int, threads: int, cuda: bool, results: Any
 ) -> None:
     import torch
 

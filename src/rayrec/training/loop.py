@@ -112,9 +112,7 @@ def steer(training: Training) -> Generator[int, Cut, bool]:
         if not progress.evaluation_due:
             if progress.step >= end:
                 return end == total
-            boundary = next_boundary(
-                progress.step, end, evaluate_every=evaluate_every, save_every=config.checkpoint.every
-            )
+            boundary = next_boundary(progress.step, end, evaluate_every=evaluate_every, save_every=config.checkpoint.every)
             cut = yield boundary.step
             setup.clock.stop()
             reached = progress.step == boundary.step
@@ -154,9 +152,7 @@ def steer(training: Training) -> Generator[int, Cut, bool]:
             # The score of a step that was saved without one must not be lost because that save is still in progress.
             save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
         if learnt:
-            training.log(
-                "early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best}
-            )
+            training.log("early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best})
             return True
 
 

@@ -220,9 +220,7 @@ def _stored_settings(folder: str) -> dict[str, Any] | None:
     return None
 
 
-def finished_summary(
-    folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]
-) -> dict[str, Any] | None:
+def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]) -> dict[str, Any] | None:
     """The summary of a run that ended before; None if it is to be trained, or trained for longer.
 
     Raises InputError, before anything is changed, if the run has a checkpoint of a training with other settings.
@@ -286,8 +284,7 @@ def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any
 
 def _other_settings(folder: str, refused: Sequence[Change]) -> InputError:
     return InputError(
-        f"{folder}: was trained with other settings ({_listed(refused)}); give those of its config.yaml, or choose another "
-        "--name"
+        f"{folder}: was trained with other settings ({_listed(refused)}); give those of its config.yaml, or choose another --name"
     )
 
 

@@ -270,9 +270,7 @@ class Account:
     def _look(self) -> bool:
         """Whether something has come up where no log is due; collective. Three numbers go around; with NCCL it waits for the
         device, once in `_LOOK_S`."""
-        (elapsed_s, *_), (_, asked, look) = over_workers(
-            time.perf_counter() - self._start_s, *self._interruption.seen()
-        )
+        (elapsed_s, *_), (_, asked, look) = over_workers(time.perf_counter() - self._start_s, *self._interruption.seen())
         before = self.cut
         self._plan_look(elapsed_s)
         self._heed(asked, look)

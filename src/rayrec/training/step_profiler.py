@@ -188,13 +188,7 @@ def make_profiler(
             events.write("profile_failed", **fields)
 
     profiler = StepProfiler(
-        target,
-        rank=worker.rank,
-        device=worker.device,
-        memory=config.memory,
-        stack=config.stack,
-        written=written,
-        failed=failed,
+        target, rank=worker.rank, device=worker.device, memory=config.memory, stack=config.stack, written=written, failed=failed
     )
     steps = config.window()
     if steps is not None:

@@ -155,11 +155,7 @@ class StopWatch:
     clock, so that all workers act at the same step. The others read it too, so as not to wait for data tasks that never run."""
 
     def __init__(
-        self,
-        channel: ControlChannel | None,
-        *,
-        rank: int,
-        preemption: Callable[[], PreemptionInfo | None] = lambda: None,
+        self, channel: ControlChannel | None, *, rank: int, preemption: Callable[[], PreemptionInfo | None] = lambda: None
     ) -> None:
         """`preemption` says which nodes are about to be preempted; without a channel nobody asks for a stop."""
         self.cause: str | None = None

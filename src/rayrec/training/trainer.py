@@ -182,9 +182,7 @@ def trains_in_process(config: TrainConfig) -> bool:
     }
     reasons = [reason for reason, given in wanted.items() if given]
     if config.cluster.address == IN_PROCESS and reasons:
-        raise InputError(
-            f"{reasons[0]}: needs Ray, and --cluster.address {IN_PROCESS} asks for none; leave one of the two out"
-        )
+        raise InputError(f"{reasons[0]}: needs Ray, and --cluster.address {IN_PROCESS} asks for none; leave one of the two out")
     return not reasons and is_in_process(config.cluster.address)
 
 
@@ -297,8 +295,7 @@ def _drive(
                     _write_config(folder, config)
             with console.training(lambda over: follow(place, stop=over)):
                 finish = launcher.run(
-                    PreparedRun(config, folder, prepared, layout, stopwatch.last_s, start),
-                    Driver(events, signals, console.note),
+                    PreparedRun(config, folder, prepared, layout, stopwatch.last_s, start), Driver(events, signals, console.note)
                 )
             with storage.patience(config.failure.max_outage_s):
                 result = (

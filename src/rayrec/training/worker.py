@@ -156,9 +156,7 @@ def _train(
             evaluated_step = fields["step"]
         log(kind, fields)
 
-    def save(
-        progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
-    ) -> None:
+    def save(progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool) -> None:
         state = {"progress": progress.state(), "loader": loader_state, "recipe": config.recipe}
         if needed:
             saver.wait()
@@ -168,10 +166,7 @@ def _train(
             saver.wait()
 
     try:
-        with (
-            waits_noticed(setup.clock),
-            memory_errors(setup.described, rank=worker.rank, device=worker.device),
-        ):
+        with waits_noticed(setup.clock), memory_errors(setup.described, rank=worker.rank, device=worker.device):
             training = Training(
                 config=config,
                 setup=setup,
@@ -195,13 +190,7 @@ def _train(
         loader.close()
     try:
         told = finished and finish(
-            attempt,
-            setup,
-            progress,
-            evaluated_step=evaluated_step,
-            expected=loader.rows_behind(),
-            log=log,
-            interruption=watch,
+            attempt, setup, progress, evaluated_step=evaluated_step, expected=loader.rows_behind(), log=log, interruption=watch
         )
     finally:
         watch.close()
@@ -435,9 +424,7 @@ def finish(
         try:
             _restore_chosen(chosen, setup.model, attempt, log)
         except DamagedError as error:
-            raise InputError(
-                f"{error}; these were the best weights of the run: train it again under another --name"
-            ) from None
+            raise InputError(f"{error}; these were the best weights of the run: train it again under another --name") from None
     names = [name for name in setup.eval_batches if name != "validation"]
     if "test" not in names and evaluated_step != step:
         names.append("validation")  # for the samples, which show the last evaluation; its metrics are known

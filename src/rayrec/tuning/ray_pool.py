@@ -33,10 +33,7 @@ def ray_pool(wanted: ClusterConfig, options: TuneConfig, config: TrainConfig, *,
     """A pool on the Ray that `wanted` names, or a local one, for trials like `config`. Raises InputError if a trial fits on no
     node."""
     connection.connect(
-        wanted.address,
-        num_cpus=wanted.num_cpus,
-        object_store_bytes=wanted.object_store_bytes,
-        log_to_driver=console.verbose,
+        wanted.address, num_cpus=wanted.num_cpus, object_store_bytes=wanted.object_store_bytes, log_to_driver=console.verbose
     )
     connection.ship_code(config)
     with Signals() as signals, signals.held():
@@ -87,9 +84,7 @@ class RayPool:
         note_s = time.monotonic() + _NOTE_S
         while True:
             if not self._busy and time.monotonic() > note_s:
-                self._note(
-                    "waiting for nodes, or for resources that others hold: no process of a trial has started yet"
-                )
+                self._note("waiting for nodes, or for resources that others hold: no process of a trial has started yet")
                 note_s = math.inf
             self._start_processes()
             while self._queue and self._idle:

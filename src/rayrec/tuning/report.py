@@ -14,9 +14,7 @@ def table_text(found: Mapping[str, Any]) -> str:
     """A line a trial, the best first, and what is known of the best one."""
     heads, rows = _rows(found)
     widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)
-    ]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)]
     return "\n".join([*lines, *_notes(found)])
 
 
@@ -24,9 +22,7 @@ def render(name: str, found: Mapping[str, Any]) -> str:
     """The page on a search."""
     heads, rows = _rows(found)
     best = sorted(found["trials"], key=lambda trial: trial["number"] != found["best"]["number"])
-    lines = [
-        Line(f"trial {trial['number']}", [tuple(point) for point in trial["curve"]]) for trial in best[:NUM_SERIES]
-    ]
+    lines = [Line(f"trial {trial['number']}", [tuple(point) for point in trial["curve"]]) for trial in best[:NUM_SERIES]]
     fields = dict.fromkeys(field for trial in found["trials"] for field in trial["values"])
     return document(
         f"Search {name}",
@@ -48,9 +44,7 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
         f"it was chosen, so that this flatters it. {values or 'It has the settings of the recipe.'}"
     ]
     if found["trained_share"] is not None and found["trained_share"] < 1:
-        notes.append(
-            f"{found['trained_share']:.1%} of the rows of these trials were trained; the others were stopped early."
-        )
+        notes.append(f"{found['trained_share']:.1%} of the rows of these trials were trained; the others were stopped early.")
     compared = found["compared"]
     if compared is not None:
         auroc = compared["auroc"]
@@ -65,15 +59,7 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
 
 def _rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     fields = dict.fromkeys(field for trial in found["trials"] for field in trial["values"])
-    heads = [
-        "trial",
-        *(field.rpartition(".")[2] for field in fields),
-        found["metric"],
-        "step",
-        "rows",
-        "seconds",
-        "state",
-    ]
+    heads = ["trial", *(field.rpartition(".")[2] for field in fields), found["metric"], "step", "rows", "seconds", "state"]
     rows = []
     for trial in found["trials"]:
         settings = [_value(trial["values"][field]) if field in trial["values"] else "recipe" for field in fields]

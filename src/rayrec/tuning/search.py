@@ -83,9 +83,7 @@ def tune(
     if not isinstance(workload, ClickWorkload) or not workload.predicts_clicks:
         raise InputError(f"tune: recipe {config.recipe} trains no click model")
     if config.eval_data.path is not None or LogSource.at(config.train_data.path or "").is_preprocessed:
-        raise InputError(
-            "tune: takes one raw log, whose split gives validation and test rows; leave --eval-data.path out"
-        )
+        raise InputError("tune: takes one raw log, whose split gives validation and test rows; leave --eval-data.path out")
     folder = storage.join(storage.absolute(config.storage_path), str(config.name))
     space.check(config)
     check_settings(config)
@@ -106,9 +104,7 @@ def tune(
     return _concluded(config, configs, trials, prepared, folder=folder, options=options, console=console)
 
 
-def _trained(
-    configs: Sequence[TrainConfig], wanted: ClusterConfig, options: TuneConfig, console: Console
-) -> dict[int, Standing]:
+def _trained(configs: Sequence[TrainConfig], wanted: ClusterConfig, options: TuneConfig, console: Console) -> dict[int, Standing]:
     """How all trials stand at the end of the search."""
     with contextlib.ExitStack() as stack:
 
@@ -181,13 +177,7 @@ def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepa
 
 
 def _trial_config(
-    config: TrainConfig,
-    number: int,
-    values: Mapping[str, Any],
-    *,
-    folder: str,
-    data: str,
-    options: TuneConfig,
+    config: TrainConfig, number: int, values: Mapping[str, Any], *, folder: str, data: str, options: TuneConfig
 ) -> TrainConfig:
     """The run of a trial, on the preprocessed rows."""
     return with_values(config, values).replace(
@@ -200,9 +190,7 @@ def _trial_config(
     )
 
 
-def _trial(
-    number: int, values: Mapping[str, Any], config: TrainConfig, standing: Standing, options: TuneConfig
-) -> Trial:
+def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, standing: Standing, options: TuneConfig) -> Trial:
     """What a trial's folder says of it."""
     folder = folder_of(config)
     place, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
@@ -241,9 +229,7 @@ def _concluded(
     finished = [trial for trial in ranked if trial.checkpoint is not None and trial.best is not None]
     if not finished:
         errors = [f"trial {trial.number}: {trial.error}" for trial in trials if trial.error]
-        raise InputError(
-            f"tune: no trial could be trained to its end ({errors[0] if errors else 'all were interrupted'})"
-        )
+        raise InputError(f"tune: no trial could be trained to its end ({errors[0] if errors else 'all were interrupted'})")
     best, own = finished[0], trials[0]
     compared = None
     if best.number and own.checkpoint is not None and "test" in prepared.sets:
@@ -253,12 +239,7 @@ def _concluded(
     found = {
         "folder": folder,
         "metric": options.metric,
-        "best": {
-            "number": best.number,
-            "values": dict(best.values),
-            options.metric: best.best,
-            "checkpoint": best.checkpoint,
-        },
+        "best": {"number": best.number, "values": dict(best.values), options.metric: best.best, "checkpoint": best.checkpoint},
         "best_config": best_config,
         "validation_rows": prepared.sets["validation"].rows,
         "test_rows": prepared.sets["test"].rows if "test" in prepared.sets else 0,

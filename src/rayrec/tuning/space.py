@@ -69,9 +69,7 @@ class Space:
         """Of a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}; `source` is named in errors. Raises InputError for
         anything else."""
         if not isinstance(values, Mapping) or not values:
-            raise InputError(
-                f"{source}: needs fields and their values, such as workload.model.dropout: {{uniform: [0, 0.5]}}"
-            )
+            raise InputError(f"{source}: needs fields and their values, such as workload.model.dropout: {{uniform: [0, 0.5]}}")
         return cls(tuple(_domain(str(field), given, source) for field, given in values.items()))
 
     @classmethod

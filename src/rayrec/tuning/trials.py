@@ -130,9 +130,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _score(event: Mapping[str, Any], config: TrainConfig) -> float:
-    metrics = {
-        name: math.nan if value is None else value for name, value in event.items() if name in ("auroc", "logloss")
-    }
+    metrics = {name: math.nan if value is None else value for name, value in event.items() if name in ("auroc", "logloss")}
     return config.workload.score(metrics)
 
 

@@ -112,13 +112,9 @@ class TrainConfig(Config):
         if self.name is not None:
             _check_name(self.name)
         if self.eval_data.shuffle != "none":
-            raise InputError(
-                f"eval_data.shuffle: {self.eval_data.shuffle!r}; evaluation reads in the log's order, 'none'"
-            )
+            raise InputError(f"eval_data.shuffle: {self.eval_data.shuffle!r}; evaluation reads in the log's order, 'none'")
         if self.loop not in self.workload.LOOPS:
-            raise InputError(
-                f"loop: {self.loop}: recipe {self.recipe} is trained by the loop {' or '.join(self.workload.LOOPS)}"
-            )
+            raise InputError(f"loop: {self.loop}: recipe {self.recipe} is trained by the loop {' or '.join(self.workload.LOOPS)}")
         if self.early_stopping.patience and not self.checkpoint.keep_best:
             raise InputError("checkpoint.keep_best: early stopping ends with the best weights; keep at least 1")
 
@@ -336,9 +332,7 @@ class Workload(Config, abc.ABC):
         raise InputError(f"init_from: recipe {context.config.recipe} cannot start with the weights of another run")
 
     @abc.abstractmethod
-    def make_loader(
-        self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
-    ) -> TrainLoader:
+    def make_loader(self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int) -> TrainLoader:
         """On each worker: the training data from a stored position on (None: the start), `step` steps being done."""
 
     @abc.abstractmethod
@@ -355,9 +349,7 @@ class Workload(Config, abc.ABC):
     ) -> MeasuredSpeed:
         """Measures a slice of the real stages on this machine, training with `local_workers` of the target's workers by `train`.
         Raises InputError where that cannot be done."""
-        raise InputError(
-            f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet"
-        )
+        raise InputError(f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet")
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
         """On rank 0: what must travel with the weights, by name in a checkpoint's folder: the content, or the path of a file

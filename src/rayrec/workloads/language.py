@@ -192,9 +192,7 @@ class LanguageWorkload(DataParallelWorkload):
                 f"{train.path}: blocks of {train.block_size} tokens do not fit the model's {self.model.n_positions}; set "
                 "--workload.model.n-positions, or preprocess with a smaller --block-size"
             )
-        mine, other = (
-            (folder.block_size, folder.tokenizer_hash, folder.vocabulary_size) for folder in (train, validation)
-        )
+        mine, other = ((folder.block_size, folder.tokenizer_hash, folder.vocabulary_size) for folder in (train, validation))
         if mine != other:
             raise InputError(
                 f"{validation.path}: block size, tokenizer or vocabulary is not that of {train.path}; preprocess it with "
@@ -206,10 +204,7 @@ class LanguageWorkload(DataParallelWorkload):
         return hashlib.sha256(f"{prepared.train.hash}/{prepared.validation.hash}".encode()).hexdigest()[:16]
 
     def set_rows(self, prepared: Prepared) -> dict[str, int]:
-        return {
-            "train": prepared.train.sets["train"],
-            "validation": prepared.validation.sets[prepared.validation_set],
-        }
+        return {"train": prepared.train.sets["train"], "validation": prepared.validation.sets[prepared.validation_set]}
 
     def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
         train = prepared.train
@@ -224,9 +219,7 @@ class LanguageWorkload(DataParallelWorkload):
 
     def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
         train = prepared.train
-        tokenizer = {
-            storage.join(TOKENIZER_FOLDER, name): data for name, data in read_tokenizer(train.tokenizer).items()
-        }
+        tokenizer = {storage.join(TOKENIZER_FOLDER, name): data for name, data in read_tokenizer(train.tokenizer).items()}
         return {CONFIG_FILE: (json.dumps(self._config_json(train), indent=2) + "\n").encode(), **tokenizer}
 
     def _config_json(self, train: TokenFolder) -> dict[str, Any]:
@@ -292,10 +285,7 @@ class LanguageWorkload(DataParallelWorkload):
         if not is_tokens(path):
             sizes = storage.read_json(storage.join(checkpoint, CONFIG_FILE))
             return text_rows(
-                path,
-                tokenizer=tokenizer,
-                block_size=sizes["block_size"],
-                part_bytes=sizes.get("part_bytes", PART_BYTES),
+                path, tokenizer=tokenizer, block_size=sizes["block_size"], part_bytes=sizes.get("part_bytes", PART_BYTES)
             )
         folder = open_tokens(path)
         if folder.tokenizer_hash != load_tokenizer(tokenizer).hash:

@@ -67,8 +67,7 @@ class TextModel(GPT2LMHeadModel):
             device=tensors[PROMPTS].device,
         )
         decoded = [
-            self._tokenizer.decode(row[len(row) - length :].tolist())
-            for row, length in zip(prompts, lengths, strict=True)
+            self._tokenizer.decode(row[len(row) - length :].tolist()) for row, length in zip(prompts, lengths, strict=True)
         ]
         return {"prompt": decoded, "text": texts}
 
@@ -88,9 +87,7 @@ def continued(
 
     Chance comes of the prompt alone. A wrapped model is called equally often on every worker that has the same prompts.
     """
-    chances = np.stack(
-        [_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)]
-    )
+    chances = np.stack([_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)])
     model.eval()
     made = generate(
         model,
@@ -174,9 +171,7 @@ def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRo
     try:
         lines = storage.read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: no UTF-8 at byte {error.start:,}; prompts are plain text, one on each line"
-        ) from None
+        raise InputError(f"{path}: no UTF-8 at byte {error.start:,}; prompts are plain text, one on each line") from None
     if not lines:
         raise InputError(f"{path}: holds no prompts; write one on each line")
     encoded = [np.asarray(tokenizer.encode(line or "\n"), np.int64)[-window:] for line in lines]

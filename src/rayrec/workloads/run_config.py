@@ -70,9 +70,7 @@ class ScalingConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.min_workers <= self.max_workers:
-            raise InputError(
-                f"scaling.num_workers: {self.num_workers} must be at least 1, and the least not above the most"
-            )
+            raise InputError(f"scaling.num_workers: {self.num_workers} must be at least 1, and the least not above the most")
         if self.batch_policy == "global" and self.learning_rate_policy != "constant":
             raise InputError(
                 f"scaling.learning_rate_policy: {self.learning_rate_policy}: with batch_policy global the batch never changes; "

@@ -111,9 +111,7 @@ class VisionWorkload(DataParallelWorkload):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.num_channels != 1:
-            raise InputError(
-                f"workload.model.num_channels: {self.model.num_channels}: images in the idx format are gray, 1"
-            )
+            raise InputError(f"workload.model.num_channels: {self.model.num_channels}: images in the idx format are gray, 1")
 
     def score(self, metrics: dict[str, float]) -> float:
         """Share of the rows whose class is told right."""
@@ -281,9 +279,7 @@ class VisionWorkload(DataParallelWorkload):
         from rayrec.checkpoint.reader import export_weights
 
         written = export_weights(checkpoint, out)
-        storage.write_json(
-            storage.join(out, "config.json"), {**self.model.to_dict(), "mean": self.mean, "std": self.std}
-        )
+        storage.write_json(storage.join(out, "config.json"), {**self.model.to_dict(), "mean": self.mean, "std": self.std})
         return dict(written)
 
 

@@ -56,9 +56,7 @@ class BatchNorm(nn.BatchNorm2d):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(rows, channels, height, width) to the same."""
         if self.training and inputs.numel() == self.num_features:
-            return functional.batch_norm(
-                inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-            )
+            return functional.batch_norm(inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return super().forward(inputs)
 
 

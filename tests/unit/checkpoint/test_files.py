@@ -263,13 +263,7 @@ def test_weights_hash_stays_and_reads_bounded_parts(tmp_path: Path, monkeypatch:
     weights["model.number"] = torch.tensor(7)
     saved = save(tmp_path, tensors=weights)
     expected = hashlib.sha256()
-    dtypes = {
-        torch.float32: "F32",
-        torch.bfloat16: "BF16",
-        torch.float16: "F16",
-        torch.bool: "BOOL",
-        torch.int64: "I64",
-    }
+    dtypes = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL", torch.int64: "I64"}
     for name in sorted(name for name in weights if name.startswith("model.")):
         tensor = weights[name]
         expected.update(f"{name}\0{dtypes[tensor.dtype]}\0{list(tensor.shape)}\0".encode())

@@ -43,9 +43,7 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     target = torch.zeros(rows[1], columns[1])
     reader = reader_module._Reader(folder, 100)
     reader.range_bytes = range_bytes
-    reader_module._run(
-        reader_module._copies_of(reader, reader_module._Rows("a", torch.float32, chunk), (rows, columns), target)
-    )
+    reader_module._run(reader_module._copies_of(reader, reader_module._Rows("a", torch.float32, chunk), (rows, columns), target))
     return target
 
 
@@ -103,9 +101,7 @@ def test_blocks_are_read_once_where_rows_fit_them(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("name", ["data_00000.safetensors", "config.yaml", "manifest.json"])
-def test_what_a_disk_gives_no_more_is_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
-) -> None:
+def test_what_a_disk_gives_no_more_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
     """An earlier checkpoint helps; a store that is out is another matter."""
     first, second = (Checkpoint(checkpoint.folder_of(str(tmp_path), step)) for step in (1, 2))
     for saved in (first, second):
@@ -211,9 +207,7 @@ def test_only_ranges_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytes
     read: list[tuple[int, int]] = []
     rows = TableReader.rows
 
-    def noted(
-        self: TableReader, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None
-    ) -> torch.Tensor:
+    def noted(self: TableReader, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None) -> torch.Tensor:
         read.append((first, stop))
         return rows(self, name, first, stop, columns=columns)
 

@@ -116,11 +116,7 @@ def test_the_plan_is_made_once_and_again_where_tensors_change(run: Run, monkeypa
 
 def test_what_belongs_with_the_weights(run: Run) -> None:
     folder, of_a_successor = run.path(1), "data_00000-000009-aaaaaaaa-0001.safetensors"
-    left = [
-        "data_00000.safetensors",
-        "data_00007-000000-aaaaaaaa-0001.safetensors",
-        "data_00001.safetensors.ab.partial",
-    ]
+    left = ["data_00000.safetensors", "data_00007-000000-aaaaaaaa-0001.safetensors", "data_00001.safetensors.ab.partial"]
     folder.mkdir(parents=True)
     for name in (*left, of_a_successor):
         (folder / name).write_bytes(b"abc")
@@ -324,9 +320,7 @@ def inode(run: Run, step: int, name: str = "words.txt") -> int:
     return run.path(step, name).stat().st_ino
 
 
-def test_files_are_hashed_where_they_come_from_and_once(
-    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_hashed_where_they_come_from_and_once(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed: list[str] = []
     read_stream, copy_file = storage.read_stream, storage.copy_file
 
@@ -373,9 +367,7 @@ def test_later_checkpoints_share_the_files_of_the_first_but_not_the_source(run: 
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])
-def test_without_hard_links_files_are_copied(
-    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_without_hard_links_files_are_copied(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     refused = []
 
     def link(*paths: str) -> None:
@@ -407,9 +399,7 @@ def test_a_store_copies_files_from_the_checkpoint_before_itself(
             checkpoint.verify(saved)
 
 
-def test_a_disk_that_fails_at_a_link_makes_the_save_late(
-    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_at_a_link_makes_the_save_late(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", at_first([OSError(errno.EIO, "Input/output error")], os.link))
     save_all(run.saver(extra_files={"words.txt": str(source)}), 1, 2)
     assert run.kinds() == ["checkpoint", "checkpoint_late", "checkpoint"]

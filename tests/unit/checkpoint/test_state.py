@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from rayrec.checkpoint import Checkpoint, folder_of, save
-from rayrec.checkpoint.state import (
-    Targets,
-    all_tensors,
-    make_state,
-    model_tensors,
-    optimizer_tensors,
-    restore_all,
-    restore_model,
-)
+from rayrec.checkpoint.state import Targets, all_tensors, make_state, model_tensors, optimizer_tensors, restore_all, restore_model
 from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.optim.optimizer import data_parallel_optimizer
@@ -75,9 +67,7 @@ def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     save(saved.path, all_tensors(model, adam), state={})
     restore_all(saved, model, adam)
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
-    with pytest.raises(
-        InputError, match=r"step_00000001: holds optimizer\.bias\.exp_avg, which the optimizer of this run"
-    ):
+    with pytest.raises(InputError, match=r"step_00000001: holds optimizer\.bias\.exp_avg, which the optimizer of this run"):
         restore_all(saved, model, sgd)
     smaller = torch.nn.Linear(8, 3, bias=False)
     save(saved.path, model_tensors(model), state={})

@@ -130,10 +130,7 @@ def test_nodes_that_are_to_go_are_no_room(monkeypatch: pytest.MonkeyPatch) -> No
     """Ray places nothing on a node that is being drained, though it lives on till then."""
     import ray
 
-    nodes = [
-        {"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}}
-        for name in ("one", "leaving", "dead", "two")
-    ]
+    nodes = [{"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}} for name in ("one", "leaving", "dead", "two")]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     state = SimpleNamespace(
         state=SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0}),
@@ -157,9 +154,7 @@ WORKERS = {"state": "CREATED", "bundles": {0: {"CPU": 2.0}, 1: {"CPU": 2.0}}, "b
         ([{"CPU": 2.0}, {"CPU": 4.0}], {**WORKERS, "bundles_to_node_id": {}}, {"0": 2.0, "1": 4.0}),  # not placed yet
     ],
 )
-def test_nodes_with_room_for_data_tasks(
-    nodes: list[dict[str, float]], group: dict[str, Any], expected: dict[str, float]
-) -> None:
+def test_nodes_with_room_for_data_tasks(nodes: list[dict[str, float]], group: dict[str, Any], expected: dict[str, float]) -> None:
     found = [Node(str(number), each) for number, each in enumerate(nodes)]
     left = with_room_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
     assert {node.node_id: node.resources["CPU"] for node in left} == expected
@@ -193,11 +188,7 @@ def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("submitted", "forked"),
-    [
-        (None, True),
-        ({"working_dir": "gcs://x.zip", "env_vars": {"A": "b"}}, True),
-        ({"pip": ["x"]}, False),
-    ],
+    [(None, True), ({"working_dir": "gcs://x.zip", "env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)],
 )
 def test_which_jobs_have_their_processes_forked(submitted: dict[str, object] | None, *, forked: bool) -> None:
     environment = {} if submitted is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": submitted})}

@@ -63,9 +63,7 @@ def test_the_refusal_names_the_node_and_the_settings_but_no_value() -> None:
 class Asked:
     """Nodes with prepared answers."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None) -> None:
         self.urls: list[str] = []
         self._answers = list(answers)
         monkeypatch.setattr(node_storage, "_ask_nodes", self.ask)

@@ -160,9 +160,7 @@ def test_success_ends_it_and_gives_the_summary(head: FakeHead, supervise: Superv
     head.logs["run-0001"] = f"step 1\n{{\n  a table\n{json.dumps(SUMMARY, indent=2)}\nsome thread died"
     assert supervise() == Outcome("run", 0, "finished", 1, SUMMARY)
     [job] = head.submitted
-    assert job["entrypoint"] == (
-        "exec python -m rayrec train criteo_demo --name run --train-data.path 'a log'\"'\"'s name'"
-    )
+    assert job["entrypoint"] == ("exec python -m rayrec train criteo_demo --name run --train-data.path 'a log'\"'\"'s name'")
     assert job["metadata"] == {RUN_KEY: "run", CONFIG_KEY: "c0ffee"}
     assert job["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "90"}}
     assert any("finished, as run-0001" in note for note in head.notes)
@@ -180,12 +178,8 @@ def test_supervise_after_success_submits_a_job_that_checks_the_data(head: FakeHe
     assert (supervise().status, len(head.submitted)) == (2, 5)
 
 
-def test_failures_are_tried_again_and_a_users_error_is_not(
-    head: FakeHead, supervise: Supervise, tmp_path: Path
-) -> None:
-    head.ends = [
-        failure(2, "a table\nrayrec train: steps: -1 makes no sense; give more\nException ignored in a thread")
-    ]
+def test_failures_are_tried_again_and_a_users_error_is_not(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
+    head.ends = [failure(2, "a table\nrayrec train: steps: -1 makes no sense; give more\nException ignored in a thread")]
     outcome = supervise()
     assert (outcome.status, outcome.cause) == (2, "steps: -1 makes no sense; give more")
     head.ends = [failure(143), failure(1), failure(-9), SUCCESS]

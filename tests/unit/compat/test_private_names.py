@@ -38,11 +38,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "token": (lambda: ray_compat.maybe_enable_token_auth_if_token_available, (), {"warn_if_disabled": False}),
     "channel": (lambda: ray_compat.init_grpc_channel, ("host:1",), {}),
     "client": (lambda: ray_compat.SubmissionClient, (), {"address": "http://host"}),
-    "coordinator": (
-        lambda: ray_compat.default_autoscaling_coordinator.get_or_create_autoscaling_coordinator,
-        (),
-        {},
-    ),
+    "coordinator": (lambda: ray_compat.default_autoscaling_coordinator.get_or_create_autoscaling_coordinator, (), {}),
     "stats": (lambda: ray_compat.get_or_create_stats_actor, (), {}),
     "policy": (lambda: ray_compat.BackpressurePolicy, (0, 0, 0), {}),
     "active": (lambda: ray_compat.PhysicalOperator.num_active_tasks, (0,), {}),
@@ -50,28 +46,16 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "deployment": (lambda: ray_compat.DeploymentID, ("name", "application"), {}),
     "actor of a deployment": (lambda: ray_compat.get_deployment_actor_name, (0, "name"), {"code_version": "*"}),
     "call of all replicas": (lambda: DeploymentHandle.broadcast, (0, "method", 1), {}),
-    "results of all replicas": (
-        lambda: DeploymentBroadcastResponse.results,
-        (0,),
-        {"timeout_s": 1.0, "return_exceptions": True},
-    ),
+    "results of all replicas": (lambda: DeploymentBroadcastResponse.results, (0,), {"timeout_s": 1.0, "return_exceptions": True}),
     "shared actor": (lambda: serve.get_deployment_actor, ("name",), {}),
     "variables": (lambda: ray_compat.get_env_vars_to_propagate, (), {}),
     "timeout": (lambda: ray_compat.WorkerGroupStartupTimeoutError, (2,), {}),
     "device": (lambda: torch_compat.remote_device, ("rank:0/cpu",), {}),
     "shard": (lambda: torch_compat.Shard, (0, 0), {}),
     "shard metadata": (lambda: torch_compat.ShardMetadata, ([0], [1], "rank:0/cpu"), {}),
-    "metadata": (
-        lambda: torch_compat.ShardedTensorMetadata,
-        (),
-        {"shards_metadata": [], "size": 0, "tensor_properties": 0},
-    ),
+    "metadata": (lambda: torch_compat.ShardedTensorMetadata, (), {"shards_metadata": [], "size": 0, "tensor_properties": 0}),
     "properties": (lambda: torch_compat.TensorProperties, (), {"dtype": torch.float32}),
-    "sharded": (
-        lambda: torch_compat.ShardedTensor._init_from_local_shards_and_global_metadata,
-        ([], 0),
-        {"process_group": None},
-    ),
+    "sharded": (lambda: torch_compat.ShardedTensor._init_from_local_shards_and_global_metadata, ([], 0), {"process_group": None}),
 }
 
 
@@ -121,9 +105,7 @@ def test_private_attributes_of_torch() -> None:
     called = []
     value = torch.ones(1, requires_grad=True)
     loss = (value * 2).sum()
-    loss.register_hook(
-        lambda gradient: torch_compat.call_at_end_of_backward(lambda: called.append(value.grad is not None))
-    )
+    loss.register_hook(lambda gradient: torch_compat.call_at_end_of_backward(lambda: called.append(value.grad is not None)))
     loss.backward()
     assert called == [True]
 

@@ -23,9 +23,7 @@ def values(tables: Iterator[pa.Table]) -> list[float]:
     return [each["value"][0].as_py() for each in tables]
 
 
-def stream(
-    function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, ahead: int = 1
-) -> Generator[Any]:
+def stream(function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, ahead: int = 1) -> Generator[Any]:
     engine = ThreadEngine(num_threads)
     return engine.stream("stream", function, items, block_bytes=1, prefetch_blocks=ahead)
 

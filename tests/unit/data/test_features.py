@@ -83,9 +83,7 @@ def test_yaml_declares_labels_and_features() -> None:
     assert SCHEMA.label_names == ("click", "like", "seconds")
     assert SCHEMA.vocabularies == ("user", "item", "item", "tags")
     assert SCHEMA.vocabulary_owners == (0, 1, 1, 3)
-    assert SCHEMA.columns == (
-        *("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at"),
-    )
+    assert SCHEMA.columns == (*("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at"),)
     assert SCHEMA.unlabelled().columns == ("price", "user", "item", "history", "tags", "tag_weights")
     assert Schema.described(SCHEMA.describe()) == SCHEMA
 
@@ -103,10 +101,7 @@ def test_yaml_declares_labels_and_features() -> None:
             "features: [{name: history, vocabulary: item}, {name: item, vocabulary: sku}]",
             "has the vocabulary of item, which has another one itself",
         ),
-        (
-            "features: [{name: history, aligned_with: item}]",
-            "aligned_with of feature history: must be a list .*, got item",
-        ),
+        ("features: [{name: history, aligned_with: item}]", "aligned_with of feature history: must be a list .*, got item"),
         ("features: [{name: history, aligned_with: history}]", "must be a list that names another column of lists"),
         (
             "sparse: [a, b, c]\nlists: [a, b, c]\nfeatures: [{name: b, aligned_with: c}, {name: c, aligned_with: a}]",
@@ -252,11 +247,7 @@ def test_csv_gives_the_same_rows(tmp_path: Path) -> None:
 
 
 def arrays(rows: EncodedRows) -> list[Any]:
-    ids = [
-        x
-        for each in rows.ids
-        for x in ((each.values, each.lengths, each.weights) if isinstance(each, Bags) else (each,))
-    ]
+    ids = [x for each in rows.ids for x in ((each.values, each.lengths, each.weights) if isinstance(each, Bags) else (each,))]
     return [rows.dense, *ids, *rows.labels.values(), rows.timestamps]
 
 
@@ -322,9 +313,7 @@ def test_a_stored_preprocessor_is_the_same(tmp_path: Path, encoded: tuple[Prepro
 def test_transform_gives_every_column() -> None:
     frame = ROWS.to_pandas()
     inputs = transform(preprocessor_of(parsed()), frame)
-    assert list(inputs) == [
-        *("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at"),
-    ]
+    assert list(inputs) == [*("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at")]
     assert inputs["tag_weights"][3].tolist() == [3.0, 4.0]
     assert inputs["like"].isna().tolist() == [False, True, False, True]
     to_score = transform(preprocessor_of(parsed()), frame.drop(columns=["click", "at"]))
@@ -335,9 +324,7 @@ def test_transform_gives_every_column() -> None:
 # On the way to the model ---------------------------------------------------------------------------------------------
 
 
-def test_arrow_and_preprocessed_parquet_keep_everything(
-    tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]
-) -> None:
+def test_arrow_and_preprocessed_parquet_keep_everything(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     assert_equal(from_arrow(to_arrow(rows))[0], rows)
     file = str(tmp_path / "rows.parquet")

@@ -101,10 +101,7 @@ def test_a_folder_of_a_preprocessor_or_of_a_run(tmp_path: Path, place: str) -> N
     ("changes", "message"),
     [
         ({"a": [1, 2.5, 3]}, "DataFrame at row 1: not an integer in column a; correct or remove it, since"),
-        (
-            {"s": ["5", "00000005", "x"]},
-            r"DataFrame at row 0: not 8 hexadecimal digits in column s \(2 of 3 rows are faulty\);",
-        ),
+        ({"s": ["5", "00000005", "x"]}, r"DataFrame at row 0: not 8 hexadecimal digits in column s \(2 of 3 rows are faulty\);"),
         ({"y": [1, 0, None]}, "DataFrame at row 2: label is missing in column y;"),
         ({"s": [1, 2, 3]}, "DataFrame: column s is of type int64; 8 hexadecimal digits as text are needed"),
         ({"t": ["000003e8", 3, None]}, "DataFrame: .*column t.*; give each column one type"),

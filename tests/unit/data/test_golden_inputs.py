@@ -148,13 +148,9 @@ def with_field(line: bytes, column: int, *texts: bytes) -> list[bytes]:
 
 TEXTS: dict[str, Callable[[], list[bytes]]] = {
     "blank lines": lambda: [b"\n", *(line[:-1] + b"\r\n" for line in damaged_lines(lambda line: [b"", b"  ", line]))],
-    "columns": lambda: damaged_lines(
-        lambda line: [line.replace(b"\t", b"", 1), b"\t" + line, b"1\n", b"\t" * 39 + b"\n"]
-    ),
+    "columns": lambda: damaged_lines(lambda line: [line.replace(b"\t", b"", 1), b"\t" + line, b"1\n", b"\t" * 39 + b"\n"]),
     "labels": lambda: damaged_lines(lambda line: with_field(line, 0, b"2", b"", b"-1", b"yes", b"1.0", b" 1")),
-    "integers": lambda: damaged_lines(
-        lambda line: with_field(line, 4, b"1.5", b"-", b"7x", b"9" * 30, b"+5", b"-9", b" 4")
-    ),
+    "integers": lambda: damaged_lines(lambda line: with_field(line, 4, b"1.5", b"-", b"7x", b"9" * 30, b"+5", b"-9", b" 4")),
     "hexadecimals": lambda: damaged_lines(
         lambda line: with_field(line, 20, b"0123456", b"012345678", b"0000000g", b"ABCDEF01", b"\xff" * 8, b"        ")
     ),

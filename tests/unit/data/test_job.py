@@ -105,9 +105,7 @@ def test_folder_stays_only_if_begun(tmp_path: Path) -> None:
     killed = _begun(out)
     assert not killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     other = {**MADE_OF, "input": ["log", 4]}
-    with pytest.raises(
-        InputError, match=r"left by an unfinished call with another input; give the same .* remove that"
-    ):
+    with pytest.raises(InputError, match=r"left by an unfinished call with another input; give the same .* remove that"):
         resumable_job(out, other, last_file=None).__enter__()
     with resumable_job(out, MADE_OF, last_file=None) as job:
         assert Path(job.folder.path, "a").read_text() == "a"

@@ -28,11 +28,7 @@ FILES = 300
 def table(rows: int, first: int = 0) -> pa.Table:
     numbers = range(first, first + rows)
     return pa.table(
-        {
-            "clicked": [i % 2 for i in numbers],
-            "price": [float(i) for i in numbers],
-            "shop": [f"shop {i}" for i in numbers],
-        }
+        {"clicked": [i % 2 for i in numbers], "price": [float(i) for i in numbers], "shop": [f"shop {i}" for i in numbers]}
     )
 
 
@@ -106,9 +102,7 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
     schema = CLICKS.replace(dense=("price", "hour"), sparse=("shop", "dt"))
     index = open_index(f"{tmp_path}/log{glob}", schema, cache=tmp_path / "cache")
     raw = read_raw(index.segments, schema)
-    assert raw.numbers[:, 0].tolist() == [
-        100.0 * day + 10 * part + i for day in (1, 2, 10) for part in (0, 1) for i in range(5)
-    ]
+    assert raw.numbers[:, 0].tolist() == [100.0 * day + 10 * part + i for day in (1, 2, 10) for part in (0, 1) for i in range(5)]
     assert raw.numbers[:, 1].tolist() == [day for day in (1.0, 2.0, 10.0) for _ in range(10)]
     days = raw.categories[:, 1].tolist()
     assert days[0] == days[9] != days[10] == days[19] != days[20]
@@ -125,9 +119,7 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
 
 def test_partitions_that_cannot_be_columns(tmp_path: Path) -> None:
     hive(tmp_path / "log")
-    with pytest.raises(
-        InputError, match=r"column dt is the partition dt=2026-01-01, which is no number; name it among"
-    ):
+    with pytest.raises(InputError, match=r"column dt is the partition dt=2026-01-01, which is no number; name it among"):
         open_index(f"{tmp_path}/log", CLICKS.replace(dense=("dt",)))
     pq.write_table(table(5), tmp_path / "flat.parquet")
     flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, cache=tmp_path / "cache")

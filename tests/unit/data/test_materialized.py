@@ -124,9 +124,7 @@ def assert_same_epochs(
 
 
 @pytest.mark.parametrize("format", WRITTEN)
-def test_every_order_gives_the_same_rows(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str
-) -> None:
+def test_every_order_gives_the_same_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
     sets = Split(kind="last_file").rows(days)
     dataset = write(days, preprocessor, tmp_path / "out", format, sets=sets)
     assert dataset.index.format == format
@@ -160,9 +158,7 @@ def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: 
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500), labelled=False)
 
 
-@pytest.mark.parametrize(
-    ("format", "rows"), [*((format, 2**31) for format in WRITTEN), ("npy", 2**40), ("parquet", 2**40)]
-)
+@pytest.mark.parametrize(("format", "rows"), [*((format, 2**31) for format in WRITTEN), ("npy", 2**40), ("parquet", 2**40)])
 def test_large_ids(days: LogIndex, tmp_path: Path, format: str, rows: int) -> None:
     """Beyond those that floats hold, and beyond 32 bits."""
     large = hashed(SCHEMA, rows)
@@ -238,12 +234,7 @@ def test_what_a_format_cannot_hold(
     cases = [
         (lists[0], lists[1], "npy", "no place for the weights of column w; use --format parquet"),
         (lists[0], hashed(unweighted, 9), "npy", "no place for the lists of column seen; use --format parquet"),
-        (
-            lists[0],
-            hashed(single, 9),
-            "binary",
-            "holds integers, and with tokens: any .*; use --format npy, or parquet",
-        ),
+        (lists[0], hashed(single, 9), "binary", "holds integers, and with tokens: any .*; use --format npy, or parquet"),
         (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "holds one id a column, cat_0 has 3; use --format parquet"),
         (days, hashed(SCHEMA, 9, MULTI_HOT), "binary", "holds one id a column, cat_0 has 3"),
         (days, preprocessor, "csv", "format 'csv': choose one of binary, npy, parquet"),

@@ -105,8 +105,7 @@ numbers = st.none() | st.floats(-1e18, 1e18) | st.integers(-20, 20).map(float)
 tokens = st.sampled_from([*KNOWN["s"], *KNOWN["t"], 1, 8, LARGE - 2, LARGE - 3]) | st.integers(0, 2**64 - 1)
 cells = st.tuples(st.none() | tokens, st.lists(tokens, max_size=4), st.none() | tokens, st.lists(tokens, max_size=2))
 rows_strategy = st.lists(
-    st.tuples(st.integers(0, 1), st.floats(0, 1e6), st.lists(numbers, min_size=2, max_size=2), cells.map(list)),
-    max_size=8,
+    st.tuples(st.integers(0, 1), st.floats(0, 1e6), st.lists(numbers, min_size=2, max_size=2), cells.map(list)), max_size=8
 )
 
 

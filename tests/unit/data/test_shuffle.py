@@ -172,9 +172,7 @@ def orders_of_days(shuffle: str, *, days: int, segments: int, rows: int, segment
         return day_of_row[np.argsort(Permutation(total, seed=1)(np.arange(total)))]
     parts = [Part(segment, 0, rows) for segment in index]
     blocks = blocks_of_epoch(parts, shuffle=shuffle, seed=1, epoch=0, segments_per_block=segments_per_block)
-    day_of_part = [
-        np.repeat([int(part.segment.path.removeprefix("day_")) for part in block.parts], rows) for block in blocks
-    ]
+    day_of_part = [np.repeat([int(part.segment.path.removeprefix("day_")) for part in block.parts], rows) for block in blocks]
     return np.concatenate([of_block[block.order()] for of_block, block in zip(day_of_part, blocks, strict=True)])
 
 
@@ -183,10 +181,7 @@ def test_how_well_each_shuffle_mixes_days() -> None:
     size = {"days": 7, "segments": 200, "rows": 100}
     found = {
         (shuffle, per_block): unevenness(orders_of_days(shuffle, **size, segments_per_block=per_block), 256)
-        for shuffle, per_block in (
-            *((name, 8) for name in ("none", "files", "full")),
-            *(("window", n) for n in (8, 32, 128)),
-        )
+        for shuffle, per_block in (*((name, 8) for name in ("none", "files", "full")), *(("window", n) for n in (8, 32, 128)))
     }
     assert found["none", 8] > 0.98
     assert found["files", 8] > 0.98

@@ -100,8 +100,6 @@ def test_an_empty_folder_and_none_at_all(tmp_path: Path, name: str, why: str) ->
 
 
 def test_names_and_sizes_for_a_person() -> None:
-    assert names_text(["day_0", "day_1", "day_2", "day_5", "day_7", "day_8", "x"]) == (
-        "day_0 to day_2, day_5, day_7, day_8, x"
-    )
+    assert names_text(["day_0", "day_1", "day_2", "day_5", "day_7", "day_8", "x"]) == ("day_0 to day_2, day_5, day_7, day_8, x")
     sizes = (4_542, 9_912_422, 16_300_000_000, 1.13e12)
     assert [size_text(int(size)) for size in sizes] == ["4.54 kB", "9.91 MB", "16.3 GB", "1.13 TB"]

@@ -100,16 +100,12 @@ class Handler(BaseHTTPRequestHandler):
         headers = [*served.headers.items()]
         if start:
             headers.append(("Content-Range", f"bytes {start}-{len(served.body) - 1}/{len(served.body)}"))
-        headers += [("ETag", served.etag)] * bool(served.etag) + [("Last-Modified", served.modified)] * bool(
-            served.modified
-        )
+        headers += [("ETag", served.etag)] * bool(served.etag) + [("Last-Modified", served.modified)] * bool(served.modified)
         if served.google:
             known = base64.b64encode(bytes.fromhex(served.google)).decode()
             headers += [("x-goog-hash", "crc32c=AAAAAA=="), ("x-goog-hash", f"md5={known}")]
         headers += [("Content-Length", str(len(part)))] * served.length
-        self.answer(
-            206 if start else 200, headers, part[: served.drops[number] if number < len(served.drops) else None]
-        )
+        self.answer(206 if start else 200, headers, part[: served.drops[number] if number < len(served.drops) else None])
 
     def answer(self, status: int, headers: list[tuple[str, Any]], body: bytes = b"") -> None:
         self.send_response(status)
@@ -308,9 +304,7 @@ def test_a_file_compressed_anew_is_known_by_its_contents(server: Server, tmp_pat
         ({"about_bytes": 30_000_000}, r"has 3,000,000 bytes, about 30,000,000 are published"),
     ],
 )
-def test_another_file_than_the_published_is_refused(
-    server: Server, tmp_path: Path, known: dict[str, Any], why: str
-) -> None:
+def test_another_file_than_the_published_is_refused(server: Server, tmp_path: Path, known: dict[str, Any], why: str) -> None:
     served = server.files["a.gz"] = Served(google=md5(BODY))
     with pytest.raises(InputError, match=f"a.gz: cannot be fetched .*{why}.*--base-url"):
         fetch([server.file(page="https://example.org/a", **known)], str(tmp_path), retries=RETRIES)
@@ -386,9 +380,7 @@ def test_one_failure_stops_the_others_which_can_go_on_later(server: Server, tmp_
     assert [result["status"] for result in fetch(files, str(tmp_path), retries=RETRIES)] == ["fetched"] * 3
 
 
-def test_a_full_disk_is_said_before_anything_is_fetched(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_before_anything_is_fetched(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = server.files["a.gz"] = Served()
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000_000, 8_000_000, 2_000_000))

@@ -38,9 +38,7 @@ def _manifest(kind: str) -> dict[str, Any]:
 
 def _cluster(kind: str) -> dict[str, Any]:
     spec = _manifest(kind)["spec"]
-    found: dict[str, Any] = {"RayCluster": spec, "RayJob": spec.get("rayClusterSpec")}.get(kind) or spec[
-        "rayClusterConfig"
-    ]
+    found: dict[str, Any] = {"RayCluster": spec, "RayJob": spec.get("rayClusterSpec")}.get(kind) or spec["rayClusterConfig"]
     return found
 
 
@@ -124,21 +122,14 @@ def test_the_configuration_of_serve() -> None:
     groups = dict(_pods("RayService"))
     autoscaling = application.args["autoscaling"]
     cpus = float(groups["replicas"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
-    assert (
-        autoscaling["max_replicas"] * application.args["cpus_per_replica"] <= cpus * groups["replicas"]["maxReplicas"]
-    )
+    assert autoscaling["max_replicas"] * application.args["cpus_per_replica"] <= cpus * groups["replicas"]["maxReplicas"]
 
 
 def test_service_names_are_allowed_hosts() -> None:
     (application,) = yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"])["applications"]
     config = build_application(application["args"])._bound_deployment.init_args[0]
     service, namespace = f"{_manifest('RayService')['metadata']['name']}-serve-svc", "rayrec"
-    for name in (
-        f"{service}:8000",
-        f"{service}.{namespace}",
-        f"{service}.{namespace}.svc.cluster.local",
-        "10.8.0.1:8000",
-    ):
+    for name in (f"{service}:8000", f"{service}.{namespace}", f"{service}.{namespace}.svc.cluster.local", "10.8.0.1:8000"):
         assert config.is_own_host(name), "also of a pod's address, which probes and Prometheus use"
     assert not config.is_own_host("evil.example")
 

@@ -109,8 +109,7 @@ def test_a_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")],
+    ("given", "expected"), [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")]
 )
 def test_a_run_always_has_a_name_that_stays(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     started = Started(tmp_path, *given, srun='echo "$*" >srun.called')
@@ -163,8 +162,5 @@ def test_a_preemption_that_signals_ray_alone_saves_and_requeues(tmp_path: Path) 
             os.kill(int((tmp_path / name).read_text()), signal.SIGTERM)
         assert script.wait(timeout=60) == 143
     assert (tmp_path / "saved").exists()
-    assert (tmp_path / "scancel.called").read_text().split("\n")[:2] == [
-        f"--batch --signal=USR1 {job}",
-        f"--signal=KILL {job}.0",
-    ]
+    assert (tmp_path / "scancel.called").read_text().split("\n")[:2] == [f"--batch --signal=USR1 {job}", f"--signal=KILL {job}.0"]
     assert (tmp_path / "scontrol.called").read_text() == f"requeue {job}\n"

@@ -100,8 +100,7 @@ def test_an_extra_that_is_not_there_is_listed_and_one_in_part_is_a_problem() -> 
     assert report.ok
     assert report.extras == {"onnx": "pip install 'rayrec[onnx]'"}
     assert any(
-        line.split(maxsplit=2) == ["extra", "onnx", "not installed: pip install 'rayrec[onnx]'"]
-        for line in report.lines()
+        line.split(maxsplit=2) == ["extra", "onnx", "not installed: pip install 'rayrec[onnx]'"] for line in report.lines()
     )
     in_part = {**CPU, "onnx": Installed("1.19")}
     assert doctor(installed=in_part, probes=WORKS, machine=MACHINE).extras == {}
@@ -131,24 +130,12 @@ def test_pytorch_s_own_cpu_build_of_fbgemm_gpu_fits() -> None:
 @pytest.mark.parametrize(
     ("gone", "machine", "commands"),
     [
-        (
-            ("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu"),
-            MACHINE,
-            ("pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0",),
-        ),
+        (("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu"), MACHINE, ("pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0",)),
         (("torchrec",), MACHINE, ("pip install --no-deps torchrec==1.8.0",)),
         (("fbgemm-gpu-cpu", "fbgemm-gpu"), MACHINE, ("pip install --no-deps fbgemm-gpu-cpu==1.8.0",)),
-        (
-            ("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu"),
-            GPU_MACHINE,
-            ("pip install --no-deps torchrec==1.8.0 fbgemm-gpu==1.8.0",),
-        ),
+        (("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu"), GPU_MACHINE, ("pip install --no-deps torchrec==1.8.0 fbgemm-gpu==1.8.0",)),
         # The distribution that only has the name would satisfy pip, so it goes first.
-        (
-            ("fbgemm-gpu-cpu",),
-            GPU_MACHINE,
-            ("pip uninstall -y fbgemm-gpu", "pip install --no-deps fbgemm-gpu==1.8.0"),
-        ),
+        (("fbgemm-gpu-cpu",), GPU_MACHINE, ("pip uninstall -y fbgemm-gpu", "pip install --no-deps fbgemm-gpu==1.8.0")),
     ],
 )
 def test_missing_torchrec_or_fbgemm(gone: tuple[str, ...], machine: Machine, commands: tuple[str, ...]) -> None:

@@ -47,11 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     first = save_clicks(folder / "a", seed=1, scale=3.0)
     own = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     wide = SMALL.replace(bottom_mlp=(64, 8), top_mlp=(64, 1))
-    return [
-        first,
-        save_clicks(folder / "b", seed=2, scale=3.0),
-        save_clicks(folder / "c", model=wide, preprocessor=own),
-    ]
+    return [first, save_clicks(folder / "b", seed=2, scale=3.0), save_clicks(folder / "c", model=wide, preprocessor=own)]
 
 
 @pytest.fixture(autouse=True)
@@ -198,9 +194,7 @@ def test_other_rows_are_refused(models: list[Saved], log: Path, monkeypatch: pyt
         rayrec.compare([str(saved.run) for saved in models[:2]], str(log), **QUIET)
 
 
-def test_baselines_are_trained_on_the_models_rows(
-    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_baselines_are_trained_on_the_models_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both learn; what they are trained and scored on, and that gates are of networks alone."""
     saved = save_clicks(tmp_path / "run", train_data={"path": str(log)})
     arguments = ["--baselines", "lightgbm", "logistic", "--resamples", "20", "--cluster.address", "none", "--json"]
@@ -243,9 +237,7 @@ def test_what_baselines_are_given(tmp_path: Path) -> None:
     preprocessor = hashed_preprocessor([4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)))
     given = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
     assert binary_metrics(given.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
-    lists = EncodedRows(
-        np.array([[0.5], [1.5]], np.float32), [Bags(np.array([3, 3, 4]), np.array([2, 1])), np.array([3, 3])]
-    )
+    lists = EncodedRows(np.array([[0.5], [1.5]], np.float32), [Bags(np.array([3, 3, 4]), np.array([2, 1])), np.array([3, 3])])
     features = one_hot(lists)
     assert features.shape == (2, 1 + (1 << 20))
     assert features.sum(axis=1).tolist() == [[0.5 + 3], [1.5 + 2]]

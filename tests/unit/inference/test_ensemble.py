@@ -92,8 +92,7 @@ def test_lists_are_one_by_one_where_a_model_takes_them_so(tmp_path: Path) -> Non
     inputs = ModelInputs.of(preprocessor.inputs)
     assert EnsembleConfig(models=(FINAL.replace(embedding_penalty=0.0), din)).sequences(inputs) == ("seen",)
     saved = [
-        save_clicks(tmp_path / str(seed), model=model, seed=seed, preprocessor=preprocessor)
-        for seed, model in enumerate(kinds)
+        save_clicks(tmp_path / str(seed), model=model, seed=seed, preprocessor=preprocessor) for seed, model in enumerate(kinds)
     ]
     rayrec.ensemble([str(model.run) for model in saved], out=str(tmp_path / "both"))
     rows = saved[0].rows(40)
@@ -161,17 +160,12 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
         FinalNetConfig(embedding_dim=16),
     )
     assert model.embedding_penalty == recipe.workload.model.embedding_penalty  # type: ignore[attr-defined]
-    changed = {
-        "class": "ensemble",
-        "models": [{"class": "deepfm", "mlp": [8]}, FINAL.to_dict() | {"embedding_penalty": 0}],
-    }
+    changed = {"class": "ensemble", "models": [{"class": "deepfm", "mlp": [8]}, FINAL.to_dict() | {"embedding_penalty": 0}]}
     model = recipe.replace(workload={"model": changed}).workload.model  # type: ignore[attr-defined]
     assert model.models == (DeepFMConfig(mlp=(8,)), FINAL.replace(embedding_penalty=0.0))
     assert recipes.load_config(recipe.replace(workload={"model": model}).to_yaml()).workload.model == model  # type: ignore[attr-defined]
     assert type(DLRMConfig.in_place_of(model)).__name__ == "DLRMConfig"
-    assert (
-        run(["config", "criteo_demo", "--model", "finalnet+dcnv2", "--workload.model.models.0.first-tower", "8"]) == 0
-    )
+    assert run(["config", "criteo_demo", "--model", "finalnet+dcnv2", "--workload.model.models.0.first-tower", "8"]) == 0
     model = recipes.load_config(capsys.readouterr().out).workload.model  # type: ignore[attr-defined]
     assert [type(one).__name__ for one in model.models] == ["FinalNetConfig", "DCNv2Config"]
     assert model.models[0].first_tower == (8,)

@@ -107,9 +107,7 @@ def test_a_damaged_entry_ends_the_journal(tmp_path: Path, expected: dict[str, by
     assert _bytes_of_files(tmp_path) == expected
 
 
-def test_killed_between_file_and_journal(
-    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_between_file_and_journal(tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module._Journal, "remove", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         killed = Parts(JobFolder(str(tmp_path)))

@@ -62,17 +62,9 @@ def test_pool_on_gpus() -> None:
 
 @pytest.mark.parametrize(
     ("cpus", "memory", "blocks", "expected"),
-    [
-        (8, 64, 100, 8),
-        (8, 61, 100, 8),
-        (8, 64, 3, 3),
-        (1, 64, 100, 1),
-        (8, 64, 0, 1),
-    ],  # 61: one copy of the weights fits
+    [(8, 64, 100, 8), (8, 61, 100, 8), (8, 64, 3, 3), (1, 64, 100, 1), (8, 64, 0, 1)],  # 61: one copy of the weights fits
 )
-def test_threads_that_share_the_weights_are_as_many_as_cores(
-    cpus: float, memory: int, blocks: int, expected: int
-) -> None:
+def test_threads_that_share_the_weights_are_as_many_as_cores(cpus: float, memory: int, blocks: int, expected: int) -> None:
     nodes = [_node(cpus, memory * GIB)]
     found = plan_pool(nodes, weight_bytes=60 * GIB, blocks=blocks, spare_cpus=0, device="cpu", shared_weights=True)
     assert found == Pool(expected, 1, 0)
@@ -83,14 +75,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         plan_pool([_node(8)], weight_bytes=100 * GIB, blocks=1, spare_cpus=0, device="cpu")
     match = r"scoring needs 65\.5 GB of memory for the weights, this machine has 65 GB free"
     with pytest.raises(InputError, match=match):
-        plan_pool(
-            [_node(8, int(60.5 * GIB))],
-            weight_bytes=60 * GIB,
-            blocks=9,
-            spare_cpus=0,
-            device="cpu",
-            shared_weights=True,
-        )
+        plan_pool([_node(8, int(60.5 * GIB))], weight_bytes=60 * GIB, blocks=9, spare_cpus=0, device="cpu", shared_weights=True)
 
 
 def test_sigmoid() -> None:
@@ -178,9 +163,7 @@ class Model:
 
 
 @pytest.mark.parametrize(("thread_safe", "num_loads"), [(True, 1), (False, 3)])
-def test_blocks_come_in_order_and_the_model_is_loaded_no_more_often_than_needed(
-    thread_safe: bool, num_loads: int
-) -> None:
+def test_blocks_come_in_order_and_the_model_is_loaded_no_more_often_than_needed(thread_safe: bool, num_loads: int) -> None:
     model, threads, before = Model(num_threads=3), torch.get_num_threads(), {*threading.enumerate()}
     pool = Pool(3, threads + 1, 0.0)
     tables = scored_tables(model.scoring(thread_safe=thread_safe), pool=pool, device="cpu")

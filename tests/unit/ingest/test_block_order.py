@@ -64,9 +64,7 @@ def test_after_drops_the_first_rows(pieces: list[Piece], rows: int) -> None:
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=10),
     moves=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=6),
 )
-def test_every_row_once_for_any_worker_numbers(
-    shuffle: str, sizes: list[int], moves: list[tuple[int, int, int]]
-) -> None:
+def test_every_row_once_for_any_worker_numbers(shuffle: str, sizes: list[int], moves: list[tuple[int, int, int]]) -> None:
     """3 workers for some steps, then 2, then 5 ...: no row lost, none twice."""
     blocks = make_order(sizes, shuffle).blocks(0)
     position, used = Position(), []
@@ -159,12 +157,7 @@ def test_an_order_is_known_by_what_a_position_in_it_depends_on() -> None:
     parts = [replace(part, start=part.start + 1), replace(part, stop=part.stop - 1)]
     parts += [replace(part, segment=replace(part.segment, **changes)) for changes in segments]
     first, _, last = order.parts
-    changes: list[dict[str, Any]] = [
-        {"seed": 8},
-        {"shuffle": "files"},
-        {"segments_per_block": 3},
-        {"parts": (first, part)},
-    ]
+    changes: list[dict[str, Any]] = [{"seed": 8}, {"shuffle": "files"}, {"segments_per_block": 3}, {"parts": (first, part)}]
     changes += [{"parts": (part, last, first)}, *({"parts": (first, other, last)} for other in parts)]
     assert len({order.identity, *(replace(order, **change).identity for change in changes)}) == 12
     unmixed = replace(order, shuffle="none")

@@ -62,9 +62,7 @@ def test_a_task_starts_only_while_there_is_room_for_its_block() -> None:
     def may_start(active: int, waiting: int) -> bool:
         operator: Any = Mock(num_active_tasks=lambda: active)
         state = SimpleNamespace(total_enqueued_output_blocks=lambda: waiting)
-        return _Bounded(None, defaultdict(lambda: state), None, bounds=Bounds(tasks=3, blocks=5)).can_add_input(
-            operator
-        )
+        return _Bounded(None, defaultdict(lambda: state), None, bounds=Bounds(tasks=3, blocks=5)).can_add_input(operator)
 
     assert [may_start(active, 0) for active in range(5)] == [True, True, True, False, False]
     assert [may_start(1, waiting) for waiting in range(6)] == [True, True, True, True, False, False]

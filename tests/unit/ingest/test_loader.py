@@ -62,12 +62,7 @@ def source_of(prepared: Prepared) -> TaskSource:
 
 
 def loader(
-    prepared: Prepared,
-    order: BlockOrder | None = None,
-    *,
-    source: TaskSource | None = None,
-    pinned: int = 0,
-    **changes: Any,
+    prepared: Prepared, order: BlockOrder | None = None, *, source: TaskSource | None = None, pinned: int = 0, **changes: Any
 ) -> ClickLoader:
     settings: dict[str, Any] = {"epochs": 1, "batch_size": 64, "rank": 0, "world_size": 1, **changes}
     share = Share(*(settings.pop(name) for name in ("rank", "world_size", "batch_size")))
@@ -214,9 +209,7 @@ def test_a_worker_may_have_an_empty_batch(prepared: Prepared) -> None:
 def test_slicer_adds_full_tables_also_to_no_rows() -> None:
     inputs = Schema(label="label", dense=(), sparse=("user", "item"), lists=("item",), tokens="any")
     lists = Bags(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
-    rows = EncodedRows(
-        np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)}
-    )
+    rows = EncodedRows(np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)})
     slicer = Slicer(iter([rows]), inputs, unpooled=("item",), tables={"table:item": 3})
     features = slicer.take(2, loss_weight=1.0).sequence_features
     assert features is not None
@@ -271,12 +264,7 @@ def test_workers_may_come_and_go(prepared: Prepared, moves: list[tuple[int, int,
     trained = RowTally()
     state: dict[str, Any] = Position().to_dict()
     for number, (world_size, steps, batch_size) in enumerate([*moves, (2, 10_000, 64)]):
-        options = {
-            "epochs": 2,
-            "position": Position.from_dict(state),
-            "world_size": world_size,
-            "batch_size": batch_size,
-        }
+        options = {"epochs": 2, "position": Position.from_dict(state), "world_size": world_size, "batch_size": batch_size}
         loaders = [loader(prepared, rank=rank, **options) for rank in range(world_size)]
         assert len({each.steps for each in loaders}) == 1
         for _ in range(min(steps, loaders[0].steps)):
@@ -340,9 +328,7 @@ def test_what_the_data_path_loses_or_repeats_is_counted(
     assert trained.lost_and_repeated(loading.rows_behind()) == (expected or (tasks[0][0],) * 2)
 
 
-@pytest.mark.parametrize(
-    ("calls", "expected"), [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))]
-)
+@pytest.mark.parametrize(("calls", "expected"), [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))])
 def test_batches_that_are_skipped_or_trained_twice_are_counted(
     prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]
 ) -> None:
@@ -394,9 +380,7 @@ def test_a_run_goes_on_in_the_very_order_it_began_with(prepared: Prepared, tmp_p
     position = Position.from_dict(json.loads(json.dumps(begun.state())))
     begun.close()
     again = open_index(Path(index.segments[0].path), segment_bytes=4_500)
-    others = [
-        dataclasses.replace(order, **change) for change in ({"seed": 4}, {"segments_per_block": 4}, {"shuffle": "none"})
-    ]
+    others = [dataclasses.replace(order, **change) for change in ({"seed": 4}, {"segments_per_block": 4}, {"shuffle": "none"})]
     for other in (*others, order_of(again), order_of(index, 0, ROWS - 1)):
         with pytest.raises(InputError, match=r"^train_data: the run began with other rows[^\n]* another --name$"):
             loader(prepared, other, position=position)
@@ -500,9 +484,7 @@ def test_arrow_carries_columns_of_one_kind_only() -> None:
     assert from_arrow(sliced)[0].dense.tolist() == [[3, 4, 5]]
 
 
-def test_a_run_of_many_epochs_is_planned_as_it_comes_to_them(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_many_epochs_is_planned_as_it_comes_to_them(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     blocks = BlockOrder.blocks
 

@@ -41,9 +41,7 @@ class Shards(ArrayRows):  # type: ignore[misc]  # final for others
         self.closed = True
 
 
-def _order(
-    source: ArrayRows, shuffle: str = "full", *, seed: int = 0, chunks_per_window: int = 2, **options: Any
-) -> RowOrder:
+def _order(source: ArrayRows, shuffle: str = "full", *, seed: int = 0, chunks_per_window: int = 2, **options: Any) -> RowOrder:
     return RowOrder(tuple(source.chunk_rows), shuffle, seed, chunks_per_window, **options)  # type: ignore[arg-type]
 
 
@@ -106,9 +104,7 @@ def test_every_row_comes_once_an_epoch_whoever_goes_on(
         options = {"batch_size": batch_size, "epochs": epochs, "state": state, "order": order}
         steps = _loader(source, world_size=world_size, **options).steps
         taken = steps if place == len(worlds) - 1 else data.draw(st.integers(0, steps))
-        rows = [
-            number for step in _all_workers(source, world_size, **{**options, "max_steps": taken}) for number in step
-        ]
+        rows = [number for step in _all_workers(source, world_size, **{**options, "max_steps": taken}) for number in step]
         loader = _loader(source, world_size=world_size, **options)
         assert loader.rows(taken) == len(rows)
         for _ in range(taken):
@@ -167,13 +163,7 @@ FOURS = (4, 4, 4, 4)
         ((10,), {"data_hash": "0a"}, (10,), {"data_hash": "0b"}, "data_hash 0a, and this has 0b"),
         ((10,), {"data_hash": "0a"}, (10,), {}, None),
         (FOURS, {"shuffle": "window"}, (3, 5, 4, 4), {}, "with chunk_rows"),
-        (
-            FOURS,
-            {"shuffle": "window"},
-            FOURS,
-            {"chunks_per_window": 3},
-            r"[^\n]*window 2, and this has 3[^\n]* another --name$",
-        ),
+        (FOURS, {"shuffle": "window"}, FOURS, {"chunks_per_window": 3}, r"[^\n]*window 2, and this has 3[^\n]* another --name$"),
         # A window that holds all chunks is one order, however large; elsewhere its size decides nothing.
         (FOURS, {"shuffle": "window", "chunks_per_window": 4}, FOURS, {"chunks_per_window": 9}, None),
         (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),

@@ -77,11 +77,7 @@ def numbers(pieces: Pieces, preprocessor: Preprocessor, engine: Given) -> list[i
 
 @pytest.mark.parametrize("made", [0, 1, 3, BLOCKS])
 def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
-    monkeypatch: pytest.MonkeyPatch,
-    pieces: Pieces,
-    preprocessor: Preprocessor,
-    never: threading.Event,
-    made: int,
+    monkeypatch: pytest.MonkeyPatch, pieces: Pieces, preprocessor: Preprocessor, never: threading.Event, made: int
 ) -> None:
     items = [(block, piece.start, piece.stop) for block, piece in pieces]
 
@@ -105,9 +101,7 @@ def test_blocks_that_never_come_are_made_here_once_the_run_is_asked_to_stop(
 
 
 def test_errors_of_data_tasks_and_an_early_end_go_through(
-    pieces: Pieces,
-    preprocessor: Preprocessor,
-    never: threading.Event,
+    pieces: Pieces, preprocessor: Preprocessor, never: threading.Event
 ) -> None:
     closed = threading.Event()
 

@@ -95,9 +95,7 @@ print(spinning_ns())
 def test_short_waits_let_threads_sleep() -> None:
     """Compares the CPU time of a thread that has nothing to do between operators, in a process whose OpenMP may spin."""
     environment = {name: value for name, value in os.environ.items() if name not in cpu_watch._WAIT_VARIABLES}
-    ended = subprocess.run(
-        [sys.executable, "-c", _SPINNING], env=environment, capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", _SPINNING], env=environment, capture_output=True, text=True, check=True)
     long_ns, short_ns, long_again_ns = map(int, ended.stdout.split())
     assert short_ns < min(long_ns, long_again_ns) / 3
 

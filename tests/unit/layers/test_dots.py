@@ -25,9 +25,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("rows", "features", "dim"), [(0, 3, 4), (1, 1, 1), (5, 2, 3), (7, 26, 16), (3, 33, 20), (600, 16, 33), (4, 70, 64)]
 )
-def test_the_kernel_equals_operators(
-    rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_the_kernel_equals_operators(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> None:
     dense, sparse, order = drawn(rows, features, dim, kinds)
     by_kernel = pairwise_dots(dense, sparse, order)
     by_operators = _OperatorDots.apply(dense, sparse, *_indices(order, dim, torch.device("cpu")))
@@ -35,9 +33,7 @@ def test_the_kernel_equals_operators(
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if kinds[0] == FLOAT else {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(by_kernel, by_operators, **tolerance)
     weights = torch.linspace(-1, 1, by_kernel.shape[1]).to(kinds[0])
-    results = [
-        torch.autograd.grad(output, (dense, sparse), weights.expand_as(output)) for output in (by_kernel, by_operators)
-    ]
+    results = [torch.autograd.grad(output, (dense, sparse), weights.expand_as(output)) for output in (by_kernel, by_operators)]
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if HALF not in kinds else {"rtol": 2e-2, "atol": 2e-2}
     for got, expected in zip(*results, strict=True):
         assert got.dtype == expected.dtype

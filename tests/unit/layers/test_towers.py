@@ -26,9 +26,7 @@ def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
-def gradients(
-    module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def gradients(module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     inputs = inputs.clone().requires_grad_()
     module.zero_grad()
     output = module(inputs)
@@ -122,9 +120,7 @@ def test_layers_without_bias_and_without_activation() -> None:
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(24, 100), (100, 300), (100, 24), (80, 80)])
-def test_a_weight_laid_out_by_inputs_gets_the_gradient_of_one_laid_out_by_outputs(
-    in_features: int, out_features: int
-) -> None:
+def test_a_weight_laid_out_by_inputs_gets_the_gradient_of_one_laid_out_by_outputs(in_features: int, out_features: int) -> None:
     torch.manual_seed(0)
     inputs, factors = torch.randn(50, in_features), torch.randn(50, out_features)
     by_inputs = torch.randn(in_features, out_features, requires_grad=True)

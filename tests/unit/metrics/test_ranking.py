@@ -127,11 +127,7 @@ def test_it_is_the_mean_of_the_groups_own(case: Rows) -> None:
 
 def many() -> Rows:
     chance = np.random.default_rng(0)
-    return (
-        chance.integers(0, 40, 1000) * 2**40,
-        chance.integers(-5, 5, 1000).astype(np.float32),
-        chance.integers(0, 2, 1000),
-    )
+    return (chance.integers(0, 40, 1000) * 2**40, chance.integers(-5, 5, 1000).astype(np.float32), chance.integers(0, 2, 1000))
 
 
 def a_rank(folder: str, rank: int) -> None:

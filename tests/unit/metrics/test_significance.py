@@ -41,9 +41,7 @@ def test_weighted_metrics_are_those_of_repeated_rows(decimals: int) -> None:
     logits = logits.round(decimals)
     weights = np.random.default_rng(1).integers(0, 4, 500).astype(np.uint8)
     expected = binary_metrics(np.repeat(logits, weights), np.repeat(labels, weights))
-    np.testing.assert_allclose(
-        _Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12
-    )
+    np.testing.assert_allclose(_Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12)
 
 
 def test_rows_are_drawn_as_poisson_says() -> None:

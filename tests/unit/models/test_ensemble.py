@@ -43,8 +43,7 @@ def batch(inputs: ModelInputs) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("config", "inputs"),
-    [(DLRM, INPUTS), (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)), (FINAL, INPUTS)],
+    ("config", "inputs"), [(DLRM, INPUTS), (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)), (FINAL, INPUTS)]
 )
 def test_each_member_learns_as_if_it_were_alone(config: ClickModelConfig, inputs: ModelInputs) -> None:
     """Its gradients are those of a model that has its weights and its part of each embedding, for all batches."""

@@ -30,9 +30,7 @@ CONFIG = WithoutLabelConfig(embedding_dim=4)
 def batch(*numbers: float) -> Batch:
     rows = len(numbers)
     ids = KeyedJaggedTensor(keys=["item"], values=torch.arange(rows), lengths=torch.ones(rows, dtype=torch.int32))
-    return Batch(
-        {"dense": torch.tensor(numbers).unsqueeze(1)}, 1.0, weights=torch.full((rows,), 2.0), sequence_features=ids
-    )
+    return Batch({"dense": torch.tensor(numbers).unsqueeze(1)}, 1.0, weights=torch.full((rows,), 2.0), sequence_features=ids)
 
 
 def test_a_model_without_a_label_learns_and_is_measured() -> None:
@@ -55,11 +53,7 @@ def test_predicted_values_become_columns_and_fields() -> None:
     for head in heads:
         assert head.json_schema().keys() == head.answer(values, lambda feature: np.arange(0, 40, 10)).keys()
         columns |= head.columns(values, lambda feature: np.arange(0, 40, 10))
-    assert {name: values.shape for name, values in columns.items()} == {
-        "best": (3, 2),
-        "scores": (3, 2),
-        "user": (3, 4),
-    }
+    assert {name: values.shape for name, values in columns.items()} == {"best": (3, 2), "scores": (3, 2), "user": (3, 4)}
     assert columns["best"].tolist() == [[30, 10]] * 3
 
 

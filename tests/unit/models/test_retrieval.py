@@ -38,9 +38,7 @@ def test_two_workers_train_the_weights_of_one(name: str, trained: Path) -> None:
 
 
 def test_two_towers_match_plain_pytorch(trained: Path) -> None:
-    weights = {
-        key: value.clone().requires_grad_() for key, value in _weights(trained / "two_tower_2" / "start").items()
-    }
+    weights = {key: value.clone().requires_grad_() for key, value in _weights(trained / "two_tower_2" / "start").items()}
     tables = {key: weights[key] for key in weights if key.endswith(("bags.user.weight", "embeddings.item.weight"))}
     users, items = (next(weights[key] for key in tables if f".{name}." in key) for name in ("user", "item"))
     counts = torch.zeros(1 << 16)
@@ -48,8 +46,7 @@ def test_two_towers_match_plain_pytorch(trained: Path) -> None:
 
     def vector(side: str, rows: torch.Tensor) -> torch.Tensor:
         weight, bias = (
-            next(weights[key] for key in network if key.endswith(f"{side}_tower.1.{part}"))
-            for part in ("weight", "bias")
+            next(weights[key] for key in network if key.endswith(f"{side}_tower.1.{part}")) for part in ("weight", "bias")
         )
         return functional.normalize(rows @ weight.T + bias, dim=1)
 

@@ -89,11 +89,7 @@ def test_a_loss_that_is_averaged_already_is_refused() -> None:
 def test_the_penalty_is_on_what_features_give_the_network() -> None:
     """Of the category `item` and the list `history`, which is read one by one, each embedding; of the list `tags` the sum."""
     inputs = ModelInputs(
-        0,
-        ("item", "history", "tags"),
-        "click",
-        vocabularies=("item", "item", "tags"),
-        lists=(("history", None), ("tags", None)),
+        0, ("item", "history", "tags"), "click", vocabularies=("item", "item", "tags"), lists=(("history", None), ("tags", None))
     )
     item, history, tags = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 3, 0]), torch.tensor([0, 1, 1, 4, 2])
     of_history, of_tags = torch.tensor([3, 0, 1]), torch.tensor([2, 3, 0])

@@ -200,11 +200,7 @@ def test_warm_time_lacks_what_follows_the_first_interval() -> None:
     start, first, second, *_ = run({"data": 0.2})
 
     def held_up(after: dict[str, Any]) -> list[dict[str, Any]]:
-        return [
-            after,
-            {**EVALUATED, "time": after["time"] + 3},
-            {**SAVED, "time": after["time"] + 4, "step": after["step"]},
-        ]
+        return [after, {**EVALUATED, "time": after["time"] + 3}, {**SAVED, "time": after["time"] + 4, "step": after["step"]}]
 
     events = [start, *held_up(first), *held_up(second)]
     summary = RunSummary(events)

@@ -148,9 +148,7 @@ def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**event, "time": event["time"] + later_s} for event in events]
 
 
-def test_plain_lines_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # the next is due in ten seconds
     assert "worker 1 died" in text

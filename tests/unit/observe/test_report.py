@@ -192,9 +192,7 @@ def test_trouble_with_a_report_is_noted(tmp_path: Path) -> None:
 
 
 def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, config: str = "seed: 0\n") -> report.Run:
-    return report.Run(
-        config, run_events.click_run(name=name, auroc=auroc, seconds=seconds), run_events.click_summary(auroc)
-    )
+    return report.Run(config, run_events.click_run(name=name, auroc=auroc, seconds=seconds), run_events.click_summary(auroc))
 
 
 def test_where_the_time_went() -> None:

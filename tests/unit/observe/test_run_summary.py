@@ -24,40 +24,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "stop": {"step": 20, "last": True},
     "finish": {"step": 40},
 }
-BEGIN: tuple[Described, ...] = (
-    (0, "run", {}),
-    (1, "attempt", {}),
-    (3, "start", {"step": 0}),
-    (5, "step", {"step": 20}),
-)
+BEGIN: tuple[Described, ...] = ((0, "run", {}), (1, "attempt", {}), (3, "start", {"step": 0}), (5, "step", {"step": 20}))
 END: tuple[Described, ...] = ((30, "finish", {}),)
 
 
 def summary(*described: Described) -> RunSummary:
-    return RunSummary(
-        {**DEFAULTS.get(kind, {}), "time": time, "kind": kind, **fields} for time, kind, fields in described
-    )
+    return RunSummary({**DEFAULTS.get(kind, {}), "time": time, "kind": kind, **fields} for time, kind, fields in described)
 
 
 @pytest.mark.parametrize(
     ("between", "expected"),
     [
         ((), []),
+        (((6, "failure", {"cause": "x"}), (10, "start", {"step": 8}), (11, "step", {"step": 20})), [Restart("x", 6, 12)]),
+        (((60, "run", {}), (64, "start", {"step": 16}), (65, "step", {"step": 20})), [Restart("the driver was lost", 60, 4)]),
         (
-            ((6, "failure", {"cause": "x"}), (10, "start", {"step": 8}), (11, "step", {"step": 20})),
-            [Restart("x", 6, 12)],
-        ),
-        (
-            ((60, "run", {}), (64, "start", {"step": 16}), (65, "step", {"step": 20})),
-            [Restart("the driver was lost", 60, 4)],
-        ),
-        (
-            (
-                (6, "stop", {"cause": "SIGTERM"}),
-                (60, "run", {}),
-                (64, "start", {"step": 20}),
-                (65, "step", {"step": 40}),
-            ),
+            ((6, "stop", {"cause": "SIGTERM"}), (60, "run", {}), (64, "start", {"step": 20}), (65, "step", {"step": 40})),
             [Restart("stopped: SIGTERM", 59, 0)],
         ),
         (  # the next driver cannot even prepare, the third goes on
@@ -128,9 +110,7 @@ def test_longer_training_of_finished_run_is_no_restart() -> None:
 
 def test_pause_is_no_restart() -> None:
     pause = (6, "stop", {"cause": "a planned pause", "paused": True})
-    run = summary(
-        *BEGIN, pause, (60, "run", {}), (61, "attempt", {}), (62, "start", {"step": 20}), (63, "step", {"step": 30})
-    )
+    run = summary(*BEGIN, pause, (60, "run", {}), (61, "attempt", {}), (62, "start", {"step": 20}), (63, "step", {"step": 30}))
     assert [(each.first_step, each.end, each.restart) for each in run.attempts] == [
         (0, "stopped: a planned pause", None),
         (20, None, None),
@@ -227,9 +207,7 @@ def test_curve_has_steps_done_again_once() -> None:
 
 
 def test_curve_joins_late_evaluation_and_step() -> None:
-    late = [
-        (7, "evaluate", {"step": 20, "set": name, "loss": loss}) for name, loss in (("validation", 1.0), ("test", 7.0))
-    ]
+    late = [(7, "evaluate", {"step": 20, "set": name, "loss": loss}) for name, loss in (("validation", 1.0), ("test", 7.0))]
     run = summary(*BEGIN[:3], (5, "step", {"step": 20, "rows": 640}), (6, "start", {"step": 20}), *late)
     assert run.curve() == [{"step": 20, "rows": 640, "validation_loss": 1.0, "time_s": 7}]
 

@@ -21,9 +21,7 @@ def gradient_of(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     gradient = torch.zeros(ROWS, COLUMNS)
     touched = torch.randint(30, (8,), generator=generator)
-    gradient[touched] = torch.randn(8, COLUMNS, generator=generator) * 10.0 ** torch.randint(
-        -4, 1, (8, 1), generator=generator
-    )
+    gradient[touched] = torch.randn(8, COLUMNS, generator=generator) * 10.0 ** torch.randint(-4, 1, (8, 1), generator=generator)
     if step % 100 == 3:
         gradient[30:35] = 1.0
     return gradient
@@ -90,9 +88,7 @@ def test_operators_for_gpus_update_as_the_kernels_do(every_row: bool, monkeypatc
     parts = [TablePart(start().detach().clone(), lambda: pytest.fail("not asked for")) for _ in range(2)]
     for number in range(1, 20):
         gradients = RowGradients.of_dense(gradient_of(number))
-        gradients = RowGradients(
-            torch.cat([gradients.ids, torch.tensor([39])]), torch.cat([gradients.values, torch.zeros(1, 6)])
-        )
+        gradients = RowGradients(torch.cat([gradients.ids, torch.tensor([39])]), torch.cat([gradients.values, torch.zeros(1, 6)]))
         parts[0].update(step_of(number, every_row=every_row), gradients)
         parts[1].update_by_operators(step_of(number, every_row=every_row), gradients)
     for name in ("weights", "exp_avg", "exp_avg_sq"):
@@ -118,9 +114,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = trained(TableAdam.of_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table)
     monkeypatch.undo()
     table = start()
-    assert torch.equal(
-        found, trained(TableAdam.of_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table)
-    )
+    assert torch.equal(found, trained(TableAdam.of_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -176,9 +170,7 @@ def test_tables_of_unequal_width_and_a_table_without_ids_keep_their_gradients_ap
     ranges = [(0, 12), (12, 18), (18, 18), (18, 24)]
     expected, found = lookups.of_tables(features), lookups.by_operators(features, ranges)
     for table, (kernel, operators) in zip(features, zip(expected, found, strict=True), strict=True):
-        dense = [
-            torch.zeros(table.rows, table.columns).index_add_(0, one.ids, one.values) for one in (kernel, operators)
-        ]
+        dense = [torch.zeros(table.rows, table.columns).index_add_(0, one.ids, one.values) for one in (kernel, operators)]
         torch.testing.assert_close(dense[1], dense[0])
         assert operators.values.is_contiguous()
     assert [len(one.ids) for one in found] == [len(one.ids) for one in expected]
@@ -227,9 +219,7 @@ def test_the_update_for_gpus_is_the_same(kind: Any, eps: float) -> None:
     for step in range(3):
         gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
         gradient[[0, 2, 5 - step]] = 0
-        for optimizer, table, update in zip(
-            optimizers, tables, (optimizers[0]._update, optimizers[1]._update_all), strict=True
-        ):
+        for optimizer, table, update in zip(optimizers, tables, (optimizers[0]._update, optimizers[1]._update_all), strict=True):
             with torch.no_grad():
                 update(table, gradient.clone(), learning_rate=0.1, eps=eps)
             assert len(optimizer.state[table]) == (kind != "sgd")

@@ -257,8 +257,7 @@ def test_scores_are_those_of_the_raw_rows(
     rayrec.export(run, out=str(tmp_path / "export"))
     dense, sparse, _ = loaded(arrays, "day_0")
     rows = [
-        {f"int_{n}": float(x) for n, x in enumerate(dense[row])}
-        | {f"cat_{n}": int(x) for n, x in enumerate(sparse[row])}
+        {f"int_{n}": float(x) for n, x in enumerate(dense[row])} | {f"cat_{n}": int(x) for n, x in enumerate(sparse[row])}
         for row in range(40)
     ]
     for source in (run, str(tmp_path / "export")):
@@ -429,9 +428,7 @@ def test_the_command(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_adopt_names_wrong_labels_and_fix(arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
     for day in range(3):
-        changed(
-            folder, f"day_{day}_labels.npy", lambda labels: np.resize(np.arange(1, 6, dtype=labels.dtype), labels.shape)
-        )
+        changed(folder, f"day_{day}_labels.npy", lambda labels: np.resize(np.arange(1, 6, dtype=labels.dtype), labels.shape))
     with pytest.raises(InputError, match=r"found 1, 2, 3, 4, 5 in column labels; derive one, such as labels >= 4$"):
         adopt(str(folder))
 
@@ -441,14 +438,10 @@ def test_adopt_rejects_ids_beyond_a_preprocessor(arrays: Path, tmp_path: Path) -
     folder = copy_of(arrays, tmp_path / "arrays")
 
     def put_id(value: int) -> None:
-        changed(
-            folder, "day_0_sparse.npy", lambda ids: np.where(np.indices(ids.shape).sum(0), ids.astype(np.int64), value)
-        )
+        changed(folder, "day_0_sparse.npy", lambda ids: np.where(np.indices(ids.shape).sum(0), ids.astype(np.int64), value))
 
     put_id(2**40)
-    with pytest.raises(
-        InputError, match=r"ids of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"
-    ):
+    with pytest.raises(InputError, match=r"ids of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"):
         adopt(str(folder))
     assert not (folder / "dataset.json").exists()
     with pytest.raises(InputError, match=r"must be from 1 to 1,099,511,627,776, got 1,099,511,627,777"):

@@ -35,11 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(
-    folder: Path,
-    columns: dict[str, str],
-    sample: Callable[[np.ndarray], dict[str, Any]],
-    rows: np.ndarray = ROWS,
-    **options: Any,
+    folder: Path, columns: dict[str, str], sample: Callable[[np.ndarray], dict[str, Any]], rows: np.ndarray = ROWS, **options: Any
 ) -> Path:
     with mds.load_streaming().MDSWriter(out=str(folder), columns=columns, size_limit=1200, **options) as writer:
         for row in rows:
@@ -128,8 +124,7 @@ def test_training_equals_training_on_rayrecs_own_shards(tmp_path: Path, tokenize
     own = tmp_path / "own"
     for name, rows in (("train", ROWS[:48]), ("validation", ROWS[48:])):
         sizes = [
-            s["samples"]
-            for s in json.loads((out / name[: 5 if name == "train" else 3] / "index.json").read_text())["shards"]
+            s["samples"] for s in json.loads((out / name[: 5 if name == "train" else 3] / "index.json").read_text())["shards"]
         ]
         edges = np.cumsum([0, *sizes])
         infos = [
@@ -224,7 +219,5 @@ def test_shards_that_were_not_adopted_name_the_command(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "set", FIXED, fixed))
     with pytest.raises(InputError, match=r"`rayrec adopt [^`]*set --tokenizer DIR`"):
         rayrec.train(recipes.gpt2_tiny(folder).replace(scaling={"num_workers": 1}), console=QUIET)
-    with pytest.raises(
-        InputError, match=r"holds MDS shards, not plain text; .*`rayrec adopt [^`]*set --tokenizer DIR`"
-    ):
+    with pytest.raises(InputError, match=r"holds MDS shards, not plain text; .*`rayrec adopt [^`]*set --tokenizer DIR`"):
         rayrec.preprocess(folder, out=str(tmp_path / "out"), format="mds", console=QUIET)

@@ -58,12 +58,7 @@ def chosen(config: PreparationConfig) -> Engine:
     ],
 )
 def test_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-    ray: Ray,
-    settings: dict[str, Any],
-    environment: str | None,
-    connected: bool,
-    on_ray: bool,
+    monkeypatch: pytest.MonkeyPatch, ray: Ray, settings: dict[str, Any], environment: str | None, connected: bool, on_ray: bool
 ) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: connected)
     if environment is not None:

@@ -21,14 +21,7 @@ from rayrec.data.logs.text_parser import TextParser, max_rows_in, padded, parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import murmur3
 from rayrec.prepare import data_report
-from rayrec.prepare.log_statistics import (
-    DECILES,
-    TOP,
-    Tally,
-    TallyJob,
-    quantile_edges,
-    row_hashes,
-)
+from rayrec.prepare.log_statistics import DECILES, TOP, Tally, TallyJob, quantile_edges, row_hashes
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s",))
@@ -74,16 +67,10 @@ def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject
     slices = [rows[:cut], rows[cut:]]
     assert tally.rows.tolist() == [len(part) for part in slices]
     assert tally.clicks.tolist() == [sum(row[0] for row in part) for part in slices]
-    absent = [
-        [sum(row[1] is None for row in p), sum(row[2] is None for row in p), sum(not row[3] for row in p)]
-        for p in slices
-    ]
+    absent = [[sum(row[1] is None for row in p), sum(row[2] is None for row in p), sum(not row[3] for row in p)] for p in slices]
     assert tally.missing.tolist() == absent
     present = [row[1] for row in rows if row[1] is not None]
-    assert tally.signs.tolist() == [
-        [sum(x < 0 for x in present), present.count(0)],
-        [0, sum(row[4] == 0 for row in rows)],
-    ]
+    assert tally.signs.tolist() == [[sum(x < 0 for x in present), present.count(0)], [0, sum(row[4] == 0 for row in rows)]]
     assert tally.limits[0].tolist() == ([min(present), -max(present)] if present else [math.inf, math.inf])
     assert tally.limits[1].tolist() == [min(row[4] for row in rows), -max(row[4] for row in rows)]
     for part, dense, sparse in zip(slices, tally.dense_bins, tally.sparse_bins, strict=True):
@@ -143,9 +130,7 @@ def test_rows_have_the_same_hash_where_they_are_the_same(rows: list[Row]) -> Non
 
 
 def test_a_value_is_not_hashed_like_the_same_one_elsewhere() -> None:
-    rows: list[Row] = [
-        (label, a, s, [], 0.0) for label, a, s in ((0, None, None), (0, 0.0, None), (0, None, 0), (1, None, None))
-    ]
+    rows: list[Row] = [(label, a, s, [], 0.0) for label, a, s in ((0, None, None), (0, 0.0, None), (0, None, 0), (1, None, None))]
     rows += [(0, None, None, tags, 0.0) for tags in ([0], [0, 0], [1, 2], [2, 1])]
     hashes = row_hashes(block_of_rows(rows)).tolist()
     assert len(set(hashes)) == len(rows)
@@ -211,9 +196,7 @@ def test_total_variation(first: list[int], second: list[int], expected: float | 
 def test_what_chance_makes_of_total_variation() -> None:
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(50, 0.5))
-    drawn = [
-        data_report.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares)) for _ in range(200)
-    ]
+    drawn = [data_report.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares)) for _ in range(200)]
     distances, by_chance = np.array(drawn).T
     assert by_chance.mean() == pytest.approx(distances.mean(), rel=0.05)
 
@@ -279,17 +262,10 @@ KNOWN, SOME = [70, 50, 60, 90], {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
 
 @pytest.mark.parametrize(
     ("column", "vocabulary", "counts", "expected"),
-    [
-        (FOUR, KNOWN, SOME, 0),
-        (THREE, KNOWN, SOME, 0.7),
-        (HASHED, [], {1: 3, 11: 2, 5: 4, 7: 1}, 0.5),
-        (HASHED, [], {}, None),
-    ],
+    [(FOUR, KNOWN, SOME, 0), (THREE, KNOWN, SOME, 0.7), (HASHED, [], {1: 3, 11: 2, 5: 4, 7: 1}, 0.5), (HASHED, [], {}, None)],
 )
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
-def test_collisions(
-    column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type
-) -> None:
+def test_collisions(column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type) -> None:
     known, tokens = np.array(vocabulary, dtype), np.array(list(counts), dtype)
     assert data_report.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64)) == expected
 

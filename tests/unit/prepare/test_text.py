@@ -92,9 +92,7 @@ def test_a_folder_says_what_it_holds(here: LoopEngine, beer: Path, tmp_path: Pat
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["source"] == [{"path": str(beer), "bytes": len(TEXT.encode())}]
     shards = json.loads((tmp_path / "out" / "train" / "index.json").read_text())["shards"]
-    names, sizes = (
-        [value(shard) for shard in shards] for value in (lambda s: s["raw_data"]["basename"], lambda s: s["samples"])
-    )
+    names, sizes = ([value(shard) for shard in shards] for value in (lambda s: s["raw_data"]["basename"], lambda s: s["samples"]))
     assert names == [f"shard.{number:05d}.mds" for number in range(len(shards))]
     assert len(set(sizes[:-1])) == 1
     assert sizes[-1] <= sizes[0]
@@ -131,10 +129,7 @@ def test_a_tokenizer_of_ones_own(here: LoopEngine, beer: Path, tmp_path: Path) -
     (own / "model.safetensors").write_bytes(b"weights")
     again = prepared(beer, tmp_path / "again", tokenizer=str(own), vocabulary_size=None)
     assert (again["hash"], again["tokenizer"]) == (first["hash"], first["tokenizer"])
-    assert {file.name for file in (tmp_path / "again" / "tokenizer").iterdir()} == {
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    assert {file.name for file in (tmp_path / "again" / "tokenizer").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     old = tmp_path / "old"
     old.mkdir()
     model = json.loads((own / "tokenizer.json").read_text())["model"]
@@ -249,9 +244,7 @@ def test_another_text_or_option_is_not_gone_on_with(here: LoopEngine, beer: Path
 
 
 @given(
-    counts=st.lists(st.integers(0, 50), min_size=1, max_size=12),
-    block_size=st.integers(1, 9),
-    rows_per_shard=st.integers(1, 7),
+    counts=st.lists(st.integers(0, 50), min_size=1, max_size=12), block_size=st.integers(1, 9), rows_per_shard=st.integers(1, 7)
 )
 def test_shards_hold_every_token_once_and_in_order(counts: list[int], block_size: int, rows_per_shard: int) -> None:
     parts = list(enumerate(counts, start=3))
@@ -304,9 +297,7 @@ def test_what_makes_no_sense_is_one_line(
         (b"text", r"out: exists already; [^\n]*"),
     ],
 )
-def test_text_that_is_none_is_one_line(
-    here: LoopEngine, beer: Path, tmp_path: Path, content: bytes | None, why: str
-) -> None:
+def test_text_that_is_none_is_one_line(here: LoopEngine, beer: Path, tmp_path: Path, content: bytes | None, why: str) -> None:
     beer.unlink() if content is None else beer.write_bytes(content)
     if content == b"text":
         (tmp_path / "out").mkdir()

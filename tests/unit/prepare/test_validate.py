@@ -54,9 +54,7 @@ def text_of(lines: Sequence[Line]) -> bytes:
     return "".join("\t".join(cells(*line)) + "\n" for line in lines).encode()
 
 
-def validate(
-    path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, preprocessor: Any = None
-) -> Report:
+def validate(path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, preprocessor: Any = None) -> Report:
     given = None if preprocessor is None else str(preprocessor)
     return module.validate(str(path), config=config, gates=gates, preprocessor=given, console=Console(quiet=True))
 
@@ -187,10 +185,7 @@ def test_a_file_written_anew_in_parts_is_one_slice() -> None:
     folder = "/c/tables/0123456789abcdef"
     paths = [f"{folder}/00000/d.csv.parquet", f"{folder}/00001/d.csv.parquet", "/log/e.parquet"]
     index = LogIndex(numbered(((path, 0, 5, 5) for path in paths), "table"), Faults())
-    assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [
-        ("d.csv", 0, 10),
-        ("e.parquet", 10, 15),
-    ]
+    assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [("d.csv", 0, 10), ("e.parquet", 10, 15)]
 
 
 def test_an_unlabelled_log(tmp_path: Path) -> None:
@@ -335,9 +330,7 @@ GATES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("failing", "passing", "files"), GATES, ids=lambda x: next(iter(x), ""))
-def test_a_gate_fails_and_passes(
-    tmp_path: Path, failing: dict[str, Any], passing: dict[str, Any], files: dict[str, Any]
-) -> None:
+def test_a_gate_fails_and_passes(tmp_path: Path, failing: dict[str, Any], passing: dict[str, Any], files: dict[str, Any]) -> None:
     path = log_of(tmp_path, **{**DAYS, **files})
     (gate,) = failing
     report = validate(path, ALLOWED.replace(**failing))
@@ -450,9 +443,7 @@ def test_duplicates_are_sampled_where_memory_is_short(tmp_path: Path, monkeypatc
 
 # -- other logs
 
-ANY = Schema(
-    label="y", dense=("price",), sparse=("user", "tags"), tokens="any", lists=("tags",), weight="w", delimiter=","
-)
+ANY = Schema(label="y", dense=("price",), sparse=("user", "tags"), tokens="any", lists=("tags",), weight="w", delimiter=",")
 CSV = """user,tags,y,price,w,ignored
 ann,red|blue,1,0.5,1,x
 bob,red,0,,2,x

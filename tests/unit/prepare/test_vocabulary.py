@@ -64,11 +64,7 @@ def separately(path: Path, config: PreparationConfig, rows: tuple[int, int] | No
     ("options", "rows", "twice"),
     [
         ({}, None, 0.0),
-        (
-            {"split": "sevenths"},
-            (0, 20_000 - 20_000 // 7),
-            0.06,
-        ),  # what is close to the border, since sizes are a guess
+        ({"split": "sevenths"}, (0, 20_000 - 20_000 // 7), 0.06),  # what is close to the border, since sizes are a guess
         ({"split": "sevenths", "preset": "mlperf-v1"}, None, 0.0),  # counts all rows
     ],
 )
@@ -96,9 +92,7 @@ def test_preprocessing_parses_text_once_for_the_vocabulary_and_once_to_write_it(
     path = str(click_log / "train.txt")
     config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, split="sevenths")
     parsed = Parsed(monkeypatch)
-    made = preprocess(
-        path, out=str(tmp_path / "ready"), rows=RowOutput(format="binary"), config=config, console=CONSOLE
-    )
+    made = preprocess(path, out=str(tmp_path / "ready"), rows=RowOutput(format="binary"), config=config, console=CONSOLE)
     assert 0 < parsed.beyond(2) <= 0.08  # segments at the borders of sets are read for both
     expected = separately(Path(path), config, (0, 20_000 - 20_000 // 7))
     assert made["preprocessor"] == expected.hash()
@@ -118,16 +112,10 @@ def test_preprocessing_parses_text_once_for_the_vocabulary_and_once_to_write_it(
 
 def test_rules_that_a_log_cannot_follow_are_refused_before_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("label,a,b\n1,2,3\n")
-    config = PreparationConfig(
-        preset="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any")
-    )
+    config = PreparationConfig(preset="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any"))
     with pytest.raises(InputError, match="need a log of hexadecimal tokens"):
         preprocess(
-            str(tmp_path / "log.csv"),
-            out=str(tmp_path / "out"),
-            rows=RowOutput(format="npy"),
-            config=config,
-            console=CONSOLE,
+            str(tmp_path / "log.csv"), out=str(tmp_path / "out"), rows=RowOutput(format="npy"), config=config, console=CONSOLE
         )
 
 

@@ -18,17 +18,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
-from builders.click_models import (
-    ANY,
-    NUM_TOKENS,
-    logits_of,
-    make_app,
-    make_model,
-    make_preprocessor,
-    row_object,
-    row_text,
-    token,
-)
+from builders.click_models import ANY, NUM_TOKENS, logits_of, make_app, make_model, make_preprocessor, row_object, row_text, token
 from builders.requests import Reply, ask, post, post_async, request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -85,8 +75,7 @@ def test_text_and_json_and_labelled_text_are_one(app: ScoringApp) -> None:
 
 def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
     expected = [
-        [name for column, name in enumerate(SCHEMA.sparse) if row.get(name) == f"{token(column, NUM_TOKENS):08x}"]
-        for row in ROWS
+        [name for column, name in enumerate(SCHEMA.sparse) if row.get(name) == f"{token(column, NUM_TOKENS):08x}"] for row in ROWS
     ]
     assert sum(map(len, expected)) > 50
     before = _samples(app)
@@ -108,8 +97,7 @@ def test_a_missing_category_is_not_unknown() -> None:
 
 def test_unknown_categories_of_hashed_columns_and_bags() -> None:
     hashed = tuple(
-        SparseColumn(50, None) if number else SparseColumn(NUM_TOKENS + 2, NUM_TOKENS)
-        for number in range(len(SCHEMA.sparse))
+        SparseColumn(50, None) if number else SparseColumn(NUM_TOKENS + 2, NUM_TOKENS) for number in range(len(SCHEMA.sparse))
     )
     known = np.array([token(0, number) for number in range(NUM_TOKENS)], np.uint32)
     model = make_model(make_preprocessor(sparse=hashed, tokens=known))
@@ -139,32 +127,20 @@ def test_own_schema() -> None:
     model = make_model(make_preprocessor(ANY))
     app = make_app(model)
     rows = [
-        {
-            "age": 3,
-            "price": 1.5,
-            "user": token(0, 1),
-            "item": str(token(1, 0)),
-            "tags": [token(2, 0), token(2, 1), None],
-        },
+        {"age": 3, "price": 1.5, "user": token(0, 1), "item": str(token(1, 0)), "tags": [token(2, 0), token(2, 1), None]},
         {"age": None, "price": -2e5, "user": "someone", "tags": ["a", str(token(2, 2)), "b"]},
         {"item": True, "click": 1, "importance": 0.5},
     ]
     found = post(app, {"rows": rows}, query="columns=true").json()
     assert found["unknown"] == [0, 3, 1]
     assert found["unknown_columns"] == [[], ["user", "tags"], ["item"]]
-    lines = [
-        f"3,1.5,{token(0, 1)},{token(1, 0)},{token(2, 0)}|{token(2, 1)}",
-        f',-2e5,"someone",,a|{token(2, 2)}|b',
-        ",,,1,",
-    ]
+    lines = [f"3,1.5,{token(0, 1)},{token(1, 0)},{token(2, 0)}|{token(2, 1)}", f',-2e5,"someone",,a|{token(2, 2)}|b', ",,,1,"]
     bare = "\n".join(lines).encode()
     labelled = "\n".join("1,0.5," + line for line in lines).encode()
     header = b'"age",price,user,item,tags\n' + bare
     lines[0], lines[1] = lines[1].replace("someone", "some,one"), lines[0]
     quoted = "\n".join(lines).encode()
-    turned = "\n".join(
-        ["tags,click,user,item,age,price", f"{token(2, 0)}|{token(2, 1)},0,{token(0, 1)},{token(1, 0)},3,1.5"]
-    )
+    turned = "\n".join(["tags,click,user,item,age,price", f"{token(2, 0)}|{token(2, 1)},0,{token(0, 1)},{token(1, 0)},3,1.5"])
     for text in (bare, bare + b"\r\n", labelled, header):
         answer = post(app, text, media_type="text/csv").json()
         assert answer["logits"] == found["logits"]
@@ -209,9 +185,7 @@ def test_a_wrong_header_is_no_row(text: bytes, field: str) -> None:
 def test_a_header_or_none() -> None:
     app, rows = APPS["texts"], b"a,b,c\nuser,b,c\n"
     header = b"tags,user,item\n"
-    expected = post(
-        app, {"rows": [{"user": "a", "item": "b", "tags": ["c"]}, {"user": "user", "item": "b", "tags": ["c"]}]}
-    )
+    expected = post(app, {"rows": [{"user": "a", "item": "b", "tags": ["c"]}, {"user": "user", "item": "b", "tags": ["c"]}]})
     turned = b"c,a,b\r\nc,user,b\r\n"
     for text, media_type in (
         (rows, "text/csv"),
@@ -230,10 +204,7 @@ def test_a_header_or_none() -> None:
     error_of(post(app, header.replace(b",", b"\t") + rows, media_type="text/tab-separated-values"), 400)
     error_of(post(app, header, media_type="text/csv"), 400)
     assert error_of(post(app, b"\xff\xfe" + rows, media_type="text/csv"), 400)["row"] == 0
-    assert (
-        post(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), header + turned, media_type="text/csv").status
-        == 200
-    )
+    assert post(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), header + turned, media_type="text/csv").status == 200
 
 
 @pytest.mark.parametrize("text", [b"a\n\nb\n", b"a\n\n", b"\na\n", b"\n", b"a\r\n\r\nb"])
@@ -258,9 +229,7 @@ def test_line_ends_in_quotes_are_no_rows() -> None:
     for text in (good + b"\n" + good, good + b"u,i,t\n\n\n" + good):
         error = error_of(post(APPS["texts"], text, media_type="text/csv"), 400)
         assert error["message"] == f"row {1 + text.count(b'u,i,t')}: empty line"
-    assert (
-        post(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), good * 2, media_type="text/csv").status == 200
-    )
+    assert post(make_app(make_model(make_preprocessor(TEXTS)), max_rows=2), good * 2, media_type="text/csv").status == 200
     schema = TEXTS.replace(sparse=("a\nb", 'c"', "tags"))
     app = make_app(make_model(make_preprocessor(schema)))
     for media_type in ("text/csv", "text/csv; header=present"):
@@ -332,9 +301,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int]]:
     row = st.fixed_dictionaries(
         dict.fromkeys(schema.dense, dense)
         | {
-            column: st.lists(_categories(schema).filter(bool), max_size=3)
-            if column in schema.lists
-            else _categories(schema)
+            column: st.lists(_categories(schema).filter(bool), max_size=3) if column in schema.lists else _categories(schema)
             for column in schema.sparse
         }
     )
@@ -345,10 +312,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int]]:
 def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> bytes:
     out = io.StringIO(newline="")
     hexadecimal = schema.tokens == "hexadecimal"
-    settings: dict[str, Any] = {
-        "delimiter": "\t" if hexadecimal else ",",
-        "lineterminator": "\n" if hexadecimal else "\r\n",
-    }
+    settings: dict[str, Any] = {"delimiter": "\t" if hexadecimal else ",", "lineterminator": "\n" if hexadecimal else "\r\n"}
     columns = schema.unlabelled().columns
     texts = [text for row in rows for value in row.values() for text in (value if isinstance(value, list) else [value])]
     # Fields without quotes lose the blanks around them.
@@ -430,24 +394,18 @@ def test_one_bad_request_among_many_harms_no_other(app: ScoringApp) -> None:
     replies = asyncio.run(together())
     assert [reply.status for reply in replies] == [400 if number % 3 else 200 for number in range(30)]
     # Alone or with others, a row's score differs in the last bits only.
-    np.testing.assert_allclose(
-        [reply.json()["logits"][0] for reply in replies[::3]], logits_of(MODEL, row_text(1))[0], atol=1e-5
-    )
+    np.testing.assert_allclose([reply.json()["logits"][0] for reply in replies[::3]], logits_of(MODEL, row_text(1))[0], atol=1e-5)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.binary(max_size=200) | st.lists(st.sampled_from([b"\t", b"\n", b"7e0ccccf", b"-", b"3", b"\r"])).map(b"".join)
-)
+@given(st.binary(max_size=200) | st.lists(st.sampled_from([b"\t", b"\n", b"7e0ccccf", b"-", b"3", b"\r"])).map(b"".join))
 def test_any_bytes_as_text(content: bytes) -> None:
     assert post(SHARED, content).status in (200, 400)
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9) | st.just("7e0ccccf"),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["int_0", "cat_5", "label", "x"]), inner)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["int_0", "cat_5", "label", "x"]), inner),
     max_leaves=12,
 )
 

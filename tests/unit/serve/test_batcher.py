@@ -36,14 +36,7 @@ def _in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _batcher(model: Model, **limits: int) -> Batcher:
     return Batcher(
-        model,
-        **{
-            "max_batch_rows": 100,
-            "max_batch_bytes": 1000,
-            "max_waiting_rows": 1000,
-            "max_waiting_requests": 100,
-            **limits,
-        },
+        model, **{"max_batch_rows": 100, "max_batch_bytes": 1000, "max_waiting_rows": 1000, "max_waiting_requests": 100, **limits}
     )
 
 
@@ -94,9 +87,7 @@ def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             threads.append(threading.current_thread().name.partition("_")[0])
             return model(bodies)
 
-        batcher = Batcher(
-            score, max_batch_rows=100, max_batch_bytes=1 << 20, max_waiting_rows=1000, max_waiting_requests=100
-        )
+        batcher = Batcher(score, max_batch_rows=100, max_batch_bytes=1 << 20, max_waiting_rows=1000, max_waiting_requests=100)
         model.may.release(9)
         tasks = await _submit(batcher, 1, 13, 2, 3, 99, 4)
         found = await asyncio.gather(*tasks, return_exceptions=True)

@@ -167,9 +167,7 @@ class World:
 
 
 @pytest.mark.parametrize("first_seed", [0, 100])
-def test_any_order_of_events_ends_on_one_model(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first_seed: int
-) -> None:
+def test_any_order_of_events_ends_on_one_model(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first_seed: int) -> None:
     class Scorer(SimpleNamespace):
         def __init__(self, model: ServedModel, counters: Counters) -> None:
             super().__init__(model=model, warm=lambda: None)
@@ -256,10 +254,7 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     found = server.change(lambda wanted: swapped(wanted, "b"))
     assert (found["model"], found["previous"], found["shadow"]) == ("b", "a", None)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
-    for path, cause in (
-        ("other columns", "schemas differ in"),
-        ("gone", r"gone: damaged \(the model before goes on\)"),
-    ):
+    for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the model before goes on\)")):
         with pytest.raises(InputError, match=cause):
             server.change(lambda wanted, path=path: swapped(wanted, path))
         with pytest.raises(InputError, match=cause):

@@ -18,39 +18,13 @@ Request = tuple[str, bytes, str]
 """Media type, body, query."""
 
 NUMBERS = [
-    *(
-        "true",
-        "false",
-        "null",
-        "0",
-        "-1",
-        "3.0",
-        "3.5",
-        "-0.0",
-        "1e2",
-        "1e18",
-        "-1e18",
-        "1e17",
-        "1e400",
-        "NaN",
-        "1.5e-300",
-    ),
+    *("true", "false", "null", "0", "-1", "3.0", "3.5", "-0.0", "1e2", "1e18", "-1e18", "1e17", "1e400", "NaN", "1.5e-300"),
     *("999999999999999999", "1000000000000000000", "9007199254740993", "9007199254740993.0", "-9223372036854775809"),
     *("9223372036854775808", "18446744073709551616", "1" + "0" * 40),
 ]
 TEXTS = [
     *('""', '" "', '"3"', '"03"', '" 3"', '"true"', '"nan"', '"0000000a"', '"0000000A"', '"g000000a"', '"+0000001"'),
-    *(
-        '"1234567"',
-        '"123456789"',
-        '"é"',
-        '"\\t"',
-        '"a\\nb"',
-        '"\\u0000"',
-        '"2022-02-03"',
-        '"' + "x" * 70 + '"',
-        '"u1|u2"',
-    ),
+    *('"1234567"', '"123456789"', '"é"', '"\\t"', '"a\\nb"', '"\\u0000"', '"2022-02-03"', '"' + "x" * 70 + '"', '"u1|u2"'),
 ]
 OTHERS = ["[]", "{}", "[1]", '["a"]', "[[1]]", "[null]", '[1, "1", true, 2.0]', '[1.5, ""]', "[1e400]"]
 
@@ -63,19 +37,9 @@ def _envelopes(good: str) -> Iterator[Request]:
     """Requests around rows; `good` is a row."""
     for body in (
         *(b"", b"{}", b"[]", b"null", b"{", b"\xff", b'{"rows": null}', b'{"rows": {}}', b'{"rows": []}'),
-        *(
-            b'{"rows": [{}], "more": 1}',
-            b'{"rows": [{}], "rows": [{}]}',
-            b'\xef\xbb\xbf{"rows": [{}]}',
-            b'{"rows": [{}]} x',
-        ),
+        *(b'{"rows": [{}], "more": 1}', b'{"rows": [{}], "rows": [{}]}', b'\xef\xbb\xbf{"rows": [{}]}', b'{"rows": [{}]} x'),
         *(_json("{}"), _json("1"), _json("{}", "null"), _json("[]"), _json('"row"'), _json("{}", "[1]", "2")),
-        *(
-            _json('{"owner": 1}'),
-            _json('{"' + "o" * 80 + '": 1}'),
-            _json('{"label": 1, "click": 1}'),
-            _json('{"like": "x"}'),
-        ),
+        *(_json('{"owner": 1}'), _json('{"' + "o" * 80 + '": 1}'), _json('{"label": 1, "click": 1}'), _json('{"like": "x"}')),
         *(_json(good, good.replace(":", " :")), _json(*[good] * 20), _json(*[good] * 21), _json('{"a": 1, "a": 2}')),
         *(b'{"rows": [' + b"[" * 200 + b"]" * 200 + b"]}", _json(*["{}"] * 20) + b" " * 200_000),
     ):
@@ -92,26 +56,9 @@ def _damaged(line: str, delimiter: str) -> Iterator[str]:
     """Text of one good line, and what may happen to it."""
     fields = line.split(delimiter)
     yield from (line, line + "\n", line + "\r\n", line + "\r" + line, "\n" + line, f"{line}\n\n{line}", f"{line}\n\n")
-    yield from (
-        line + delimiter,
-        delimiter.join(fields[:-1]),
-        line + "\x00",
-        f"{line}\n{line[:-3]}",
-        "\n".join([line] * 21),
-    )
-    yield from (
-        line.replace(fields[0], f" {fields[0]} ", 1),
-        line.replace(fields[0], f'"{fields[0]}"', 1),
-        f'"{line}',
-        "",
-    )
-    yield from (
-        "\ufeff" + line,
-        delimiter.join(["1", *fields]),
-        delimiter.join(["no label", "0.5", *fields]),
-        " ",
-        "x" * 300,
-    )
+    yield from (line + delimiter, delimiter.join(fields[:-1]), line + "\x00", f"{line}\n{line[:-3]}", "\n".join([line] * 21))
+    yield from (line.replace(fields[0], f" {fields[0]} ", 1), line.replace(fields[0], f'"{fields[0]}"', 1), f'"{line}', "")
+    yield from ("\ufeff" + line, delimiter.join(["1", *fields]), delimiter.join(["no label", "0.5", *fields]), " ", "x" * 300)
     for value in ("+3", "3.0", "03", "1e3", "-", "nan", "true", "9" * 18, "9" * 19, "9" * 400, "é", "0x10"):
         yield delimiter.join([value, *fields[1:]])
 
@@ -150,18 +97,7 @@ def _own_requests() -> Iterator[Request]:
     for value in (*NUMBERS[::2], *TEXTS, *OTHERS):
         for name in ("user", "tags"):
             yield JSON, _json("{}", f'{{"{name}": {value}}}'), ""
-    for value in (
-        "[]",
-        "[1]",
-        '[1, null, "a", true]',
-        "[1e19]",
-        '["x"]',
-        "null",
-        "3",
-        "[1, 2]",
-        "[NaN]",
-        "[null, null]",
-    ):
+    for value in ("[]", "[1]", '[1, null, "a", true]', "[1e19]", '["x"]', "null", "3", "[1, 2]", "[NaN]", "[null, null]"):
         yield JSON, _json(f'{{"tag_weights": {value}, "tags": ["tag 1", "tag 2"]}}'), ""
         yield JSON, _json("{}", f'{{"shops": {value}, "history": [1, 2]}}'), "columns=true"
     for text in _damaged(line, ","):
@@ -178,14 +114,7 @@ def _own_requests() -> Iterator[Request]:
         for value in values:
             yield CSV, ",".join([*fields[:place], value, *fields[place + 1 :]]).encode(), "columns=true"
     header = ",".join(names)
-    for head in (
-        header,
-        header.upper(),
-        header.replace("item", "itm"),
-        ",".join(names[1:]),
-        f"{header},age",
-        f"{header},click",
-    ):
+    for head in (header, header.upper(), header.replace("item", "itm"), ",".join(names[1:]), f"{header},age", f"{header},click"):
         tail = ",0" if head.endswith(("age", "click")) else ""
         yield CSV, f"{head}\n{line}{tail}\n".encode(), ""
         yield f"{CSV}; header=present", f"{head}\r\n{line}{tail}\r\n{line}{tail}".encode(), ""
@@ -235,8 +164,7 @@ def test_replies_are_golden(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         return await asyncio.gather(*map(post, requests))
 
     keys = [
-        f"{place} {media_type}{query and '?' + query} {body[:90]!r}"
-        for place, (media_type, body, query) in enumerate(requests)
+        f"{place} {media_type}{query and '?' + query} {body[:90]!r}" for place, (media_type, body, query) in enumerate(requests)
     ]
     for ask in (one_by_one, together):
         replies = asyncio.run(ask())

@@ -134,9 +134,7 @@ def test_nothing_is_taken_without_end() -> None:
     line = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
     endless = itertools.chain([line], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
     assert _sent_until_closed(port, endless) < 20_000_000
-    body = itertools.chain(
-        [line + b"transfer-encoding: chunked\r\n\r\n0\r\n"], itertools.repeat(b"a: b\r\n" * 1000, 10_000)
-    )
+    body = itertools.chain([line + b"transfer-encoding: chunked\r\n\r\n0\r\n"], itertools.repeat(b"a: b\r\n" * 1000, 10_000))
     assert _sent_until_closed(port, body) < 20_000_000
     _sent_until_closed(port, [])  # says nothing
     _sent_until_closed(port, [b"POST /v1/score HTTP"])  # and not enough
@@ -239,12 +237,7 @@ def test_ending_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.listener._SETTLE_S", 0.4)
     port = free_ports(1)
     ending = Listener(
-        make_app(make_model()),
-        host="127.0.0.1",
-        port=port,
-        max_body_bytes=10_000,
-        end_s=5,
-        limits=Limits(ending_s=5),
+        make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=5, limits=Limits(ending_s=5)
     )
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         closing = threading.Thread(target=ending.close)
@@ -268,9 +261,7 @@ def test_a_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(InputError, match="cannot listen there"):
-            Listener(
-                make_app(make_model()), host="127.0.0.1", port=taken.getsockname()[1], max_body_bytes=1 << 20, end_s=1
-            )
+            Listener(make_app(make_model()), host="127.0.0.1", port=taken.getsockname()[1], max_body_bytes=1 << 20, end_s=1)
 
 
 LAST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -298,10 +289,7 @@ def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[
 
 
 OFFERS = [b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"]
-OFFERS += [
-    b"Connection: upgrade\r\nUpgrade: websocket\r\n",
-    b"upgrade: h2c, foo/2\r\nconnection: keep-alive, upgrade\r\n",
-]
+OFFERS += [b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"upgrade: h2c, foo/2\r\nconnection: keep-alive, upgrade\r\n"]
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "others"])

@@ -48,9 +48,7 @@ _serialize()
 def test_a_fuzzer_finds_nothing(schema: Schema, with_token: bool) -> None:
     _text(schema)
     digest = hashlib.sha256(TOKEN.encode()).digest() if with_token else None
-    app = make_app(
-        make_model(make_preprocessor(schema)), token_digest=digest, max_rows=5, allowed_hosts=("testserver",)
-    )
+    app = make_app(make_model(make_preprocessor(schema)), token_digest=digest, max_rows=5, allowed_hosts=("testserver",))
     headers = {"authorization": f"Bearer {TOKEN}"} if with_token else {}
     fuzzed = schemathesis.openapi.from_asgi("/openapi.json", app, config=REFUSALS, headers=headers)
     seen: set[tuple[str, int]] = set()
@@ -59,9 +57,7 @@ def test_a_fuzzer_finds_nothing(schema: Schema, with_token: bool) -> None:
         response = case.call(headers=headers)
         # Lines of text have a grammar that a JSON schema does not tell; there only the answer is looked at.
         is_text = case.media_type in ("text/tab-separated-values", "text/csv")
-        left_out = (
-            [schemathesis.checks.CHECKS.get_one(name) for name in ("positive_data_acceptance",)] if is_text else []
-        )
+        left_out = [schemathesis.checks.CHECKS.get_one(name) for name in ("positive_data_acceptance",)] if is_text else []
         case.validate_response(response, headers=headers, excluded_checks=left_out)
         seen.add((case.path, response.status_code))
 

@@ -307,13 +307,7 @@ def test_damaged_checkpoints_are_skipped_by_following(
     sound = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}
     without_score = {name: value for name, value in sound.items() if name != "score"}
     without_files = {name: value for name, value in sound.items() if name != "files"}
-    damaged = [
-        without_score,
-        without_files,
-        {**sound, "files": None},
-        {**sound, "score": "0.9"},
-        {**sound, "version": 9},
-    ]
+    damaged = [without_score, without_files, {**sound, "files": None}, {**sound, "score": "0.9"}, {**sound, "version": 9}]
     for step, manifest in enumerate(damaged, start=20):
         write_json(f"{folder_of(str(tmp_path), step)}/manifest.json", seal(manifest))
     (Path(folder_of(str(tmp_path), 30)) / "manifest.json").mkdir(parents=True)

@@ -73,10 +73,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "grown folder": (lambda folder: write_day(folder / "log", 2), "train_data has 3 files of"),
     "grown file": (lambda folder: write_day(folder / "log", 1, rows=301), "train_data has 2 files of"),
     "bytes of the same size": (same_size, "train_data has 2 files of"),
-    "renamed file": (
-        lambda folder: (folder / "log" / "day_0.csv").rename(folder / "log" / "a.csv"),
-        "still has 2 files of",
-    ),
+    "renamed file": (lambda folder: (folder / "log" / "day_0.csv").rename(folder / "log" / "a.csv"), "still has 2 files of"),
     "path that is gone": (moved, "log: no such file or folder"),
     "no files": (emptied, "holds no data files"),
 }
@@ -84,9 +81,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("quiet", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_finished_run_rejects_other_data(
-    finished: Path, capsys: pytest.CaptureFixture[str], change: str, quiet: bool
-) -> None:
+def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureFixture[str], change: str, quiet: bool) -> None:
     make, expected = CHANGES[change]
     make(finished)
     assert train(finished, quiet=quiet) == 2

@@ -30,12 +30,7 @@ MEASURED = MeasuredSpeed(
 
 def shares_of(shape: ClusterShape, *, workers: int, use_gpu: bool = False) -> Layout:
     return layout(
-        shape.resources(),
-        num_workers=workers,
-        use_gpu=use_gpu,
-        cpus_per_worker=None,
-        resources_per_worker={},
-        data_nodes="auto",
+        shape.resources(), num_workers=workers, use_gpu=use_gpu, cpus_per_worker=None, resources_per_worker={}, data_nodes="auto"
     )
 
 
@@ -107,9 +102,7 @@ def test_cpus_that_keep_a_gpu_busy() -> None:
 
 
 def test_what_a_gpu_trains_may_be_given() -> None:
-    measured = replace(
-        MEASURED, device="cuda", num_workers=1, rows_per_s=500_000.0, given=True, notes=("Not looked at.",)
-    )
+    measured = replace(MEASURED, device="cuda", num_workers=1, rows_per_s=500_000.0, given=True, notes=("Not looked at.",))
     text = of(measured, "cpus=16,gpus=1,nodes=2,gpu_rows_per_s=500000").text()
     assert "  model    1M rows/s in all, by gpu_rows_per_s: given, not measured\n" in text
     assert "5 CPUs for data tasks keep one GPU busy" in text

@@ -268,9 +268,7 @@ def test_a_stop_trains_what_was_pulled_and_saves(ahead: int) -> None:
 
 
 @pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(15, 16, [16, 20]), (20, 20, [20])])
-def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(
-    stop_at: int, step: int, evaluated: list[int]
-) -> None:
+def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(stop_at: int, step: int, evaluated: list[int]) -> None:
     run = Run(ahead=1, stop_at=stop_at)
     assert not run.run()
     assert run.saves[-1] == (step, 10 * step, None, True, True)
@@ -308,9 +306,7 @@ def test_early_stopping_saves_the_best_and_the_last() -> None:
         ([0.50, 0.70, 0.60, 0.75], 2, 0.75),
     ],
 )
-def test_patience_counts_from_the_last_sufficient_improvement(
-    scores: list[float], since_best: int, best: float
-) -> None:
+def test_patience_counts_from_the_last_sufficient_improvement(scores: list[float], since_best: int, best: float) -> None:
     progress = Progress()
     for step, score in enumerate(scores):
         progress.step = step
@@ -412,9 +408,7 @@ def slow_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(("step_s", "seen_at"), [(0.001, 16), (1.0, 13), (10.0, 10)])
-def test_a_wish_to_stop_is_seen_between_logs(
-    slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int
-) -> None:
+def test_a_wish_to_stop_is_seen_between_logs(slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int) -> None:
     """Looks come after steps 1, 2, 4 and so on, but 5 s apart at most, or a step."""
     run = slow_run(step_s, ahead=ahead, stop_at=10)
     assert not run.run()
@@ -426,9 +420,7 @@ def test_a_wish_to_stop_is_seen_between_logs(
 
 
 @pytest.mark.parametrize(("notice", "stopped"), [({}, 16), ({"preempt_at": 4}, 12)])
-def test_after_a_notice_looks_come_every_second(
-    slow_run: Callable[..., Run], notice: dict[str, int], stopped: int
-) -> None:
+def test_after_a_notice_looks_come_every_second(slow_run: Callable[..., Run], notice: dict[str, int], stopped: int) -> None:
     """So that the run ends near the deadline of the notice, and not a look of 5 s before it."""
     run = slow_run(0.5, ahead=1, evaluate_every=20, stop_at=12, **notice)
     assert not run.run()
@@ -569,9 +561,7 @@ def tally(rows: int) -> RowTally:
 @pytest.mark.parametrize(
     ("fault", "rows", "expected"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))]
 )
-def test_rows_are_counted_where_they_are_trained(
-    ahead: int, fault: dict[str, int], rows: int, expected: tuple[int, int]
-) -> None:
+def test_rows_are_counted_where_they_are_trained(ahead: int, fault: dict[str, int], rows: int, expected: tuple[int, int]) -> None:
     run, batches = Run(ahead=ahead, checkpoint={"every": 5}), 19 if "again" in fault else 20
     run.loader = NumberedLoader(0, batches, **fault)
     run.loader.steps = rows // 10

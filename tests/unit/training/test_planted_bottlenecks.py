@@ -188,9 +188,7 @@ def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Verdict:
     order = BlockOrder(tuple(Part(s, 0, s.rows) for s in index.segments), "window", 0, 3)
     source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
     loader = Loader(order, ClickBatches(source, SCHEMA), Share(0, 1, 32), epochs=1)
-    configuration = recipes.criteo_demo("none").replace(
-        log_every=4, evaluate_every=10**6, early_stopping={"patience": 0}
-    )
+    configuration = recipes.criteo_demo("none").replace(log_every=4, evaluate_every=10**6, early_stopping={"patience": 0})
     found, _ = train(configuration, setup, loader)
     return found
 

@@ -109,10 +109,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
             for rank in range(2):
                 log = log_of_first.write if rank == 0 else unheard
                 profiler = step_profiler.make_profiler(
-                    worker(rank),
-                    str(tmp_path),
-                    SimpleNamespace(subscribe=id),
-                    lambda kind, fields, log=log: log(kind, **fields),
+                    worker(rank), str(tmp_path), SimpleNamespace(subscribe=id), lambda kind, fields, log=log: log(kind, **fields)
                 )
                 profiler.ask(profiling.Window(**wish))
                 for step in range(40, 50):
@@ -139,9 +136,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
         ("run", {}, "another driver began"),
     ],
 )
-def test_who_asks_is_told_that_training_ended_before(
-    tmp_path: Path, kind: str, fields: dict[str, Any], told: str
-) -> None:
+def test_who_asks_is_told_that_training_ended_before(tmp_path: Path, kind: str, fields: dict[str, Any], told: str) -> None:
     place = tmp_path / "events.jsonl"
     so_far = [{"kind": "run", "time": time.time() - 100}, {"kind": "failure", "time": time.time() - 60, "cause": "old"}]
     place.write_text("".join(json.dumps(event) + "\n" for event in so_far))

@@ -82,9 +82,7 @@ def tear(folder: str, step: int, name: str) -> None:
     flip(f"{folder_of(folder, step)}/{name}", -2, bit=4)  # before it, a file so small is mostly header
 
 
-def test_a_manifest_that_goes_bad_after_the_look_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_that_goes_bad_after_the_look_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resumed = Resumed(tmp_path, 1, 2)
 
     def look_and_tear(folder: str, **arguments: Any) -> Checkpoint | None:
@@ -177,9 +175,7 @@ def test_the_lease_is_written_when_a_full_disk_has_room_again(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
-def test_it_does_not_begin_anew_because_of_a_bad_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_it_does_not_begin_anew_because_of_a_bad_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     resumed = Resumed(tmp_path, 1)
     enduring = storage.files.enduring
 

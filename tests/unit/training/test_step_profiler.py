@@ -150,9 +150,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("where", ["construct", "start", "stop"])
-def test_whatever_fails_in_a_recording_is_told_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_whatever_fails_in_a_recording_is_told_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(step_profiler, "profile", Broken(where))
     assert Recorded(tmp_path).record(Window("broken", 0, 1), 0, 3).failed == [where]
 

@@ -87,9 +87,7 @@ def summarized(folder: Path, lines: list[str]) -> tuple[Result, list[str]]:
         ({"steps": None, "epochs": 2}, {"epochs": 3, "batch_size": 7}, False),
     ],
 )
-def test_more_steps_or_epochs_alone_are_the_same_run(
-    ended: dict[str, Any], asked: dict[str, Any], longer: bool
-) -> None:
+def test_more_steps_or_epochs_alone_are_the_same_run(ended: dict[str, Any], asked: dict[str, Any], longer: bool) -> None:
     config = data_parallel.config(1).replace(name="run", **ended)
     summary = {"config_hash": run_hash(config), "steps": 12, "epochs": ended.get("epochs", 0.4)}
     assert is_longer(config.replace(**asked), summary) is longer
@@ -107,9 +105,7 @@ class Prepared(data_parallel.Small):
     wrong: str = ""
 
     def prepare(self, context: RunContext) -> Any:
-        context.note(
-            f"waits {storage.outage_s():g} s for a store, its tasks {context.engine.placement.max_outage_s:g} s"
-        )
+        context.note(f"waits {storage.outage_s():g} s for a store, its tasks {context.engine.placement.max_outage_s:g} s")
         if self.wrong:
             raise InputError(self.wrong)
 
@@ -128,9 +124,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
     monkeypatch.setattr(ray_launcher, "start_ahead", lambda *_: None)  # a test before may have left a Ray
     monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
 
-    def fail(
-        error: BaseException, *, wrong: bool = False, finishes: bool = False, **changes: Any
-    ) -> list[dict[str, Any]]:
+    def fail(error: BaseException, *, wrong: bool = False, finishes: bool = False, **changes: Any) -> list[dict[str, Any]]:
         def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any]:
             for event in told()[1:3]:
                 driver.events.write(**{name: value for name, value in event.items() if name != "time"})

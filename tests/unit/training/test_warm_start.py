@@ -144,8 +144,7 @@ def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
             continue
         number = new_p.inputs.sparse.index(vocabulary)
         old_ids, new_ids = (
-            dict(zip(p.vocabulary(number).tolist(), p.sparse[number].ids().tolist(), strict=True))
-            for p in (old_p, new_p)
+            dict(zip(p.vocabulary(number).tolist(), p.sparse[number].ids().tolist(), strict=True)) for p in (old_p, new_p)
         )
         fresh = torch.zeros_like(tensor)
         if name.startswith("model."):
@@ -278,9 +277,7 @@ def test_other_models_start_with_all_weights_by_name(tmp_path: Path) -> None:
     still = settings.replace(
         name="kept", init_from=str(tmp_path / "old"), steps=1, workload={"optimizer": {"learning_rate": 0.0}}
     )
-    assert (
-        train(still).summary["validation"]["loss"] != first["validation"]["loss"]
-    )  # batch norm has seen another batch
+    assert train(still).summary["validation"]["loss"] != first["validation"]["loss"]  # batch norm has seen another batch
     before, after = tensors(tmp_path / "old"), tensors(tmp_path / "kept")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name.endswith("weight"))

@@ -13,18 +13,7 @@ from rayrec import recipes
 from rayrec.config import InputError, line_of
 from rayrec.tuning import trials
 from rayrec.tuning.space import TuneConfig
-from rayrec.tuning.trials import (
-    Job,
-    Standing,
-    best_of,
-    chosen,
-    cost,
-    folder_of,
-    num_kept,
-    order_of_trials,
-    run_waves,
-    shares_of,
-)
+from rayrec.tuning.trials import Job, Standing, best_of, chosen, cost, folder_of, num_kept, order_of_trials, run_waves, shares_of
 from rayrec.workloads.base import TrainConfig
 
 THIRDS = TuneConfig()
@@ -50,9 +39,7 @@ def test_shares_and_cost() -> None:
             assert cost(num_trials, TuneConfig(keep_fraction=keep)) < 0.2
 
 
-@pytest.mark.parametrize(
-    ("count", "keep", "kept"), [(48, 1 / 3, 16), (16, 1 / 3, 6), (3, 1 / 3, 1), (1, 1 / 3, 1), (4, 0.5, 2)]
-)
+@pytest.mark.parametrize(("count", "keep", "kept"), [(48, 1 / 3, 16), (16, 1 / 3, 6), (3, 1 / 3, 1), (1, 1 / 3, 1), (4, 0.5, 2)])
 def test_how_many_go_on(count: int, keep: float, kept: int) -> None:
     assert num_kept(count, keep) == kept
 
@@ -90,9 +77,7 @@ class Pool:
         elif job.number == 9:  # stops early by itself
             Standing("finished", (0.645,)).save(folder)
         else:
-            value = (
-                None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
-            )
+            value = None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
             Standing("finished" if job.share == 1 else "paused", (*before.values, value)).save(folder)
         return job
 

@@ -98,9 +98,7 @@ def test_a_trial_that_paused_has_the_weights_of_a_run_that_never_did(
     assert starts == [0, 2, 6, 18]
 
 
-def test_the_same_call_trains_nothing_twice(
-    found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_call_trains_nothing_twice(found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
     before = [place.read_bytes() for place in events]
     monkeypatch.setattr(of_searches, "HerePool", None)
@@ -153,9 +151,7 @@ def test_a_killed_search_ends_like_one_that_was_not(
 
 # Own logs ------------------------------------------------------------------------------------------------------------
 
-ONE_LABEL = Schema(
-    label="click", dense=("price",), sparse=("item", "user", "day"), group="user", tokens="any", delimiter=","
-)
+ONE_LABEL = Schema(label="click", dense=("price",), sparse=("item", "user", "day"), group="user", tokens="any", delimiter=",")
 TWO_LABELS = ONE_LABEL.replace(
     labels=(Label(name="seconds", kind="number"),),
     sparse=(*ONE_LABEL.sparse, "tags"),
@@ -226,9 +222,7 @@ def test_own_log_search_matches_training_from_raw_rows(
     best = recipes.load_config(Path(found["best_config"]).read_text())
     assert best.workload == config.replace(workload={"dense_optimizer": {"learning_rate": 0.03}}).workload
     assert best.workload.schema.group == "user"
-    alone = trainer.train(
-        best.replace(name="alone", scaling={"num_workers": 1}, cluster={"num_cpus": 1}), console=QUIET
-    )
+    alone = trainer.train(best.replace(name="alone", scaling={"num_workers": 1}, cluster={"num_cpus": 1}), console=QUIET)
     assert alone.summary["weights_sha256"] == trials[1]["weights_sha256"]
     # CSV is converted once, below the storage path.
     converted = list(tmp_path.glob("**/tables/**/*.parquet"))
@@ -237,9 +231,7 @@ def test_own_log_search_matches_training_from_raw_rows(
 
 
 @pytest.mark.extended
-def test_search_in_s3_resumes_and_matches_a_local_one(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_in_s3_resumes_and_matches_a_local_one(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted while the rows are written."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     log = own_log(str(tmp_path / "log.csv"))

@@ -55,9 +55,7 @@ def test_grids_alone_are_tried_once_each() -> None:
 
 
 def test_draws_are_spread_over_their_range() -> None:
-    space = Space.of(
-        {"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}}, source="s"
-    )
+    space = Space.of({"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}}, source="s")
     trials = space.trials(2001, seed=3)[1:]
     logarithms = [math.log10(trial["a"]) for trial in trials]
     assert sum(logarithms) / 2000 == pytest.approx(-3, abs=0.15)

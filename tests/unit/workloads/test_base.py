@@ -82,9 +82,7 @@ def test_a_plateau_lowers_learning_rates(factor: float) -> None:
 def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None:
     dense_only = Schema(dense=("age", "price"), tokens="any", delimiter=",")
     config = recipes.clicks(str(tmp_path), dense_only)
-    with pytest.raises(
-        InputError, match="no sparse column, and a click model needs at least one; name a column of categ"
-    ):
+    with pytest.raises(InputError, match="no sparse column, and a click model needs at least one; name a column of categ"):
         config.workload.check(config)
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})
     buckets.workload.check(buckets)
@@ -94,10 +92,7 @@ def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None
     ("model", "message"),
     [
         (DINConfig(), "DINConfig: no list shares its vocabulary"),
-        (
-            FinalMLPConfig(feature_gates=True, first_context=("city",)),
-            "FinalMLPConfig.first_context: no feature 'city'",
-        ),
+        (FinalMLPConfig(feature_gates=True, first_context=("city",)), "FinalMLPConfig.first_context: no feature 'city'"),
     ],
 )
 def test_columns_that_a_model_cannot_take_are_refused(tmp_path: Path, model: ClickModelConfig, message: str) -> None:

@@ -20,9 +20,7 @@ def test_a_preprocessor_comes_along(tmp_path: Path) -> None:
     made.save(str(tmp_path / "cache" / "abc"))
     prepared: Any = SimpleNamespace(folder=str(tmp_path / "cache" / "abc"))
     sources = config.workload.checkpoint_files(prepared)
-    assert sources == {
-        f"preprocessor/{name}": f"{tmp_path}/cache/abc/{name}" for name in ("preprocessor.json", "tokens.npy")
-    }
+    assert sources == {f"preprocessor/{name}": f"{tmp_path}/cache/abc/{name}" for name in ("preprocessor.json", "tokens.npy")}
     place = str(tmp_path / "step_00000001")
     described = ExtraFiles({**sources, "config.yaml": b"a: 1"}).write(place)
     assert Preprocessor.load(storage.join(place, "preprocessor")).hash() == made.hash()

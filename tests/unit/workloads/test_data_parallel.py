@@ -45,9 +45,7 @@ class Halving(LearningRateSchedule):
         return 0.5 ** (step // self.every)
 
 
-def test_an_own_optimizer_with_rates_per_group_and_an_own_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_own_optimizer_with_rates_per_group_and_an_own_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = data_parallel.config(1, batch_norm=True)
     workload = plain.workload.replace(optimizer=TwoRates(learning_rate=0.01, bias_rate=0.04), schedule=Halving(every=4))
     configuration = plain.replace(workload=workload)
@@ -59,9 +57,7 @@ def test_an_own_optimizer_with_rates_per_group_and_an_own_schedule(
         step(self)
 
     monkeypatch.setattr(NamedOptimizer, "step", noted)
-    losses = [
-        event["loss"] for event in data_parallel.train(str(tmp_path), 0, configuration) if event["kind"] == "step"
-    ]
+    losses = [event["loss"] for event in data_parallel.train(str(tmp_path), 0, configuration) if event["kind"] == "step"]
     assert losses[-1] < losses[0]
     assert rates == [[0.01 * 0.5 ** (number // 4), 0.04 * 0.5 ** (number // 4)] for number in range(12)]
     whole = weights_sha256(Checkpoint(str(tmp_path / "12")))
@@ -78,9 +74,7 @@ class _Uncountable(torch.nn.Module):
         return x * 2
 
 
-def test_a_model_that_cannot_be_counted_is_trained(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_that_cannot_be_counted_is_trained(caplog: pytest.LogCaptureFixture) -> None:
     configuration = data_parallel.config(1)
     workload: Any = configuration.workload
     sets = {"validation": workload.open_set(None, None, "validation")}
@@ -99,9 +93,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.allclose(one[name].float(), other[name].float(), atol=1e-6) for name in one
-    )
+    return one.keys() == other.keys() and all(torch.allclose(one[name].float(), other[name].float(), atol=1e-6) for name in one)
 
 
 @pytest.fixture(scope="module")

@@ -48,12 +48,7 @@ def tokenizer_of(files: Files) -> TextTokenizer:
 
 
 def folder_of(
-    path: Path,
-    *,
-    files: Files | None = None,
-    block_size: int = BLOCK,
-    sets: dict[str, int] | None = None,
-    text: str = "",
+    path: Path, *, files: Files | None = None, block_size: int = BLOCK, sets: dict[str, int] | None = None, text: str = ""
 ) -> TokenFolder:
     """What `rayrec preprocess` leaves, but for the rows."""
     path.mkdir(exist_ok=True)

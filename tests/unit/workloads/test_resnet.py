@@ -141,14 +141,8 @@ def test_weights_for_three_channels_see_gray_as_before() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (
-            {"num_classes": 1000},
-            r"a\.pt: fc\.weight has shape \(1000, 512\), the model's has \(10, 512\); choose weights",
-        ),
-        (
-            {"blocks": (3, 4, 6, 3)},
-            r"a\.pt: holds layer1\.2\.conv1\.weight, .* more, unlike a ResNet with blocks \(2, 2",
-        ),
+        ({"num_classes": 1000}, r"a\.pt: fc\.weight has shape \(1000, 512\), the model's has \(10, 512\); choose weights"),
+        ({"blocks": (3, 4, 6, 3)}, r"a\.pt: holds layer1\.2\.conv1\.weight, .* more, unlike a ResNet with blocks \(2, 2"),
         ({"blocks": (1, 1, 1, 1)}, r"a\.pt: holds no layer1\.1\.conv1\.weight, .* more, unlike"),
     ],
 )
@@ -163,9 +157,7 @@ def test_weights_of_another_network_are_refused(other: dict[str, Any], message: 
         load_weights(built(num_channels=3), before, where="a.pt")
 
 
-@pytest.mark.parametrize(
-    ("channels", "classes", "size", "expected"), [(3, 1000, 224, 1_814_073_344), (1, 10, 28, 33_010_944)]
-)
+@pytest.mark.parametrize(("channels", "classes", "size", "expected"), [(3, 1000, 224, 1_814_073_344), (1, 10, 28, 33_010_944)])
 def test_multiply_adds_are_those_of_the_layers(channels: int, classes: int, size: int, expected: int) -> None:
     model = ResNetConfig(num_channels=channels, num_classes=classes).build()
     assert counted(model, lambda: model(torch.zeros(1, channels, size, size))) == expected

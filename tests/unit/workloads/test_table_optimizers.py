@@ -64,9 +64,7 @@ def by_torch(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same model with plain tables, and torch's optimizer over each of its weights."""
     workload = click.workload(TABLES)
-    model = build_click_model(
-        workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu"
-    )
+    model = build_click_model(workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu")
     rule = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
     decays = {True: weight_decay if max_gradient_norm is None else 0.0, False: 0.0}
     groups = [
@@ -93,12 +91,7 @@ def by_torch(
 
 @pytest.mark.parametrize(
     ("kind", "weight_decay", "plan"),
-    [
-        ("adam", 0.0, "table_wise"),
-        ("adam", 0.3, "column_wise"),
-        ("adam", 0.3, "data_parallel"),
-        ("adamw", 0.3, "table_wise"),
-    ],
+    [("adam", 0.0, "table_wise"), ("adam", 0.3, "column_wise"), ("adam", 0.3, "data_parallel"), ("adamw", 0.3, "table_wise")],
 )
 def test_dense_semantics_under_every_plan(kind: Any, weight_decay: float, plan: str, tmp_path: Path) -> None:
     setup = set_up(plan, kind=kind, weight_decay=weight_decay)
@@ -110,9 +103,7 @@ def test_dense_semantics_under_every_plan(kind: Any, weight_decay: float, plan: 
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("max_gradient_norm", "plan"), [(0.05, "table_wise"), (0.05, "data_parallel"), (100.0, "table_wise")]
-)
+@pytest.mark.parametrize(("max_gradient_norm", "plan"), [(0.05, "table_wise"), (0.05, "data_parallel"), (100.0, "table_wise")])
 def test_all_gradients_are_clipped_together(max_gradient_norm: float, plan: str, tmp_path: Path) -> None:
     setup = set_up(plan, kind="adam", weight_decay=0.3, max_gradient_norm=max_gradient_norm)
     losses, found = train(setup, range(STEPS)), saved(setup, tmp_path / "end")
@@ -191,10 +182,7 @@ def test_normal_start_values_are_those_of_every_plan(tmp_path: Path) -> None:
     starts = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
         config = click.config(
-            TABLES,
-            1,
-            table_start=TableStart(kind="normal"),
-            sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4),
+            TABLES, 1, table_start=TableStart(kind="normal"), sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4)
         )
         setup = config.workload.set_up(click.context(config, 0, 1), click.prepared(TABLES))
         starts.append(saved(setup, tmp_path / plan)["model.embeddings.embedding_bags.cat_1.weight"])

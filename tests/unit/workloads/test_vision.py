@@ -204,10 +204,7 @@ def test_a_run_goes_on_with_the_images_it_began_with(without_ray: None, folder: 
     ("change", "message"),
     [
         ({"train_data": {"path": None}}, "no folder of images given; .*rayrec fetch mnist --out DIR"),
-        (
-            {"train_data": {"path": "nowhere"}},
-            "nowhere: holds no train-images-idx3-ubyte, .* rayrec fetch mnist --out nowhere",
-        ),
+        ({"train_data": {"path": "nowhere"}}, "nowhere: holds no train-images-idx3-ubyte, .* rayrec fetch mnist --out nowhere"),
         ({"eval_data": {"path": "nowhere"}}, "nowhere: holds no t10k-images-idx3-ubyte"),
         ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
         ({"workload": {"validation_rows": 60}}, r"has 60 training and 30 test rows; .* validation_rows \(60\)"),
@@ -231,13 +228,7 @@ def test_test_images_of_another_size_are_refused(without_ray: None, folder: Path
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"model": ResNetConfig(num_channels=3)},
-        {"std": 0.0},
-        {"validation_rows": -1},
-        {"label_smoothing": 1.0},
-        {"accumulate": 0},
-    ],
+    [{"model": ResNetConfig(num_channels=3)}, {"std": 0.0}, {"validation_rows": -1}, {"label_smoothing": 1.0}, {"accumulate": 0}],
 )
 def test_impossible_settings_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"^(VisionWorkload\.|workload)"):

@@ -84,9 +84,7 @@ class TokenCounter:
         """Adds tokens (uint32 or uint64), one each; `rows` (int64) are their row numbers where first rows are kept."""
         self._add(tokens, None, rows, 0)
 
-    def merge(
-        self, tokens: np.ndarray, counts: np.ndarray, first_rows: np.ndarray | None = None, *, shift_rows: int = 0
-    ) -> None:
+    def merge(self, tokens: np.ndarray, counts: np.ndarray, first_rows: np.ndarray | None = None, *, shift_rows: int = 0) -> None:
         """Adds tokens with their counts (1 or more) and, where these are kept, first rows, each raised by shift_rows."""
         self.make_room(len(tokens))
         self._add(tokens, counts, first_rows, shift_rows)
@@ -143,9 +141,7 @@ class TokenCounter:
         while True:
             counted, numbers = (None if each is None else each[done:] for each in (counts, rows))
             sizes = (shift_rows, len(tokens) - done, ctypes.byref(self._c))
-            done += call(
-                "rayrec_count_values", tokens[done:], ctypes.c_int32(tokens.itemsize), counted, numbers, *sizes
-            )
+            done += call("rayrec_count_values", tokens[done:], ctypes.c_int32(tokens.itemsize), counted, numbers, *sizes)
             if done == len(tokens):
                 return
             self.make_room(0)
@@ -246,9 +242,7 @@ class Spill:
             self.written_bytes += done
             view = view[done:]
 
-    def merged(
-        self, column: int, like: TokenCounter, min_count: int, *, always: int | None = None
-    ) -> tuple[Items, int]:
+    def merged(self, column: int, like: TokenCounter, min_count: int, *, always: int | None = None) -> tuple[Items, int]:
         """Everything spilled of a column, added up, if it was counted at least `min_count` times or is the token `always`; and
         how many distinct tokens there were before."""
         runs, distinct = self._runs.get(column, []), 0

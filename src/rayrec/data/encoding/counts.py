@@ -15,15 +15,7 @@ import pyarrow as pa
 
 from rayrec import machine
 from rayrec.data.arrow import arrow_bytes
-from rayrec.data.encoding.category_counter import (
-    NO_ROW,
-    Items,
-    Spill,
-    TokenCounter,
-    count_columns,
-    frequent_items,
-    narrow,
-)
+from rayrec.data.encoding.category_counter import NO_ROW, Items, Spill, TokenCounter, count_columns, frequent_items, narrow
 from rayrec.data.encoding.derivation import Derivation, file_key
 from rayrec.data.engine import Engine
 from rayrec.data.logs.index import Part, Segment
@@ -93,13 +85,7 @@ class Counts:
 
     @classmethod
     def empty(
-        cls,
-        num_dense: int,
-        num_sparse: int,
-        *,
-        dtype: Any = np.uint32,
-        first_rows: bool = False,
-        spill: Spill | None = None,
+        cls, num_dense: int, num_sparse: int, *, dtype: Any = np.uint32, first_rows: bool = False, spill: Spill | None = None
     ) -> Counts:
         # Tables that are filled from other ones piece by piece need another hash function than theirs.
         family = 0 if spill is None else 1
@@ -243,9 +229,7 @@ class Counts:
         rows = read("first_rows") if self.tokens[0].first_rows else None
         for column, (size, stop) in enumerate(zip(sizes.tolist(), np.cumsum(sizes).tolist(), strict=True)):
             for part in self._fitting(column, stop - size, stop):
-                self.tokens[column].merge(
-                    tokens[part], counts[part], None if rows is None else rows[part], shift_rows=first_row
-                )
+                self.tokens[column].merge(tokens[part], counts[part], None if rows is None else rows[part], shift_rows=first_row)
 
     def _fitting(self, column: int, start: int, stop: int) -> Iterator[slice]:
         """Pieces of [start, stop) that a column's table can take one after the other, tables being spilled in between."""

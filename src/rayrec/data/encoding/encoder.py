@@ -203,18 +203,7 @@ class Encoder:
         raw = CRawRows(*(matrix.ctypes.data for matrix in matrices), None, block.rows)
         layout, buckets = CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES), ctypes.c_int32(self._derivation.buckets)
         rules = (buckets, *self._c_columns)
-        call(
-            "rayrec_encode",
-            ctypes.byref(raw),
-            ctypes.byref(layout),
-            order,
-            rows,
-            *rules,
-            dense,
-            ids,
-            ids.itemsize,
-            rows,
-        )
+        call("rayrec_encode", ctypes.byref(raw), ctypes.byref(layout), order, rows, *rules, dense, ids, ids.itemsize, rows)
         return dense, ids  # type: ignore[return-value]  # a matrix is a sequence of its rows
 
     @cached_property

@@ -24,9 +24,7 @@ def preprocessor_folder(path: str) -> str:
     for folder in (path, storage.join(path, PREPROCESSOR_FOLDER)):
         if storage.exists(storage.join(folder, "preprocessor.json")):
             return folder
-    raise InputError(
-        f"{path}: has no Preprocessor; give the folder that `rayrec vocabulary --out` wrote, a run or a checkpoint"
-    )
+    raise InputError(f"{path}: has no Preprocessor; give the folder that `rayrec vocabulary --out` wrote, a run or a checkpoint")
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,7 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
     if column not in preprocessor.inputs.sparse:
         raise InputError(f"slice_by: frequency:{column}: the model takes {column} as a number; choose a sparse column")
     if preprocessor.multi_hot:
-        raise InputError(
-            f"slice_by: frequency:{column}: every row has many ids in {column}; tell metrics by its values"
-        )
+        raise InputError(f"slice_by: frequency:{column}: every row has many ids in {column}; tell metrics by its values")
     found: dict[str, Any] = preprocessor.constants.get(ENDS, {})
     if column not in found:
         raise InputError(

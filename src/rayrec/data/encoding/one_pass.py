@@ -46,11 +46,7 @@ def _index_and_count(shares: Sequence[_Share], *, counting: CountingJob, segment
                 counted += [rows, rows + raw.rows]
             rows += raw.rows
     table = packer.table()
-    found = {
-        "entries": entries,
-        "faults": total.to_dict(),
-        "counted": [min(counted), max(counted)] if counted else None,
-    }
+    found = {"entries": entries, "faults": total.to_dict(), "counted": [min(counted), max(counted)] if counted else None}
     return table.append_column("index", arrow_texts([json.dumps(found), *[""] * (len(table) - 1)]))
 
 
@@ -126,14 +122,7 @@ class CountingIndexer:
         self._memory_bytes, self._task_bytes = memory_bytes, task_bytes
         self._found: _Found | None = None
 
-    def index(
-        self,
-        files: Sequence[storage.File],
-        schema: Schema,
-        *,
-        segment_bytes: int,
-        context: TaskContext,
-    ) -> LogIndex:
+    def index(self, files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
         """As `index_log`; counts nothing if the index is in the cache."""
         assert schema == self._counting.schema
         self.close()

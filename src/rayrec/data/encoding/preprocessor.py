@@ -127,9 +127,7 @@ class Preprocessor:
         """Of each sparse column, how many tokens `tokens` holds for it: none for hashed columns and for those that share the
         vocabulary of an earlier column."""
         owners = self.inputs.vocabulary_owners
-        return [
-            (column.num_tokens or 0) if owners[number] == number else 0 for number, column in enumerate(self.sparse)
-        ]
+        return [(column.num_tokens or 0) if owners[number] == number else 0 for number, column in enumerate(self.sparse)]
 
     def vocabulary(self, column: int) -> np.ndarray:
         """The tokens of a sparse column's vocabulary, in id order; none if the column is hashed."""
@@ -167,9 +165,7 @@ class Preprocessor:
             if not len(out):
                 continue
             if not build_slots(np.ascontiguousarray(self.vocabulary(number)), column.ids(), out):
-                raise InputError(
-                    f"preprocessor: column {name} holds a token twice; build it again with `rayrec vocabulary`"
-                )
+                raise InputError(f"preprocessor: column {name} holds a token twice; build it again with `rayrec vocabulary`")
         return slots
 
     @cached_property
@@ -207,8 +203,7 @@ class Preprocessor:
             "dense": [vars(column) for column in self.dense],
             # `mixed` was added later: without it, descriptions and hashes of earlier Preprocessors stay the same.
             "sparse": [
-                {name: value for name, value in vars(column).items() if name != "mixed" or value}
-                for column in self.sparse
+                {name: value for name, value in vars(column).items() if name != "mixed" or value} for column in self.sparse
             ],
             "integer_buckets": self.integer_buckets,
             "file_minimum": self.file_minimum,
@@ -233,16 +228,12 @@ class Preprocessor:
         """Reads what `save` wrote. Raises InputError where it is absent, of another version, or damaged."""
         path = storage.join(folder, "preprocessor.json")
         if not storage.exists(path):
-            raise InputError(
-                f"{folder}: holds no preprocessor.json; build one with `rayrec vocabulary PATH --out {folder}`"
-            )
+            raise InputError(f"{folder}: holds no preprocessor.json; build one with `rayrec vocabulary PATH --out {folder}`")
         stored = storage.read_json(path)
         if not isinstance(stored, dict):
             raise InputError(f"{path}: damaged, not a mapping; build it again")
         if stored.get("version") != VERSION:
-            raise InputError(
-                f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it again"
-            )
+            raise InputError(f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it again")
         packed = storage.read_bytes(storage.join(folder, "tokens.npy"))
         try:
             self = cls(
@@ -262,9 +253,7 @@ class Preprocessor:
         except (AttributeError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
             raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it again") from None
         if self.hash() != stored.get("hash"):
-            raise InputError(
-                f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged"
-            )
+            raise InputError(f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged")
         _ = self.slots  # built here, so that every user of this object has them
         return self
 

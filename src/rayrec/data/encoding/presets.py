@@ -114,9 +114,7 @@ class Preset(Config):
         }
         unfit = [name for name, used in rules.items() if used]
         if unfit:
-            raise InputError(
-                f"preset {self.name}: {' and '.join(unfit)} need a log of hexadecimal tokens, such as Criteo's"
-            )
+            raise InputError(f"preset {self.name}: {' and '.join(unfit)} need a log of hexadecimal tokens, such as Criteo's")
 
     def inputs(self, schema: Schema) -> Schema:
         """The columns that are counted and that the model gets."""
@@ -129,9 +127,7 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
     preset.check(schema)
     inputs = preset.inputs(schema)
     if preset.num_embeddings is not None and len(preset.num_embeddings) != len(inputs.sparse):
-        raise InputError(
-            f"preset.num_embeddings: {len(preset.num_embeddings)} tables for {len(inputs.sparse)} sparse columns"
-        )
+        raise InputError(f"preset.num_embeddings: {len(preset.num_embeddings)} tables for {len(inputs.sparse)} sparse columns")
     sparse: list[SparseColumn] = []
     kept: list[np.ndarray] = []
     ends: dict[str, list[int]] = {}
@@ -234,9 +230,7 @@ def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseC
     unknown_id = num_ids if preset.unknown_id is None else preset.unknown_id
     missing_id = _missing_id(preset, known, unknown_id)
     if fixed is None and (limit is None or num_embeddings <= limit):
-        column = SparseColumn(
-            num_embeddings, len(known.tokens), first_id, unknown_id, missing_id, gap, preset.token_modulo
-        )
+        column = SparseColumn(num_embeddings, len(known.tokens), first_id, unknown_id, missing_id, gap, preset.token_modulo)
         return column, known
     assert limit is not None
     if fixed is None and preset.beyond_limit == "hash":
@@ -244,9 +238,7 @@ def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseC
         wide = known.tokens.dtype == np.uint64  # tokens that may be numbers with a pattern; Criteo's are hashes
         column = SparseColumn(limit, None, first_id, unknown_id % limit, missing_id, mixed=wide)
         return column, KnownTokens(known.tokens[:0])
-    column = SparseColumn(
-        limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo
-    )
+    column = SparseColumn(limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo)
     return column, known
 
 
@@ -371,8 +363,7 @@ FUXICTR_X1 = Preset(
 code that made them is not published): numbers as they are, ids from 1 by falling count, then category."""
 
 ALL: dict[str, Preset] = {
-    preset.name: preset
-    for preset in (RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024, RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4)
+    preset.name: preset for preset in (RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024, RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4)
 }
 """Every preset by its name."""
 
@@ -381,7 +372,5 @@ def by_name(name: str) -> Preset:
     """Raises InputError for a name that is none, with the nearest one."""
     if name not in ALL:
         near = difflib.get_close_matches(name, ALL, n=1)
-        raise InputError(
-            f"no preset '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}")
-        )
+        raise InputError(f"no preset '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}"))
     return ALL[name]

@@ -90,11 +90,7 @@ class SparseColumn:
         return (ids % self.num_embeddings).astype(np.int32)
 
     def encode(
-        self,
-        tokens: np.ndarray,
-        missing: np.ndarray | None,
-        look_up: Callable[[np.ndarray], np.ndarray],
-        dtype: np.dtype,
+        self, tokens: np.ndarray, missing: np.ndarray | None, look_up: Callable[[np.ndarray], np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
         """Return the id of each token, `dtype` [tokens].
 

@@ -102,9 +102,7 @@ RefuseType = Callable[[str, str], InputError]
 
 
 def type_error(table_schema: pa.Schema, path: str) -> RefuseType:
-    return lambda name, remedy: InputError(
-        f"{path}: column {name} is of type {table_schema.field(name).type}; {remedy}"
-    )
+    return lambda name, remedy: InputError(f"{path}: column {name} is of type {table_schema.field(name).type}; {remedy}")
 
 
 MOST_SECONDS = 2.0**42
@@ -212,11 +210,7 @@ def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return values, status
 
 
-_WORDS = {
-    1.0: [b"true", b"True", b"TRUE"],
-    0.0: [b"false", b"False", b"FALSE"],
-    math.nan: [b"nan", b"NaN", b"NAN"],
-}
+_WORDS = {1.0: [b"true", b"True", b"TRUE"], 0.0: [b"false", b"False", b"FALSE"], math.nan: [b"nan", b"NaN", b"NAN"]}
 
 
 def _seconds(array: pa.Array) -> pa.Array:
@@ -227,9 +221,7 @@ def _seconds(array: pa.Array) -> pa.Array:
     return pc.divide(pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False), float(units[array.type.unit]))
 
 
-def numbers_of(
-    array: pa.Array, name: str, refuse_type: RefuseType, *, times: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def numbers_of(array: pa.Array, name: str, refuse_type: RefuseType, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(float64, status): 0 if missing or refused; may hold NaN and infinities. With `times`, dates and timestamps are
     seconds."""
     if types.is_null(array.type):

@@ -73,9 +73,7 @@ def check_columns(
             plain = [name if name.strip() == name and name else repr(name) for name in names]
             shown = ", ".join(plain[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
             what = "no column" if not found else f"{found} columns"
-            raise InputError(
-                f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; fix the schema or the file"
-            )
+            raise InputError(f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; fix the schema or the file")
 
 
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
@@ -241,9 +239,7 @@ class _Splitter:
     def check_length(self, text: bytes) -> None:
         """Raises InputError if the text, which is no whole row, is too long to be one."""
         if len(text) > MAX_ROW_BYTES:
-            raise InputError(
-                f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB; it is no CSV file"
-            )
+            raise InputError(f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB; it is no CSV file")
 
     def nothing(self) -> pa.Table:
         """A table without rows."""
@@ -271,8 +267,6 @@ class _Splitter:
         rows, kept = starts.shape
         offsets = np.empty(rows + 1, np.int64)
         out = np.empty(lengths[:, place].sum(), np.uint8)
-        call(
-            "rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(kept), ctypes.c_int32(place), offsets, out
-        )
+        call("rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(kept), ctypes.c_int32(place), offsets, out)
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(out)]
         return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, buffers)

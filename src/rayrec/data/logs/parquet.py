@@ -68,9 +68,7 @@ def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
 def _unreadable(path: str, error: BaseException) -> InputError:
     if isinstance(error, FileNotFoundError):
         return InputError(f"{path}: no such file")
-    return InputError(
-        f"{path}: cannot be read as Parquet ({str(error).partition(chr(10))[0]}); fetch or write it again"
-    )
+    return InputError(f"{path}: cannot be read as Parquet ({str(error).partition(chr(10))[0]}); fetch or write it again")
 
 
 def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
@@ -111,11 +109,7 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
     if storage.exists(manifest):
         stored = storage.read_json(manifest)
     else:
-        tables = (
-            _read_parquet(file.path, schema)
-            if is_parquet(file.path)
-            else read_csv(file.path, _stored(schema, file.path))
-        )
+        tables = _read_parquet(file.path, schema) if is_parquet(file.path) else read_csv(file.path, _stored(schema, file.path))
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # The folders say which values the columns of partitions have.
         name = "/".join([*partition_names(storage.folder_of(file.path).partition("?")[0]), name])
@@ -271,9 +265,7 @@ def _version(path: str) -> tuple[int, int] | None:
     return found.st_size, found.st_mtime_ns
 
 
-def read_rows(
-    path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None
-) -> tuple[pa.Table, int]:
+def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
     """Rows [start, stop), which are whole row groups, and the checksum of their bytes in the file: the schema's columns, or
     the named ones of them, without the optional ones that the file lacks, and FAULT if there is one. Columns of the partitions
     that the file is in come from its path. Neighbouring column chunks are one request to

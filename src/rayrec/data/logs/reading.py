@@ -111,9 +111,7 @@ def stretch_of(block: Block, stretches: Sequence[Slice]) -> pa.Array:
     """The name of the stretch that each row of an unpermuted block lies in, as a dictionary; the stretches follow each other
     from the log's first row to its last."""
     starts = np.array([stretch.start for stretch in stretches], np.int64)
-    rows = np.concatenate(
-        [part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64) for part in block.parts]
-    )
+    rows = np.concatenate([part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64) for part in block.parts])
     numbers = np.searchsorted(starts, rows, side="right") - 1
     return pa.DictionaryArray.from_arrays(
         pa.array(numbers.astype(np.int32)), pa.array(distinct_names(stretches), pa.large_string())
@@ -124,7 +122,4 @@ def distinct_names(stretches: Sequence[Slice]) -> list[str]:
     """The stretches' names; those of several folders' files of one name are numbered."""
     assert all(before.stop == after.start for before, after in pairwise(stretches))
     names = [stretch.name for stretch in stretches]
-    return [
-        f"{name} ({names[:place].count(name) + 1})" if names.count(name) > 1 else name
-        for place, name in enumerate(names)
-    ]
+    return [f"{name} ({names[:place].count(name) + 1})" if names.count(name) > 1 else name for place, name in enumerate(names)]

@@ -73,9 +73,7 @@ def check_parts(kind: str, parts: SplitParts) -> None:
     for owner, names in _OWN_FIELDS.items():
         for name in names:
             if kind != owner and getattr(parts, name) != getattr(SplitParts(), name):
-                raise InputError(
-                    f"split {kind}: has no {name}, which is for kind {owner}; leave it out or choose {owner}"
-                )
+                raise InputError(f"split {kind}: has no {name}, which is for kind {owner}; leave it out or choose {owner}")
     if kind == "named_days" and not parts.validation_names:
         raise InputError("split named_days: validation_names is empty; name the days for validation")
 
@@ -158,9 +156,7 @@ class Split(SplitParts):
 
     def _sizes_of_days(self, days: Sequence[Slice]) -> dict[str, int]:
         """Rows of the held-out parts."""
-        first, second = (
-            (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
-        )
+        first, second = (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
         if len(days) < first + second + 1:
             raise InputError(
                 f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; give "
@@ -169,24 +165,16 @@ class Split(SplitParts):
         rows = [day.stop - day.start for day in days]
         of_second = sum(rows[len(rows) - second :])
         of_first = sum(rows[len(rows) - second - first : len(rows) - second])
-        return (
-            {"test": of_first, "validation": of_second}
-            if self.test_first
-            else {"validation": of_first, "test": of_second}
-        )
+        return {"test": of_first, "validation": of_second} if self.test_first else {"validation": of_first, "test": of_second}
 
     def _by_named_days(self, index: LogIndex) -> dict[str, tuple[int, int]]:
         patterns = {"train": self.train_names, "validation": self.validation_names, "test": self.test_names}
         days = _days(index)
         part_of: list[str | None] = []
         for day in days:
-            named = [
-                name for name, wanted in patterns.items() if any(_matches(day.name, pattern) for pattern in wanted)
-            ]
+            named = [name for name, wanted in patterns.items() if any(_matches(day.name, pattern) for pattern in wanted)]
             if len(named) > 1:
-                raise InputError(
-                    f"split named_days: {day.name} is named for {' and '.join(named)}; name it for one of them"
-                )
+                raise InputError(f"split named_days: {day.name} is named for {' and '.join(named)}; name it for one of them")
             part_of.append(named[0] if named else (None if self.train_names else "train"))
         for name, wanted in patterns.items():
             for pattern in wanted:
@@ -258,9 +246,7 @@ def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
             raise InputError(f"split named_files: {segment.path} begins with none of train, valid, test; rename it")
         start, stop = split.get(name, (segment.first_row, segment.first_row))
         if stop != segment.first_row:
-            raise InputError(
-                f"split named_files: the files of {name} do not follow each other at {segment.path}; join them"
-            )
+            raise InputError(f"split named_files: the files of {name} do not follow each other at {segment.path}; join them")
         split[name] = (start, segment.first_row + segment.rows)
     missing = [name for name in NAMES[:2] if name not in split]
     if missing:
@@ -278,9 +264,7 @@ def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
     if len(files) > MAX_SLICES:
         ends = [len(files) * (i + 1) // MAX_SLICES for i in range(MAX_SLICES)]
         groups = [files[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
-        return "files", [
-            Slice(f"{group[0].name} ... {group[-1].name}", group[0].start, group[-1].stop) for group in groups
-        ]
+        return "files", [Slice(f"{group[0].name} ... {group[-1].name}", group[0].start, group[-1].stop) for group in groups]
     if len(files) != 1:
         return "file", files
     size, longer = divmod(index.rows, 7)

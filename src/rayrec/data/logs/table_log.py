@@ -50,15 +50,11 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
 # Index ---------------------------------------------------------------------------------------------------------------
 
 
-def index_tables(
-    files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
-) -> LogIndex:
+def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
     """Reads the whole log once to number its rows and count its faults. Into the cache folder go the index, from which it
     comes back for the very same files, and those files that must be written again. Raises InputError for a file that lacks
     a column or has one of an unusable type."""
-    cache = CachedIndex.at(
-        context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}"
-    )
+    cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
     if cached := cache.read():
         return cached
     assert context.cache_folder is not None

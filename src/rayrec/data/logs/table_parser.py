@@ -96,9 +96,7 @@ class _Refused:
             Fault(path, None, _KINDS[self.kinds[row]], names[self.columns[row]], first_row + row)
             for row in found[: Faults.keep].tolist()
         ]
-        return Faults(
-            {kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first, labels=self.labels
-        )
+        return Faults({kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first, labels=self.labels)
 
 
 def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
@@ -261,9 +259,7 @@ def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, ref
     return np.where(missing, np.nan, values).astype(np.float32)
 
 
-def _timestamps(
-    arrays: dict[str, pa.Array], schema: Schema, refused: _Refused, refuse_type: RefuseType
-) -> np.ndarray | None:
+def _timestamps(arrays: dict[str, pa.Array], schema: Schema, refused: _Refused, refuse_type: RefuseType) -> np.ndarray | None:
     """int64 (rows): microseconds since 1970-01-01 00:00 UTC; None if the schema has no timestamp."""
     name = schema.timestamp
     if name is None:
@@ -281,18 +277,14 @@ def _timestamps(
     return values
 
 
-def _categories(
-    array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType, out: np.ndarray
-) -> tuple[np.ndarray, int]:
+def _categories(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType, out: np.ndarray) -> tuple[np.ndarray, int]:
     """Write categories to `out`, 0 if missing or refused; return (status, the fault kind of REFUSED), see column_values."""
     if types.is_null(array.type):
         out[:] = 0
         return np.full(len(array), EMPTY, np.uint8), NOT_UTF8
     if schema.tokens == "hexadecimal":
         if not is_text(array.type):
-            raise refuse_type(
-                name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories"
-            )
+            raise refuse_type(name, "8 hexadecimal digits as text are needed; set tokens: any in the schema for other categories")
         values = np.empty(len(array), np.uint32)
         status = Text.of(array).call("rayrec_text_hexadecimal", values)
         out[:] = values
@@ -338,9 +330,7 @@ def _lists(
     status, kind = _categories(items, name, schema, refuse_type, tokens)
     bad, weights = np.zeros(rows, bool), None
     if feature.weights is not None:
-        weights, bad = _list_weights(
-            arrays[feature.weights], feature.weights, lengths, status != EMPTY, schema, refuse_type
-        )
+        weights, bad = _list_weights(arrays[feature.weights], feature.weights, lengths, status != EMPTY, schema, refuse_type)
         kind = LIST_WEIGHTS if bad.any() else kind
     there, row_of = status != EMPTY, np.repeat(np.arange(rows), lengths)
     places = ((row_of << _PLACE_BITS) + places_of(np.zeros(rows, np.int64), lengths))[there]

@@ -30,10 +30,7 @@ class CLayout(ctypes.Structure):
 
 
 class CRawRows(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("integers", "tokens", "missing", "labels")),
-        ("capacity", ctypes.c_int64),
-    ]
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("integers", "tokens", "missing", "labels")), ("capacity", ctypes.c_int64)]
 
 
 _FAULT_DTYPE = np.dtype([("byte", np.int64), ("kind", np.int32), ("column", np.int32)])
@@ -100,9 +97,7 @@ class TextParser:
         assert rows >= 0, "capacity is derived from the shortest possible row"
         self.rows += rows
         names = (*([schema.label or ""] * labelled), *schema.dense, *schema.sparse, "")
-        found = [
-            (start, FAULT_KINDS[kind], names[column]) for start, kind, column in details[: num_details.value].tolist()
-        ]
+        found = [(start, FAULT_KINDS[kind], names[column]) for start, kind, column in details[: num_details.value].tolist()]
         wrong = [
             text[start : start + LABEL_LETTERS].tobytes().partition(b"\t")[0].decode("utf-8", "replace")
             for start, kind, _ in found

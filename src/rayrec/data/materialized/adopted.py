@@ -84,9 +84,7 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
             "day_0_sparse_multi_hot.npz"
         )
     if ids is None and len(kinds) > 1:
-        raise InputError(
-            f"{' and '.join(folders)}: ids are in files *_{' and *_'.join(kinds)}; choose one with --ids {kinds[0]}"
-        )
+        raise InputError(f"{' and '.join(folders)}: ids are in files *_{' and *_'.join(kinds)}; choose one with --ids {kinds[0]}")
     kind = ids or kinds[0]
     days = []
     for name in names or _in_order(found):
@@ -126,9 +124,7 @@ def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _in_order(names: Mapping[str, Any]) -> list[str]:
-    return sorted(
-        names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-    )
+    return sorted(names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)])
 
 
 def _day(name: str, paths: Sequence[str]) -> Day:
@@ -195,9 +191,7 @@ def _matrix(file: BinaryIO, where: str, name: str, path: str, kinds: str, sizes:
         raise InputError(f"{where}: is no array of NumPy ({' '.join(str(error).split())})") from None
     expected = f"{' or '.join({'f': 'float', 'i': 'int', 'u': 'uint'}[kind] for kind in kinds)}"
     if dtype.kind not in kinds or dtype.itemsize not in sizes or dtype.byteorder == ">":
-        raise InputError(
-            f"{where}: holds {dtype}; expected is {expected} of {' or '.join(str(8 * size) for size in sizes)} bits"
-        )
+        raise InputError(f"{where}: holds {dtype}; expected is {expected} of {' or '.join(str(8 * size) for size in sizes)} bits")
     if len(shape) not in (1, 2) or not shape[0] or not shape[-1]:
         raise InputError(f"{where}: has shape {shape}; expected are rows and columns")
     columns = shape[1] if len(shape) == 2 else 1
@@ -250,9 +244,7 @@ def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
                 faulty[LABEL_FAULT] = wrong[~np.isin(wrong, faulty[_NOT_FINITE])]  # a row has one fault
                 unlabelled = int(np.count_nonzero(rows[:, 0] == UNLABELLED))
                 if len(wrong) > unlabelled:
-                    labels = distinct_labels(
-                        f"{label:g}" for label in np.unique(rows[:, 0]).tolist() if label != UNLABELLED
-                    )
+                    labels = distinct_labels(f"{label:g}" for label in np.unique(rows[:, 0]).tolist() if label != UNLABELLED)
             else:
                 axis = 0 if matrix.name == "sparse" else None
                 lowest += np.atleast_1d(rows.min(axis=axis)).tolist()

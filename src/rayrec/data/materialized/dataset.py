@@ -134,9 +134,7 @@ def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
 
 def _load(path: str) -> PreprocessedDataset:
     if not storage.exists(storage.join(path, MANIFEST)):
-        raise InputError(
-            f"{path}: holds no {MANIFEST}; make a preprocessed dataset with `rayrec preprocess LOG --out {path}`"
-        )
+        raise InputError(f"{path}: holds no {MANIFEST}; make a preprocessed dataset with `rayrec preprocess LOG --out {path}`")
     manifest = storage.read_json(storage.join(path, MANIFEST))
     if manifest.get("version") != VERSION:
         raise InputError(
@@ -210,9 +208,7 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
     if wrong is not None:
         column, size = preprocessor.inputs.sparse[wrong.column], preprocessor.num_embeddings[wrong.column]
         name, row = _place_of(dataset, segments, int(order[wrong.row]), wrong.column)
-        raise damaged(
-            dataset.path, name, f"row {row} column {column}: id {wrong.id} is outside its table of {size:,} rows"
-        )
+        raise damaged(dataset.path, name, f"row {row} column {column}: id {wrong.id} is outside its table of {size:,} rows")
     return replace(rows, row_numbers=row_numbers(segments)[order])
 
 
@@ -284,9 +280,7 @@ def _read_parquet(
                 opened[file] = pq.ParquetFile(filesystem.open_input_file(inner), pre_buffer=storage.is_url(path))
             tables.append(opened[file].read_row_group(group, use_threads=False))
     except (OSError, pa.ArrowInvalid) as error:
-        raise damaged(
-            dataset.path, files[file]["name"], f"cannot be read ({str(error).partition(chr(10))[0]})"
-        ) from None
+        raise damaged(dataset.path, files[file]["name"], f"cannot be read ({str(error).partition(chr(10))[0]})") from None
     finally:
         for reader in opened.values():
             reader.close()
@@ -320,10 +314,7 @@ class _Stretch:
 
 
 def check_checksums(
-    path: str,
-    files: Sequence[Mapping[str, Any]],
-    found: Mapping[str, storage.File],
-    context: TaskContext,
+    path: str, files: Sequence[Mapping[str, Any]], found: Mapping[str, storage.File], context: TaskContext
 ) -> None:
     """Compares the CRC-32 of each of a dataset's files with its manifest, in data tasks; reads every byte.
 

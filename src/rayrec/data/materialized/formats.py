@@ -144,9 +144,7 @@ def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
             os.fsync(file.fileno())
 
 
-def finish_files(
-    folder: str, plans: Sequence[FilePlan], written: Iterable[tuple[str, int, int, int]]
-) -> list[dict[str, Any]]:
+def finish_files(folder: str, plans: Sequence[FilePlan], written: Iterable[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
     """[{name, bytes, crc32}] of files all rows of which are written: (file, start, length, CRC-32) of each stretch.
 
     The checksum of a file is put together from those of its rows as they were written, so that nothing is read again.
@@ -177,9 +175,7 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
         return
     schema, hotness = preprocessor.schema, preprocessor.hotness
     if labelled and schema.weight:
-        raise InputError(
-            f"format {format} has no place for the weights of column {schema.weight}; use --format parquet"
-        )
+        raise InputError(f"format {format} has no place for the weights of column {schema.weight}; use --format parquet")
     if labelled and (schema.labels or schema.timestamp):
         others = ", ".join((*(label.name for label in schema.labels), *filter(None, [schema.timestamp])))
         raise InputError(f"format {format} has no place for columns {others}; use --format parquet")
@@ -217,14 +213,7 @@ def best_format(preprocessor: Preprocessor, out: str) -> str:
 
 
 def stored(
-    format: str,
-    raw: RawBlock,
-    preprocessor: Preprocessor,
-    start: int,
-    stop: int,
-    *,
-    path: str,
-    first_row: int,
+    format: str, raw: RawBlock, preprocessor: Preprocessor, start: int, stop: int, *, path: str, first_row: int
 ) -> pa.Table:
     """Rows [start, stop) of `raw` as they are stored: a column a matrix (fixed-size lists), or in parquet a column of the
     model's inputs. Raises InputError for a number the format does not hold; `first_row` is that of `raw` in file `path`."""
@@ -257,14 +246,11 @@ def _rows_of_columns(ids: Sequence[Ids], rows: int, dtype: np.dtype) -> np.ndarr
     return out
 
 
-def _pack(
-    raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int
-) -> tuple[np.ndarray, int]:
+def _pack(raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int) -> tuple[np.ndarray, int]:
     """int32 (rows, 1 + dense + sparse), and where the first number stands that does not fit (-1: none)."""
     integers = np.ascontiguousarray(preprocessor.derivation.applied(raw).numbers[start:stop])
     lowest = np.array(
-        [np.iinfo(np.int64).min if column.kind == "signed_log" else column.lowest for column in preprocessor.dense],
-        np.int64,
+        [np.iinfo(np.int64).min if column.kind == "signed_log" else column.lowest for column in preprocessor.dense], np.int64
     )
     ids = np.ascontiguousarray(rows.ids)
     num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)

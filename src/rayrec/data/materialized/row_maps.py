@@ -152,9 +152,7 @@ class RowMaps:
             for dtype in set(dtypes):
                 mine = [run for run, other in zip(runs, dtypes, strict=True) if other == dtype]
                 chosen = np.isin(of_run, [runs.index(run) for run in mine])
-                out[(..., chosen) if transposed else chosen] = self._gather(
-                    name, mine, order[chosen], transposed=transposed
-                )
+                out[(..., chosen) if transposed else chosen] = self._gather(name, mine, order[chosen], transposed=transposed)
             return out
         out = np.empty(shape, values.dtype)
         if out.size:
@@ -176,6 +174,4 @@ class RowMaps:
         call("rayrec_unpack_rows", ctypes.byref(c_runs), order, *sizes, rules, dense, ids, labels)
         del kept
         columns: Any = ids.astype(preprocessor.id_dtype, copy=False)
-        return EncodedRows(
-            dense, columns, {preprocessor.schema.label or "": labels} if self.manifest["labelled"] else {}
-        )
+        return EncodedRows(dense, columns, {preprocessor.schema.label or "": labels} if self.manifest["labelled"] else {})

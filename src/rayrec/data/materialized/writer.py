@@ -127,9 +127,7 @@ def _check_target(index: LogIndex, out: str, output: Output) -> None:
                 "copy it there, or choose --format parquet"
             )
         if output.shuffle != "none":
-            raise InputError(
-                f"{out}: a full shuffle needs a file system to shuffle in; give --out a folder and copy it there"
-            )
+            raise InputError(f"{out}: a full shuffle needs a file system to shuffle in; give --out a folder and copy it there")
 
 
 def _sources(index: LogIndex) -> list[storage.File]:
@@ -190,14 +188,10 @@ def _run(
     yield from running.run("write", gather, later, engine)
 
 
-def _describe(
-    folder: str, layout: Layout, found: Sequence[dict[str, Any]], description: dict[str, Any]
-) -> list[dict[str, Any]]:
+def _describe(folder: str, layout: Layout, found: Sequence[dict[str, Any]], description: dict[str, Any]) -> list[dict[str, Any]]:
     """Writes the manifest; returns [{name, bytes, crc32}] of the files."""
     if layout.plans:
-        files = finish_files(
-            folder, layout.all_plans, [tuple(stretch) for of_task in found for stretch in of_task["ranges"]]
-        )
+        files = finish_files(folder, layout.all_plans, [tuple(stretch) for of_task in found for stretch in of_task["ranges"]])
     else:
         files = [of_task["file"] for of_task in found]
     parquet = [of_task["parquet"] for of_task in found if "parquet" in of_task]
@@ -267,9 +261,7 @@ def lay_out(index: LogIndex, preprocessor: Preprocessor, output: Output) -> Layo
     plans: list[list[FilePlan]] = []
     if output.format != "parquet":
         stems = _stems(raw_files)
-        plans = [
-            plan_files(output.format, preprocessor, stem, rows) for stem, rows in zip(stems, file_rows, strict=True)
-        ]
+        plans = [plan_files(output.format, preprocessor, stem, rows) for stem, rows in zip(stems, file_rows, strict=True)]
     layout = Layout(raw_files, file_rows, plans, _ranges(output.sets, index.rows), [])
     layout.tasks.extend(_tasks(index, layout, output))
     return layout
@@ -296,9 +288,7 @@ def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[st
     ranges, done = [], 0
     for name, (start, stop) in sorted(sets.items(), key=lambda item: item[1]):
         if start < done or stop > rows or start > stop:
-            raise InputError(
-                f"sets: {name} has rows {start}-{stop}, which others have too or a log of {rows} rows has not"
-            )
+            raise InputError(f"sets: {name} has rows {start}-{stop}, which others have too or a log of {rows} rows has not")
         if start > done:
             ranges.append(("other", done, start))
         if start < stop:

@@ -171,9 +171,7 @@ class Index:
             raise damaged(path, f"does not hold {shard.rows:,} rows of {column.block_size} tokens")
         first, size, head, found = self._place(content, int(starts[0]), column.name, column.dtype, path)
         row_bytes = int(starts[1] - starts[0])
-        same = (
-            found == dtype and size == column.block_size * dtype.itemsize and not (np.diff(starts) != row_bytes).any()
-        )
+        same = found == dtype and size == column.block_size * dtype.itemsize and not (np.diff(starts) != row_bytes).any()
         if same and head:
             heads = np.ndarray((shard.rows, first), np.uint8, content, int(starts[0]), (row_bytes, 1))
             same = all(not (heads[:, low:high] != heads[0, low:high]).any() for low, high in head)
@@ -182,9 +180,7 @@ class Index:
                 f"{path}: its rows do not all have {column.block_size} tokens of {dtype} at the same place; write rows of one "
                 "length, without columns of other lengths"
             )
-        return np.ndarray(
-            (shard.rows, column.block_size), dtype, content, int(starts[0]) + first, (row_bytes, dtype.itemsize)
-        )
+        return np.ndarray((shard.rows, column.block_size), dtype, content, int(starts[0]) + first, (row_bytes, dtype.itemsize))
 
     def _place(
         self, content: mmap.mmap, start: int, name: str, bytes_dtype: str, path: str
@@ -286,12 +282,7 @@ class TokenRows:
     """
 
     def __init__(
-        self,
-        path: str,
-        *,
-        column: TokenColumn | None = None,
-        cache_folder: str | None = None,
-        cache_bytes: int | None = None,
+        self, path: str, *, column: TokenColumn | None = None, cache_folder: str | None = None, cache_bytes: int | None = None
     ) -> None:
         path = storage.absolute(path).rstrip("/")
         content = storage.read_bytes(storage.join(path, INDEX))

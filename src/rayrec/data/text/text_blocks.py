@@ -92,9 +92,7 @@ def open_tokens(path: str) -> TokenFolder:
         raise InputError(f"{path}: holds no {MANIFEST}; make it by rayrec preprocess TEXT --format mds --out {path}")
     found = storage.read_json(manifest)
     if _format(found) != FORMAT or found.get("version") != VERSION:
-        raise InputError(
-            f"{manifest}: not of prepared text, or of another version than {VERSION}; prepare the text again"
-        )
+        raise InputError(f"{manifest}: not of prepared text, or of another version than {VERSION}; prepare the text again")
     return TokenFolder(
         path=path,
         block_size=found["block_size"],
@@ -105,11 +103,7 @@ def open_tokens(path: str) -> TokenFolder:
         sets={name: described["blocks"] for name, described in found["sets"].items()},
         hash=found["hash"],
         set_folders={name: described.get("folder", name) for name, described in found["sets"].items()},
-        columns={
-            name: TokenColumn(**described["column"])
-            for name, described in found["sets"].items()
-            if "column" in described
-        },
+        columns={name: TokenColumn(**described["column"]) for name, described in found["sets"].items() if "column" in described},
     )
 
 
@@ -205,9 +199,7 @@ def parts_of(sources: Sequence[Source], *, validation_fraction: float, part_byte
             edges = [first, *inner, last] if first < last else []
             for start, stop in itertools.pairwise(edges):
                 follows = start == 0 and name in begun
-                parts.append(
-                    TextPart(len(parts), name, source.path, source.name, start, stop, source.size_bytes, follows)
-                )
+                parts.append(TextPart(len(parts), name, source.path, source.name, start, stop, source.size_bytes, follows))
                 begun.add(name)
         before += source.size_bytes
     return parts

@@ -111,9 +111,7 @@ def _converted(files: Files, folder: str) -> dict[str, bytes]:
         except Exception as error:  # anything, by what is in the folder
             raise InputError(f"{folder}: no tokenizer that transformers can load ({_line(error)})") from None
         if not found.is_fast:
-            raise InputError(
-                f"{folder}: a tokenizer without a fast form (tokenizer.json); convert it with transformers"
-            )
+            raise InputError(f"{folder}: a tokenizer without a fast form (tokenizer.json); convert it with transformers")
         found.save_pretrained(after)
         return {name: storage.read_bytes(os.path.join(after, name)) for name in _FILES if name in os.listdir(after)}
 

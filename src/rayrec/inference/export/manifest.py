@@ -97,12 +97,7 @@ class ExportedModel:
 
     @classmethod
     def of(
-        cls,
-        path: str,
-        stored: Mapping[str, Any],
-        preprocessor: Preprocessor,
-        *,
-        own: type[ClickModelConfig] | None = None,
+        cls, path: str, stored: Mapping[str, Any], preprocessor: Preprocessor, *, own: type[ClickModelConfig] | None = None
     ) -> ExportedModel:
         """The inverse of `described`, of the export in folder `path`. `own`: the class of a model that is not rayrec's. Raises
         InputError for a model that is neither rayrec's nor `own`, and for another Preprocessor."""

@@ -121,9 +121,7 @@ def id_widths(preprocessor: Preprocessor) -> list[int]:
     widths = []
     for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:
-            raise InputError(
-                f"onnx: column {name} has any number of ids a row, and inputs have a fixed width; serve with rayrec"
-            )
+            raise InputError(f"onnx: column {name} has any number of ids a row, and inputs have a fixed width; serve with rayrec")
         widths.append(size)
     return widths
 

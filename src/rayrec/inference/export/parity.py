@@ -172,12 +172,7 @@ class _DrawnLengths:
 
 
 def _drawn_ids(
-    rng: np.random.Generator,
-    lengths: _DrawnLengths,
-    name: str,
-    num_embeddings: int,
-    hotness: int | None,
-    dtype: np.dtype,
+    rng: np.random.Generator, lengths: _DrawnLengths, name: str, num_embeddings: int, hotness: int | None, dtype: np.dtype
 ) -> Ids:
     if hotness is None:
         of_rows = lengths.of(name).astype(np.int32)
@@ -257,9 +252,7 @@ def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
         tokens = rng.integers(0, np.iinfo(dtype).max, int(lengths.sum()), dtype, endpoint=True)
         if len(known):
             tokens = np.where(rng.random(len(tokens)) < 0.8, known[rng.integers(0, len(known), len(tokens))], tokens)
-        texts = (
-            [f"{token:08x}" for token in tokens.tolist()] if hexadecimal else tokens.view(np.int64).astype(str).tolist()
-        )
+        texts = [f"{token:08x}" for token in tokens.tolist()] if hexadecimal else tokens.view(np.int64).astype(str).tolist()
         values = pa.array(texts, pa.large_string())
         if name in schema.lists:
             columns[name] = pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]), values)
@@ -268,9 +261,7 @@ def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
     return pa.table(columns)
 
 
-def _encoder_failure(
-    encoder: Any, preprocessor: Preprocessor, raw: RawBlock, values: list[dict[str, Any]]
-) -> str | None:
+def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, values: list[dict[str, Any]]) -> str | None:
     """The first difference between what an Encoder makes of rows and what the Preprocessor does."""
     expected, inputs = preprocessor.encode(raw), preprocessor.inputs
     try:

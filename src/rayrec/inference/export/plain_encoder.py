@@ -32,18 +32,7 @@ _WHOLE = re.compile(r"([+-]?[0-9]+)(\.0*)?")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _BOOLEANS = {"true": 1, "True": 1, "TRUE": 1, "false": 0, "False": 0, "FALSE": 0}
 _LIMIT = 10**18
-_STORED = {
-    "version",
-    "profile",
-    "schema",
-    "dense",
-    "sparse",
-    "integer_buckets",
-    "file_minimum",
-    "multi_hot",
-    "constants",
-    "hash",
-}
+_STORED = {"version", "profile", "schema", "dense", "sparse", "integer_buckets", "file_minimum", "multi_hot", "constants", "hash"}
 _SCHEMA = {
     *("label", "dense", "sparse", "tokens", "lists", "weight", "delimiter", "list_delimiter", "integers", "optional"),
     *("features", "labels", "timestamp", "nan", "category_rules"),
@@ -108,10 +97,7 @@ class Encoder:
         numbers = [self._numbers(rows, name) for name in names]
         categories = [self._categories(rows, name) for name in self.schema["sparse"]]
         if self._buckets:
-            categories = [
-                *((bucket_tokens(values), missing | (values == 0), None) for values, missing in numbers),
-                *categories,
-            ]
+            categories = [*((bucket_tokens(values), missing | (values == 0), None) for values, missing in numbers), *categories]
             numbers = []
         dense = np.empty((len(rows), len(numbers)), np.float32)
         for place, (column, found) in enumerate(zip(self._dense, numbers, strict=True)):
@@ -153,9 +139,7 @@ class Encoder:
             raise ValueError(f"row {row}: {name} is not a number of this column: {value!r}")
         return value
 
-    def _categories(
-        self, rows: Sequence[Mapping[str, Any]], name: str
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _categories(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """The tokens, which are missing, and for lists how many each row has."""
         values = [_plain(row.get(name)) for row in rows]
         lengths = None
@@ -214,9 +198,7 @@ class Encoder:
             found
             if size == 1 or isinstance(found, tuple)
             else expand_bag(found, size, rule.num_embeddings, column=number, seed=seed, pareto=pareto)
-            for number, (found, size, (rule, _)) in enumerate(
-                zip(ids, self._multi_hot["sizes"], self._sparse, strict=True)
-            )
+            for number, (found, size, (rule, _)) in enumerate(zip(ids, self._multi_hot["sizes"], self._sparse, strict=True))
         ]
 
 
@@ -243,9 +225,7 @@ def _seconds(value: date) -> float:
 def _refuse_unknown(stored: Mapping[str, Any], known: set[str], where: str) -> None:
     unknown = sorted(stored.keys() - known)
     if unknown:
-        raise ValueError(
-            f"preprocessor.json: unknown setting {unknown[0]} in {where}; use the encode.py of the same export"
-        )
+        raise ValueError(f"preprocessor.json: unknown setting {unknown[0]} in {where}; use the encode.py of the same export")
 
 
 def _column(cls: Any, name: str, values: dict[str, Any]) -> Any:

@@ -93,10 +93,7 @@ def _aligned(size_bytes: int) -> np.ndarray:
 
 
 def read_tensors(
-    path: str,
-    name: str,
-    files: Mapping[str, Mapping[str, Any]],
-    wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    path: str, name: str, files: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]]
 ) -> dict[str, torch.Tensor]:
     """The tensors of one safetensors file of an export, which must be exactly those `wanted` (dtype and shape). They share one
     piece of memory, of the file's size. Raises InputError for damage and for other tensors."""
@@ -125,11 +122,7 @@ def read_tensors(
     for key, (dtype, shape) in wanted.items():
         start, stop = spans[key]
         size_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        if (
-            not 0 <= start <= stop <= len(body)
-            or stop - start != size_bytes
-            or (8 + head_bytes + start) % dtype.itemsize
-        ):
+        if not 0 <= start <= stop <= len(body) or stop - start != size_bytes or (8 + head_bytes + start) % dtype.itemsize:
             raise InputError(f"{place}: {key} lies outside of the file; {REMEDY}")
         tensors[key] = torch.from_numpy(body[start:stop]).view(dtype).reshape(shape)
     return tensors

@@ -34,15 +34,11 @@ def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, 
     preprocessor = exported.preprocessor
     graph = storage.join(folder, MODEL_NAME, "1", "model.onnx")
     write_onnx(preprocessor, scorer, graph)
-    config = config_pbtxt(
-        exported.version, num_dense=len(preprocessor.inputs.dense), num_ids=sum(id_widths(preprocessor))
-    )
+    config = config_pbtxt(exported.version, num_dense=len(preprocessor.inputs.dense), num_ids=sum(id_widths(preprocessor)))
     storage.write_bytes(storage.join(folder, MODEL_NAME, "config.pbtxt"), config.encode())
     difference = _difference(graph, rows, rows.score(scorer.score))
     if not difference <= (_LARGEST_DIFFERENCE if exported.precision == "fp32" else 100 * _LARGEST_DIFFERENCE):
-        raise InputError(
-            f"triton: the ONNX graph gives a logit that differs by {difference:.2g}; export without --triton"
-        )
+        raise InputError(f"triton: the ONNX graph gives a logit that differs by {difference:.2g}; export without --triton")
     return {
         "model": MODEL_NAME,
         "backend": "onnxruntime",

@@ -26,16 +26,7 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.imports import require
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import plain_encoder
-from rayrec.inference.export.manifest import (
-    DENSE,
-    ENCODER,
-    PROGRAM,
-    README,
-    REPORT,
-    TABLES,
-    ExportedModel,
-    manifest_of,
-)
+from rayrec.inference.export.manifest import DENSE, ENCODER, PROGRAM, README, REPORT, TABLES, ExportedModel, manifest_of
 from rayrec.inference.export.onnx import id_widths
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
 from rayrec.inference.export.read import open_export
@@ -45,14 +36,7 @@ from rayrec.inference.model import open_served, version_of
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.run_rows import BATCH_ROWS
-from rayrec.workloads.recsys.scorer import (
-    ClickScorer,
-    PlainModel,
-    click_settings,
-    empty_model,
-    flat_values,
-    load_preprocessor,
-)
+from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, flat_values, load_preprocessor
 from rayrec.workloads.recsys.scoring import cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import PREFIX
@@ -115,9 +99,7 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     exported.row_format.check()
     if settings.triton:  # refused before there is much done
         if not model.LABELLED:
-            raise InputError(
-                f"export: --triton needs a model of clicks, got {type(model).__name__}. Leave --triton out."
-            )
+            raise InputError(f"export: --triton needs a model of clicks, got {type(model).__name__}. Leave --triton out.")
         require(extra="onnx")
         id_widths(preprocessor)
     # The weights, which take long to read and verify, come behind the rows, which may not be there.
@@ -180,9 +162,7 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
     """Tables as they are read, one at a time, and the network's weights; returns the model that holds the latter."""
     row_format, dense = exported.row_format, {}
     model = empty_model(exported.model, preprocessor=exported.preprocessor, precision=exported.precision)
-    vocabulary_of = {
-        PREFIX + weight: model.inputs.table_of[feature] for feature, weight in model.table_weights().items()
-    }
+    vocabulary_of = {PREFIX + weight: model.inputs.table_of[feature] for feature, weight in model.table_weights().items()}
 
     def pieces() -> Iterator[memoryview]:
         for name, tensor in full_tensors(checkpoint, PREFIX):
@@ -245,12 +225,7 @@ def _seal(out: str, exported: ExportedModel, known: dict[str, dict[str, Any]]) -
 
 
 def _compare(
-    out: str,
-    exported: ExportedModel,
-    scorer: ClickScorer,
-    rows: ParityRows,
-    reference: _Reference,
-    settings: ExportConfig,
+    out: str, exported: ExportedModel, scorer: ClickScorer, rows: ParityRows, reference: _Reference, settings: ExportConfig
 ) -> dict[str, Any]:
     """What there is to report of an export. Raises InputError where it differs from its checkpoint by more than allowed."""
     program = torch.export.load(storage.join(out, PROGRAM)).module()
@@ -275,12 +250,7 @@ def _compare(
     return {
         "version": exported.version,
         "quantization": exported.quantization,
-        "parity": {
-            **comparisons["export"].to_dict(),
-            "rows": rows.rows,
-            "auroc_limit": settings.auroc_limit,
-            "failure": failure,
-        },
+        "parity": {**comparisons["export"].to_dict(), "rows": rows.rows, "auroc_limit": settings.auroc_limit, "failure": failure},
         "program_parity": {**comparisons["program"].to_dict(), "rows": rows.rows},
         "size": {
             "table_bytes": os.path.getsize(storage.join(out, TABLES)),

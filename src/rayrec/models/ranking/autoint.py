@@ -41,9 +41,7 @@ class AutoIntConfig(ClickModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.attention_dim % self.heads:
-            raise InputError(
-                f"AutoIntConfig.attention_dim: {self.attention_dim} must be a multiple of heads, {self.heads}"
-            )
+            raise InputError(f"AutoIntConfig.attention_dim: {self.attention_dim} must be a multiple of heads, {self.heads}")
 
     @property
     def width(self) -> int:
@@ -80,13 +78,7 @@ class AutoInt(nn.Module):
         )
         self.logit = xavier_linear(count * config.attention_dim, 1)
         self.deep = (
-            LogitTower(
-                count * dim,
-                config.mlp,
-                dropout=config.dropout,
-                batch_norm=config.batch_norm,
-                precision=precision,
-            )
+            LogitTower(count * dim, config.mlp, dropout=config.dropout, batch_norm=config.batch_norm, precision=precision)
             if config.mlp
             else None
         )

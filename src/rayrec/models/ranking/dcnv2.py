@@ -48,9 +48,7 @@ class DCNv2Config(ClickModelConfig):
                 f"DCNv2Config.experts: need low_rank, the rank of their weights, got experts {self.experts}. Set both."
             )
         if self.structure == "stacked_parallel" and not self.mlp:
-            raise InputError(
-                "DCNv2Config.mlp: must have one or more sizes for structure stacked_parallel, got (). Set them."
-            )
+            raise InputError("DCNv2Config.mlp: must have one or more sizes for structure stacked_parallel, got (). Set them.")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return DCNv2(self, inputs, precision=precision)

@@ -45,9 +45,7 @@ class DCNv3Config(ClickModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.embedding_dim % (2 * self.heads):
-            raise InputError(
-                f"DCNv3Config.embedding_dim: {self.embedding_dim} must be a multiple of {2 * self.heads}, 2 * heads"
-            )
+            raise InputError(f"DCNv3Config.embedding_dim: {self.embedding_dim} must be a multiple of {2 * self.heads}, 2 * heads")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return DCNv3(self, inputs, precision=precision)
@@ -62,9 +60,7 @@ class DCNv3(nn.Module):
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim // config.heads
         self.deep = _CrossNetwork(width, config.deep_layers, config.deep_dropout, config, precision, deep=True)
-        self.shallow = _CrossNetwork(
-            width, config.shallow_layers, config.shallow_dropout, config, precision, deep=False
-        )
+        self.shallow = _CrossNetwork(width, config.shallow_layers, config.shallow_dropout, config, precision, deep=False)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         """See `ClickModelConfig.build`; in addition to the label's logits those of each network."""
@@ -90,9 +86,7 @@ class _CrossNetwork(nn.Module):
     """Layers x <- a * (z + bias) + x, in which a is x itself (deep) or the network's input, and z is a linear half h of the
     input's width next to h * relu(norm(h)), the half under a mask that is computed from it."""
 
-    def __init__(
-        self, width: int, layers: int, dropout: float, config: DCNv3Config, precision: Precision, *, deep: bool
-    ) -> None:
+    def __init__(self, width: int, layers: int, dropout: float, config: DCNv3Config, precision: Precision, *, deep: bool) -> None:
         super().__init__()
         self.layers, self.biases = nn.ModuleList(), nn.ParameterList()
         self.batch_norms, self.mask_norms = nn.ModuleList(), nn.ModuleList()
@@ -108,9 +102,7 @@ class _CrossNetwork(nn.Module):
         """(rows, heads, width) -> logits (rows,), the mean of the heads. Only products with weights have the precision's type:
         the numbers grow with each layer."""
         hidden = inputs
-        for layer, bias, batch_norm, mask_norm in zip(
-            self.layers, self.biases, self.batch_norms, self.mask_norms, strict=True
-        ):
+        for layer, bias, batch_norm, mask_norm in zip(self.layers, self.biases, self.batch_norms, self.mask_norms, strict=True):
             weight = layer.get_parameter("weight").to(self._dtype)
             half = functional.linear(hidden.to(self._dtype), weight).float()
             if isinstance(batch_norm, GlobalBatchNorm):  # one mean for all values of a head

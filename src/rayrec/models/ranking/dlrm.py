@@ -48,8 +48,7 @@ class DLRMConfig(ClickModelConfig):
         super().__post_init__()
         if self.bottom_mlp[-1] != self.embedding_dim:
             raise InputError(
-                f"DLRMConfig.bottom_mlp: ends with {self.bottom_mlp[-1]}, but must end with embedding_dim "
-                f"{self.embedding_dim}"
+                f"DLRMConfig.bottom_mlp: ends with {self.bottom_mlp[-1]}, but must end with embedding_dim {self.embedding_dim}"
             )
         if self.top_mlp[-1] != 1:
             raise InputError(f"DLRMConfig.top_mlp: ends with {self.top_mlp[-1]}, but must end with 1, the logit")
@@ -90,9 +89,5 @@ class DLRMConfig(ClickModelConfig):
                 features, dim=dim, num_layers=self.cross_layers, low_rank=self.cross_low_rank, precision=precision
             )
         return ProjectionInteraction(
-            features,
-            dim=dim,
-            first_branch=self.projection_first,
-            second_branch=self.projection_second,
-            precision=precision,
+            features, dim=dim, first_branch=self.projection_first, second_branch=self.projection_second, precision=precision
         )

@@ -78,10 +78,7 @@ class FinalMLP(nn.Module):
         width = (inputs.num_dense + len(inputs.features)) * dim
         self.first, self.second = (
             Tower(width, sizes, dropout=dropout, batch_norm=config.batch_norm, precision=precision)
-            for sizes, dropout in (
-                (config.first_mlp, config.first_dropout),
-                (config.second_mlp, config.second_dropout),
-            )
+            for sizes, dropout in ((config.first_mlp, config.first_dropout), (config.second_mlp, config.second_dropout))
         )
         self.first_gate: nn.Module | None = None
         self.second_gate: nn.Module | None = None

@@ -61,9 +61,7 @@ class FinalNet(nn.Module):
         width = count * dim * (2 if config.feature_gate else 1)
         self.first = _Tower(width, config.first_tower, config.first_dropout, config, precision)
         self.second = (
-            _Tower(count * dim, config.second_tower, config.second_dropout, config, precision)
-            if config.second_tower
-            else None
+            _Tower(count * dim, config.second_tower, config.second_dropout, config, precision) if config.second_tower else None
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:

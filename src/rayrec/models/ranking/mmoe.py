@@ -57,6 +57,5 @@ class MMoE(nn.Module):
         inputs = fields(dense, self.number_vectors, embedded).flatten(1)
         experts = self.experts(inputs)
         return {
-            label: tower(gate(inputs, experts))
-            for label, gate, tower in zip(self._labels, self.gates, self.towers, strict=True)
+            label: tower(gate(inputs, experts)) for label, gate, tower in zip(self._labels, self.gates, self.towers, strict=True)
         }

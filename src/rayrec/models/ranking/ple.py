@@ -77,9 +77,7 @@ class PLE(nn.Module):
 class _Level(nn.Module):
     """Experts and gates of each label, and those that labels share. The last level has no shared gate: no level takes its sum."""
 
-    def __init__(
-        self, in_features: int, labels: int, config: PLEConfig, settings: TowerSettings, *, last: bool
-    ) -> None:
+    def __init__(self, in_features: int, labels: int, config: PLEConfig, settings: TowerSettings, *, last: bool) -> None:
         """`settings`: those of all experts and gates."""
         super().__init__()
         own, shared = config.own_experts, config.shared_experts

@@ -103,9 +103,7 @@ class SASRec(nn.Module):
         items = embedded.sequences(self._feature)
         # The last place of a full list has no target in training, and so no position of its own.
         positions = torch.cat([self.positions, self.positions[-1:]])
-        hidden = functional.dropout(
-            self.norm(self._padded(items, items.values) + positions), self._dropout, self.training
-        )
+        hidden = functional.dropout(self.norm(self._padded(items, items.values) + positions), self._dropout, self.training)
         for block in self.blocks:
             hidden = block(hidden)
         return {
@@ -176,9 +174,7 @@ class _Block(nn.Module):
         )
         dropout = self._dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        hidden = self.attention_norm(
-            inputs + self._dropped(self._product(self.mixed, mixed.transpose(1, 2).flatten(2)))
-        )
+        hidden = self.attention_norm(inputs + self._dropped(self._product(self.mixed, mixed.transpose(1, 2).flatten(2))))
         inner = functional.gelu(self._product(self.first, hidden))
         return self.norm(hidden + self._dropped(self._product(self.second, inner)))
 

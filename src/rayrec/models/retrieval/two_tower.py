@@ -74,9 +74,7 @@ class TwoTowerConfig(ClickModelConfig):
                 )
         found = tuple(name for name in inputs.features if name not in self.item_features)
         if not found:
-            raise InputError(
-                "TwoTowerConfig: the schema must have features of the user, got none. Name them in sparse."
-            )
+            raise InputError("TwoTowerConfig: the schema must have features of the user, got none. Name them in sparse.")
         return found
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
@@ -138,9 +136,7 @@ class TwoTower(nn.Module):
         (items, own), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
         logits = outputs["user"] @ items.T / self._temperature - self._log_frequency(ids)
         target = torch.arange(own.start, own.stop, device=ids.device)
-        return functional.cross_entropy(
-            self._without_own(logits, outputs["ids"], ids, target), target, reduction="none"
-        )
+        return functional.cross_entropy(self._without_own(logits, outputs["ids"], ids, target), target, reduction="none")
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
         """Return NDCG and recall at k of each row's item, ranked among all items of the table or, if it does not describe
@@ -165,9 +161,7 @@ class TwoTower(nn.Module):
         return functional.normalize(functional.linear(hidden.float(), last.weight, last.bias), dim=1)
 
     @staticmethod
-    def _without_own(
-        logits: torch.Tensor, own_ids: torch.Tensor, ids: torch.Tensor, target: torch.Tensor
-    ) -> torch.Tensor:
+    def _without_own(logits: torch.Tensor, own_ids: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The logits, those of other rows with the row's own item left out."""
         same = own_ids.unsqueeze(1) == ids
         same.scatter_(1, target.unsqueeze(1), value=False)

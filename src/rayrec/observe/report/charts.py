@@ -81,9 +81,7 @@ class _Drawn:
         return self.points if len(self.points) <= _MOST_DOTS else []
 
 
-def line_chart(
-    title: str, lines: Sequence[Line], *, x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False
-) -> Markup:
+def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> Markup:
     """A `<figure>` with the chart; empty if there is no point. `from_zero`: the y axis starts at 0."""
     drawn = [_Drawn(line.name, _pieces(line.points)) for line in lines[:NUM_SERIES]]
     points = [point for line in drawn for point in line.points]
@@ -124,9 +122,7 @@ def _numbers(title: str, drawn: Sequence[_Drawn], x_label: str) -> Markup:
     places = sorted({x for line in values for x in line})
     if len(places) > _MOST_ROWS:
         places = [places[round(number * (len(places) - 1) / (_MOST_ROWS - 1))] for number in range(_MOST_ROWS)]
-    rows = [
-        [number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(places)
-    ]
+    rows = [[number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(places)]
     heads = [x_label, *(line.name for line in drawn)]
     return folded(f"Numbers: {title}", table(heads, rows, name=title, unfolded=True))
 
@@ -262,9 +258,7 @@ class Moment:
     text: str
 
 
-def timeline(
-    title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]
-) -> Markup:
+def timeline(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]) -> Markup:
     """A `<figure>` with a lane for each kind of stretch and of moment, by seconds since the run began; nothing where it has no
     length. Lanes in which nothing happened are left out."""
     lanes, moments = [lane for lane in lanes if lane[1]], [lane for lane in moments if lane[1]]
@@ -284,13 +278,9 @@ def timeline(
     )
 
 
-def _places(
-    title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]
-) -> Markup:
+def _places(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]) -> Markup:
     """All of a timeline as a table."""
-    rows = [
-        [name, clock_text(span.start_s), clock_text(span.stop_s), span.text] for name, spans in lanes for span in spans
-    ]
+    rows = [[name, clock_text(span.start_s), clock_text(span.stop_s), span.text] for name, spans in lanes for span in spans]
     rows += [[name, clock_text(tick.at_s), "", tick.text] for name, ticks in moments for tick in ticks]
     return _bar_numbers(title, ["", "from", "to", "what"], rows)
 

@@ -160,9 +160,7 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     flat = [_flat(yaml.safe_load(run.config) or {}) for run in runs]
     keys = dict.fromkeys(key for fields in flat for key in fields)
     rows = [
-        [key, *(fields.get(key, "-") for fields in flat)]
-        for key in keys
-        if len({fields.get(key, "-") for fields in flat}) > 1
+        [key, *(fields.get(key, "-") for fields in flat)] for key in keys if len({fields.get(key, "-") for fields in flat}) > 1
     ]
     if not rows:
         return paragraph("They are the same.")

@@ -40,14 +40,9 @@ def calibration(events: Sequence[Event]) -> Section | None:
         Line("as predicted", [(0.0, 0.0), (most, most)]),
     ]
     chart = line_chart(
-        f"Share of clicks in the {name} rows, by predicted probability",
-        lines,
-        x_label="predicted probability",
-        from_zero=True,
+        f"Share of clicks in the {name} rows, by predicted probability", lines, x_label="predicted probability", from_zero=True
     )
-    told = (
-        f"{len(bins)} groups of about {number_text(round(sum(group['rows'] for group in bins) / len(bins)))} rows each."
-    )
+    told = f"{len(bins)} groups of about {number_text(round(sum(group['rows'] for group in bins) / len(bins)))} rows each."
     return Section("Calibration", charts([draw("parts.html", "noted", chart=chart, text=told)]))
 
 
@@ -83,9 +78,7 @@ def sharding(events: Sequence[Event]) -> Section | None:
             [
                 float(
                     sum(
-                        shards["bytes_of_rank"].get(str(rank), 0)
-                        for shards in start["tables"]
-                        if shards["sharding_type"] == kind
+                        shards["bytes_of_rank"].get(str(rank), 0) for shards in start["tables"] if shards["sharding_type"] == kind
                     )
                 )
                 for kind in kinds
@@ -124,9 +117,7 @@ def samples(events: Sequence[Event]) -> Section:
 
 
 def _samples(events: Sequence[Event], kind: str) -> list[Mapping[str, Any]]:
-    every: list[Mapping[str, Any]] = next(
-        (event["samples"] for event in reversed(events) if event["kind"] == "samples"), []
-    )
+    every: list[Mapping[str, Any]] = next((event["samples"] for event in reversed(events) if event["kind"] == "samples"), [])
     return [sample for sample in every if sample["kind"] == kind]
 
 

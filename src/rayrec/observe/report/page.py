@@ -70,11 +70,7 @@ def joined(parts: Sequence[str]) -> Markup:
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unfolded: bool = False) -> Markup:
     """A table of texts. A column without a value in any row is left out; a cell that starts with BEST is emphasized; a long table
     is folded unless `unfolded`."""
-    kept = [
-        place
-        for place in range(len(heads))
-        if not place or not rows or any(row[place] not in ("", "-") for row in rows)
-    ]
+    kept = [place for place in range(len(heads)) if not place or not rows or any(row[place] not in ("", "-") for row in rows)]
     drawn = draw(
         "parts.html",
         "table",

@@ -104,9 +104,7 @@ def time_split(events: Sequence[Event]) -> Section | None:
     if not names:
         return None
     shown = [WORDS[name] for name in names]
-    whole = stacked_bars(
-        "The run as a whole", shown, [Bar("in all", [spent[name] for name in names])], text=duration_text
-    )
+    whole = stacked_bars("The run as a whole", shown, [Bar("in all", [spent[name] for name in names])], text=duration_text)
     if len(edges) < 3:
         return Section("Where the time went", whole)
     bars = []
@@ -183,15 +181,10 @@ def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
         cost = attempt.restart
         if cost is not None:
             down.append(
-                Span(
-                    max(0.0, alive[0] - cost.lost_s), alive[0], f"{duration_text(cost.lost_s)}: {cost.cause}", lost=True
-                )
+                Span(max(0.0, alive[0] - cost.lost_s), alive[0], f"{duration_text(cost.lost_s)}: {cost.cause}", lost=True)
             )
     moments = [
-        (
-            name,
-            [Moment(_since(events, event), f"step {event['step']:,}") for event in events if event["kind"] == kind],
-        )
+        (name, [Moment(_since(events, event), f"step {event['step']:,}") for event in events if event["kind"] == kind])
         for name, kind in (("evaluations", "evaluate"), ("checkpoints", "checkpoint"))
     ]
     drawn = timeline("What happened when", [("training", trained), ("restarts", down)], moments)
@@ -246,9 +239,7 @@ def profiles(events: Sequence[Event]) -> Section:
         for event in events
         if event["kind"] in ("profile", "profile_failed")
     ]
-    return Section(
-        "Profiles", table(["after", "step", "folder", "trouble"], rows, name="Profiles") if rows else Markup()
-    )
+    return Section("Profiles", table(["after", "step", "folder", "trouble"], rows, name="Profiles") if rows else Markup())
 
 
 def costs(cost: Cost | None) -> Section | None:

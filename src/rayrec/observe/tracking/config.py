@@ -73,9 +73,7 @@ class TrackersConfig(Config):
         if self.tensorboard:
             makers["TensorBoard"] = _maker("tensorboard", "TensorBoardTracker", folder, config=config.to_yaml())
         if self.mlflow:
-            makers["MLflow"] = _maker(
-                "mlflow", "MlflowTracker", self.mlflow_uri, experiment=self.project, config=values
-            )
+            makers["MLflow"] = _maker("mlflow", "MlflowTracker", self.mlflow_uri, experiment=self.project, config=values)
         if self.wandb != "off":
             offline = self.wandb == "offline"
             makers["Weights & Biases"] = _maker(

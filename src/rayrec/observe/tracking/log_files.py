@@ -103,10 +103,7 @@ class MlLogTracker:
             self._say("INTERVAL_START", "epoch_start", None, time_ms, epoch_num=self._epoch)
 
     def _evaluation(self, event: Mapping[str, Any], run: RunSummary, begin_ms: int) -> None:
-        place = {
-            "epoch_num": round(run.epochs_at(event["step"]), 6),
-            "samples_count": run.rows_at(event["step"]),
-        }
+        place = {"epoch_num": round(run.epochs_at(event["step"]), 6), "samples_count": run.rows_at(event["step"])}
         score = next((event[name] for name in _SCORES if event.get(name) is not None), None)
         self._say("INTERVAL_START", "eval_start", None, begin_ms, **place)
         if score is not None:

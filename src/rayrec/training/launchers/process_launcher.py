@@ -46,9 +46,7 @@ class ProcessLauncher:
     """See `Launcher`; of the first process. An error of its worker ends the run and is raised as it is: there is no other process
     that could restart it."""
 
-    def __init__(
-        self, config: TrainConfig, rendezvous: StoreRendezvous | None = None, *, pause_at: float | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, rendezvous: StoreRendezvous | None = None, *, pause_at: float | None = None) -> None:
         """`rendezvous`: of torchrun's processes; None: this process trains alone."""
         self._config, self._rendezvous, self._pause_at = config, rendezvous, pause_at
         self._env = Launched.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env

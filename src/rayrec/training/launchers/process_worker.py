@@ -249,9 +249,7 @@ def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.de
     """The worker of this process, in this thread."""
     use_device(device)
     env, stopwatch, threads = rendezvous.env, attempt.stopwatch(), torch.get_num_threads()
-    context = WorkerContext(
-        attempt.config, env.rank, env.world_size, device, attempt.engine, node=platform.node(), cpus=env.cpus
-    )
+    context = WorkerContext(attempt.config, env.rank, env.world_size, device, attempt.engine, node=platform.node(), cpus=env.cpus)
     log = storage.join(attempt.folder, "logs", f"worker_{env.rank}.log")
     try:
         with worker_logs(log, rank=env.rank), _process_group(attempt.config, rendezvous, device):

@@ -47,10 +47,7 @@ class _TorchBackend(Backend):
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         assert isinstance(backend_config, ProcessGroup)
         host, port = worker_group.execute_single(0, _free_address)
-        joined = [
-            worker_group.execute_single_async(rank, _join, backend_config, host, port)
-            for rank in range(len(worker_group))
-        ]
+        joined = [worker_group.execute_single_async(rank, _join, backend_config, host, port) for rank in range(len(worker_group))]
         ray.get(joined)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:

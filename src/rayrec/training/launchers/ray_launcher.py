@@ -132,9 +132,7 @@ def _newest_step(config: TrainConfig, folder: str) -> int:
 def _placement_groups() -> set[str]:
     """Of this driver, those that hold resources."""
     job = ray.get_runtime_context().get_job_id()
-    return {
-        name for name, group in placement_group_table().items() if name.endswith(job) and group["state"] != "REMOVED"
-    }
+    return {name for name, group in placement_group_table().items() if name.endswith(job) and group["state"] != "REMOVED"}
 
 
 def _free_workers(before: set[str]) -> None:

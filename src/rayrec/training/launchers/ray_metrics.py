@@ -46,9 +46,7 @@ class PrometheusTracker:
         self._since_s = since_s
         self._gauges = {name: Gauge(name, description=text, tag_keys=("run",)) for name, text in GAUGES.items()}
         self._counters = {name: Counter(name, description=text, tag_keys=("run",)) for name, text in COUNTERS.items()}
-        self._metric = Gauge(
-            "rayrec_metric", description="Metrics of the last evaluation", tag_keys=("run", "set", "metric")
-        )
+        self._metric = Gauge("rayrec_metric", description="Metrics of the last evaluation", tag_keys=("run", "set", "metric"))
         self._time = Counter(
             "rayrec_time_s_total", description="Seconds of training by what they went to", tag_keys=("run", "phase")
         )

@@ -102,8 +102,6 @@ class DataParallelModel(Workload, abc.ABC):
         """A model for the weights of a checkpoint's folder, whatever it holds now."""
         raise InputError(f"{checkpoint}: recipe {config.recipe} does not say how its model is built for use")
 
-    def predict(
-        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
-    ) -> Mapping[str, np.ndarray | list[str]]:
+    def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, np.ndarray | list[str]]:
         """Named columns of predictions, one value a row."""
         raise InputError(f"{type(self).__name__} makes no predictions")

@@ -100,10 +100,7 @@ class _RowBlock:
     def score(self, start: int, stop: int) -> Mapping[str, np.ndarray | list[str]]:
         told, arrays = self._told, self._source.read(self._numbers[start:stop])
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
-        with (
-            torch.inference_mode(),
-            torch.autocast(self._device.type, torch.bfloat16, enabled=told.config.precision == "bf16"),
-        ):
+        with torch.inference_mode(), torch.autocast(self._device.type, torch.bfloat16, enabled=told.config.precision == "bf16"):
             if not told.evaluating:
                 return told.workload.predict(self._model, tensors)
             measures = told.workload.measure(self._model, tensors)
@@ -119,9 +116,7 @@ def _column(values: np.ndarray | list[str]) -> pa.Array:
     return pa.array(values)
 
 
-def load_model(
-    workload: DataParallelModel, config: TrainConfig, *, checkpoint: str, device: str = "cpu"
-) -> torch.nn.Module:
+def load_model(workload: DataParallelModel, config: TrainConfig, *, checkpoint: str, device: str = "cpu") -> torch.nn.Module:
     """The trained model of a checkpoint's folder, in eval mode and without gradients. Every checksum is verified.
 
     Raises InputError for damaged weights and for those of another model.

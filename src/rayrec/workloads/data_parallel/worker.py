@@ -36,11 +36,7 @@ def train_loader(
     config, data = context.config, context.config.train_data
     source = workload.open_set(context, prepared, "train")
     order = RowOrder(
-        tuple(source.chunk_rows),
-        data.shuffle,
-        config.seed,
-        data.segments_per_block,
-        data_hash=workload.data_hash(prepared),
+        tuple(source.chunk_rows), data.shuffle, config.seed, data.segments_per_block, data_hash=workload.data_hash(prepared)
     )
     return Loader(
         order,

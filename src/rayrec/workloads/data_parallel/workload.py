@@ -33,9 +33,7 @@ class DataParallelWorkload(DataParallelModel):
         from rayrec.checkpoint import untied
         from rayrec.workloads.warm_start import require_same_optimizer, require_same_weights, stored_settings
 
-        require_same_optimizer(
-            checkpoint, stored_settings(checkpoint), "optimizer", self.optimizer, fields=("kind", "momentum")
-        )
+        require_same_optimizer(checkpoint, stored_settings(checkpoint), "optimizer", self.optimizer, fields=("kind", "momentum"))
         with torch.random.fork_rng(devices=[]):
             weights = untied(self.build(prepared).state_dict())
         wanted = {name: list(tensor.shape) for name, tensor in weights.items()}

@@ -104,11 +104,7 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kind
     last = (max(train[0], train[1] - most_rows), train[1])
     first = (held_out[0], min(held_out[1], held_out[0] + most_rows))
     return Baselines(
-        preprocessor,
-        _joined(encoded(index, last, preprocessor)),
-        _joined(encoded(other, first, preprocessor)),
-        cache,
-        config,
+        preprocessor, _joined(encoded(index, last, preprocessor)), _joined(encoded(other, first, preprocessor)), cache, config
     )
 
 
@@ -121,9 +117,7 @@ def _joined(batches: Iterator[EncodedRows]) -> EncodedRows:
     for parts in zip(*(batch.ids for batch in kept), strict=True):
         bags = [part for part in parts if isinstance(part, Bags)]
         if bags:
-            columns.append(
-                Bags(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags]))
-            )
+            columns.append(Bags(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags])))
         else:
             columns.append(np.concatenate(parts))
     labels = {next(iter(kept[0].labels)): np.concatenate([batch.label for batch in kept])}

@@ -39,9 +39,7 @@ class TeacherConfig(Config):
         if not 0 <= self.weight <= 1:
             raise InputError(f"teacher.weight: {self.weight} must lie between 0 and 1")
         if self.checkpoint is not None and not all(self.checkpoints):
-            raise InputError(
-                "teacher.checkpoint: names no folder; give one or more runs or checkpoints, or leave it out"
-            )
+            raise InputError("teacher.checkpoint: names no folder; give one or more runs or checkpoints, or leave it out")
 
     @property
     def checkpoints(self) -> tuple[str, ...]:

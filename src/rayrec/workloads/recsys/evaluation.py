@@ -50,9 +50,7 @@ class EvaluationCounts:
         for features in (batch.sparse_features, batch.sequence_features):
             if features is not None:
                 values, places = features.values().numpy(), features.offset_per_key()
-                ids_of |= {
-                    key: values[places[number] : places[number + 1]] for number, key in enumerate(features.keys())
-                }
+                ids_of |= {key: values[places[number] : places[number + 1]] for number, key in enumerate(features.keys())}
         for number, (key, column) in enumerate(self._columns.items()):
             ids = ids_of[key]
             unknown = np.count_nonzero(ids == column.unknown_id)
@@ -87,11 +85,7 @@ class EvaluationCounts:
             for (key, column), (values, unknown, missing) in zip(self._columns.items(), by_column.tolist(), strict=True)
         ]
         return [
-            *(
-                [{"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)}]
-                if by_logit.any()
-                else []
-            ),
+            *([{"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)}] if by_logit.any() else []),
             *([{"kind": "categories", "set": self._name, "columns": columns}] if columns else []),
         ]
 

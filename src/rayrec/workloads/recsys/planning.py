@@ -28,15 +28,7 @@ from rayrec.sharding.communication import Lookup, Traffic, traffic_of
 from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, describe, placements, worker_memories
 from rayrec.sharding.planner import Site, plan_sharding
 from rayrec.storage.cache import is_gzip
-from rayrec.workloads.base import (
-    MeasuredSpeed,
-    Target,
-    TrainConfig,
-    TrainHere,
-    WorkerContext,
-    WorkerSetup,
-    effective_batch_size,
-)
+from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainHere, WorkerContext, WorkerSetup, effective_batch_size
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 if TYPE_CHECKING:
@@ -80,9 +72,7 @@ def plan(
     workers = config.scaling.max_workers
     place = target or Target(workers, workers)
     memory_bytes, notes = memory_of_target(config, place)
-    tables = tables_of(
-        workload, config, num_embeddings, inputs=inputs, target=place, memory_bytes=memory_bytes, hotness=hotness
-    )
+    tables = tables_of(workload, config, num_embeddings, inputs=inputs, target=place, memory_bytes=memory_bytes, hotness=hotness)
     gpus = place.gpu_rows_per_s and place.gpu_rows_per_s * place.num_workers
     exchange = [] if target is None else [tables.traffic.text(target.links, gpus)]
     return "\n".join([tables.text, *exchange, *notes])
@@ -125,11 +115,7 @@ def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: S
     from rayrec.models.sharded_model import build_click_model
 
     model = build_click_model(
-        workload.model,
-        ModelInputs.of(inputs),
-        num_embeddings=num_embeddings,
-        start=workload.table_start,
-        **settings,
+        workload.model, ModelInputs.of(inputs), num_embeddings=num_embeddings, start=workload.table_start, **settings
     )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
     for tables in model.table_modules():
@@ -138,13 +124,7 @@ def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: S
 
 
 def cut_to_fit(
-    workload: ClickSettings,
-    config: TrainConfig,
-    num_embeddings: list[int],
-    *,
-    inputs: Schema,
-    workers: int,
-    memory_bytes: int,
+    workload: ClickSettings, config: TrainConfig, num_embeddings: list[int], *, inputs: Schema, workers: int, memory_bytes: int
 ) -> list[int]:
     """The tables' rows, no more in any than lets so many workers of one node, with so much memory each, hold them all. Raises
     InputError where not even tables of one row fit."""
@@ -236,9 +216,7 @@ def tables_of(
     batch_size = effective_batch_size(config, rows=rows, world_size=workers)
     traffic = traffic_of(
         placed,
-        lookups_of(
-            workload, of_model, hotness, tables=full_tables if workload.model.TRAINS_ON_TABLES else {}, rows=batch_size
-        ),
+        lookups_of(workload, of_model, hotness, tables=full_tables if workload.model.TRAINS_ON_TABLES else {}, rows=batch_size),
         num_workers=workers,
         workers_per_node=target.workers_per_node,
         batch_size=batch_size,
@@ -249,9 +227,7 @@ def tables_of(
     return Tables(text, held, tuple(memories), traffic)
 
 
-def batch_bytes(
-    workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int, constant_values: int = 0
-) -> int:
+def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int, constant_values: int = 0) -> int:
     """Activations of a step, whose rows have so many values of embeddings each, and which reads full tables of `constant_values`;
     an evaluation keeps none for a backward pass, so that half of its rows count."""
     copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule  # gradients by row
@@ -355,9 +331,7 @@ def probe_speed(
     )
 
 
-def _tables_there(
-    workload: ClickSettings, config: TrainConfig, piece: _Slice, target: Target
-) -> tuple[Tables, list[str]]:
+def _tables_there(workload: ClickSettings, config: TrainConfig, piece: _Slice, target: Target) -> tuple[Tables, list[str]]:
     """The tables over the target's workers, and what is to be said of it."""
     memory_bytes, notes = memory_of_target(config, target)
     try:
@@ -409,9 +383,7 @@ def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
     (block, *_) = BlockOrder(parts, config.train_data.shuffle, config.seed, len(parts)).blocks(0)
     assert isinstance(block, Block)
     tables = [
-        measured(
-            lambda: encoded_block((block, 0, block.rows), piece.preprocessor), rows_of=lambda table: table.num_rows
-        )
+        measured(lambda: encoded_block((block, 0, block.rows), piece.preprocessor), rows_of=lambda table: table.num_rows)
         for _ in range(_REPEATS)
     ]
     return min((times for _, times in tables), key=lambda times: sum(times.wall_s.values()))
@@ -443,9 +415,7 @@ class SliceRows:
         sets = {"train": order}
         return Prepared(shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None)
 
-    def _batches(
-        self, context: WorkerContext, workload: ClickSettings, preprocessor: Preprocessor, *, size: int
-    ) -> list[Batch]:
+    def _batches(self, context: WorkerContext, workload: ClickSettings, preprocessor: Preprocessor, *, size: int) -> list[Batch]:
         """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few."""
         from rayrec.data.logs.reading import read_raw
         from rayrec.ingest.batches import Slicer

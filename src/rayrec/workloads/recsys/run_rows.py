@@ -21,9 +21,7 @@ BATCH_ROWS: Final = 2048
 """Rows that are encoded at once."""
 
 
-def open_run_log(
-    data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0
-) -> LogIndex:
+def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0) -> LogIndex:
     """The index of a log, which folder `cache` keeps. Raises InputError where there is no log, it cannot be read, or more than a
     share of its lines are faulty."""
     if data.path is None:

@@ -120,9 +120,7 @@ class PlainModel(nn.Module):
 def flat_values(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> np.ndarray:
     """Return the numbers that PlainModel gives, one after the other, without ids. float32 [values]."""
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-    return (
-        torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).cpu().numpy()
-    )  # device sync
+    return torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).cpu().numpy()  # device sync
 
 
 @final
@@ -297,9 +295,7 @@ def load_scorer(
     """
     tensors = Checkpoint(checkpoint).manifest()["tensors"]
     stored_bytes = sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"])
-    model = empty_model(
-        config, preprocessor=preprocessor, precision=precision, stored_bytes=stored_bytes, where=checkpoint
-    )
+    model = empty_model(config, preprocessor=preprocessor, precision=precision, stored_bytes=stored_bytes, where=checkpoint)
     check_weights(checkpoint, wanted_weights(model, preprocessor))
     return make_scorer_of(model, dict(full_tensors(Checkpoint(checkpoint), PREFIX)), device=device)
 
@@ -314,9 +310,7 @@ def make_scorer_of(model: PlainModel, weights: Mapping[str, torch.Tensor], *, de
     return make_scorer(model, arrays, row_format=RowFormat("fp32", model.width), device=device)
 
 
-def make_scorer(
-    model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str
-) -> ClickScorer:
+def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str) -> ClickScorer:
     """A scorer of loaded weights; `tables` (num_embeddings, row_format.width) as row_format.dtype, one for each feature: the same
     tensor for features that share one."""
     place = torch.device(device)
@@ -368,9 +362,7 @@ def click_settings(
     except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
-        raise InputError(
-            f"{path}: is not the complete configuration of a click model; take the checkpoint's folder whole"
-        )
+        raise InputError(f"{path}: is not the complete configuration of a click model; take the checkpoint's folder whole")
     return stored_model(model_values, where=path, own=own), cast(Precision, precision)
 
 
@@ -385,10 +377,7 @@ class Joined:
 
 
 def joined(
-    checkpoints: Sequence[Checkpoint],
-    settings: Sequence[tuple[ClickModelConfig, Precision]],
-    *,
-    preprocessor: Preprocessor,
+    checkpoints: Sequence[Checkpoint], settings: Sequence[tuple[ClickModelConfig, Precision]], *, preprocessor: Preprocessor
 ) -> Joined:
     """The model of two or more checkpoints that were trained with one Preprocessor; `settings` is what `click_settings` gives for
     each. Reads no weights. Raises InputError for several precisions, and for weights that do not fit their settings."""

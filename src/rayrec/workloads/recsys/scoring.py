@@ -56,9 +56,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         check_grouped(workload.schema, context.path)
         preprocessor = preprocessor.grouped_by(group)
     elif context.evaluating and context.ranking_k:
-        raise InputError(
-            "ranking_k: metrics at k are computed within groups; name the column of the groups with --group"
-        )
+        raise InputError("ranking_k: metrics at k are computed within groups; name the column of the groups with --group")
     heads = workload.model.output_heads(ModelInputs.of(preprocessor.inputs))
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
     labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
@@ -225,9 +223,7 @@ class _Process:
         )
         return self.block_scorer(preprocessor, self.blocks.get(), scorer)
 
-    def block_scorer(
-        self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer
-    ) -> BlockScorer:
+    def block_scorer(self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer) -> BlockScorer:
         """What scores these blocks."""
         return BlockScorer(lambda number: _LogBlock(self, preprocessor, blocks[number], scorer), self.batch_rows)
 

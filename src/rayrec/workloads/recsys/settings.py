@@ -87,9 +87,7 @@ class ClickSettings(Workload):
 
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
-            raise InputError(
-                "train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)"
-            )
+            raise InputError("train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)")
         if self.preprocessor is None and not LogSource.at(config.train_data.path).is_preprocessed:
             inputs = self.preset.inputs(self.schema)
             check_sparse(inputs)

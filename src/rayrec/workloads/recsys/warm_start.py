@@ -72,9 +72,7 @@ def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared,
         )
         for owner in dict.fromkeys(owners)
     }
-    maps = {
-        weight: by_owner[owner].row_map for weight, owner in zip(empty.table_weights().values(), owners, strict=True)
-    }
+    maps = {weight: by_owner[owner].row_map for weight, owner in zip(empty.table_weights().values(), owners, strict=True)}
     counts = {new.inputs.sparse[owner]: of_table.counts() for owner, of_table in by_owner.items()}
     return WarmStart(checkpoint.path, context.engine.share(maps), _report(counts, preprocessor=old.hash()))
 
@@ -105,9 +103,7 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
         )
 
 
-def carried(
-    old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str
-) -> Carried:
+def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str) -> Carried:
     """Which row of the old table each row of the new one starts with. Categories are compared by their tokens; rows of unknown
     and missing ones, and those below the first category, have their old counterparts.
 
@@ -153,9 +149,7 @@ def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_t
     return shared or bool((ids[count:] >= old.num_embeddings).all())
 
 
-def _join(
-    sources: np.ndarray, old_ids: np.ndarray, new_ids: np.ndarray, old_tokens: np.ndarray, new_tokens: np.ndarray
-) -> int:
+def _join(sources: np.ndarray, old_ids: np.ndarray, new_ids: np.ndarray, old_tokens: np.ndarray, new_tokens: np.ndarray) -> int:
     """Writes the old id of each token of both vocabularies to the place of its new id; returns how many there are."""
     if not len(old_tokens):
         return 0

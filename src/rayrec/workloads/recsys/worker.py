@@ -93,9 +93,7 @@ def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
     return ranks.gather_all(place)
 
 
-def shared_plan(
-    workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int
-) -> ShardingPlan:
+def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int) -> ShardingPlan:
     """The sharding plan that rank 0 makes for all ranks; collective. Processes of an attempt before this one may still hold
     memory: if the tables fit the machine but not what is free of it, this waits for up to a minute. Raises InputError on every
     rank when the tables do not fit."""
@@ -264,9 +262,7 @@ def _loader(
     if is_mapped(order):
         source = MappedSource(prepared.open_preprocessor(), data.in_memory, prefetch_blocks)
     else:
-        source = TaskSource(
-            prepared.preprocessor, context.engine, prepared.inputs, order.max_block_rows, prefetch_blocks
-        )
+        source = TaskSource(prepared.preprocessor, context.engine, prepared.inputs, order.max_block_rows, prefetch_blocks)
     reader = ClickBatches(
         source,
         prepared.inputs,

@@ -52,9 +52,7 @@ class ClickWorkload(ClickSettings):
         if data is None or not data.adopted:
             return config
         schema = Preprocessor.load(data.preprocessor).schema.replace(group=self.schema.group)
-        preset = Preset(
-            name=data.manifest["preset"], dense="identity", dense_standardized=False, split=self.preset.split
-        )
+        preset = Preset(name=data.manifest["preset"], dense="identity", dense_standardized=False, split=self.preset.split)
         return config.replace(workload=self.replace(schema=schema, preset=preset))
 
     def check_data(self, config: TrainConfig) -> None:
@@ -220,20 +218,13 @@ class ClickWorkload(ClickSettings):
         preprocessor = None if tables is not None else self._known_preprocessor(config)
         if preprocessor is not None:
             return plan(
-                self,
-                config,
-                preprocessor.num_embeddings,
-                inputs=preprocessor.inputs,
-                hotness=preprocessor.hotness,
-                target=target,
+                self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, hotness=preprocessor.hotness, target=target
             )
         tables = tables or self.preset.num_embeddings
         if tables is not None:
             inputs = self.preset.inputs(self.schema)
             if len(tables) != len(inputs.sparse):
-                raise InputError(
-                    f"plan: {len(tables)} table sizes for {len(inputs.sparse)} sparse columns; give one for each"
-                )
+                raise InputError(f"plan: {len(tables)} table sizes for {len(inputs.sparse)} sparse columns; give one for each")
             return plan(self, config, list(tables), inputs=inputs, target=target)
         raise InputError(
             "plan: the sizes of the tables come from a Preprocessor; make one with `rayrec vocabulary PATH --out DIR` "

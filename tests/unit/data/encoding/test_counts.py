@@ -68,10 +68,7 @@ def found(items: tuple[np.ndarray, np.ndarray, np.ndarray | None]) -> Found:
 
 def expected(values: Sequence[int | None], first_row: int | None) -> Found:
     counts = Counter(value for value in values if value is not None)
-    return {
-        token: (count, None if first_row is None else first_row + values.index(token))
-        for token, count in counts.items()
-    }
+    return {token: (count, None if first_row is None else first_row + values.index(token)) for token, count in counts.items()}
 
 
 def counted(counter: TokenCounter) -> dict[int, int]:
@@ -118,9 +115,7 @@ def test_present_tokens_are_counted(tokens: list[int | None], slots: int, first_
             if times == 1:
                 assert found(counter.items()) == expected(values, 1000 if first_rows else None)
     for counter, values in zip(counters, (tokens, tokens[::-1]), strict=True):
-        assert found(counter.items()) == {
-            t: (3 * n, row) for t, (n, row) in expected(values, 7 if first_rows else None).items()
-        }
+        assert found(counter.items()) == {t: (3 * n, row) for t, (n, row) in expected(values, 7 if first_rows else None).items()}
         assert counter.items()[0].dtype == dtype
 
 
@@ -278,9 +273,7 @@ def test_it_does_not_matter_how_the_log_is_divided(click_log: Path, tmp_path: Pa
     st.integers(1, 4),
     st.sampled_from([1, 50_000, 1 << 30]),
 )
-def test_spilled_counts_are_those_of_memory(
-    runs: list[list[int]], first_rows: bool, min_count: int, memory_bytes: int
-) -> None:
+def test_spilled_counts_are_those_of_memory(runs: list[list[int]], first_rows: bool, min_count: int, memory_bytes: int) -> None:
     kinds: dict[str, Any] = {"dtype": np.uint64, "first_rows": first_rows}
     both = [Counts.empty(0, 2, **kinds, spill=spill) for spill in (None, Spill(None, memory_bytes))]
     for number, run in enumerate(runs):

@@ -15,16 +15,7 @@ from rayrec.data.encoding.counts import Counts
 from rayrec.data.encoding.extension import extend
 from rayrec.data.encoding.known_categories import UnknownCategories
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import (
-    ALL,
-    FUXICTR_X4,
-    MLPERF_V1,
-    NVT,
-    RAY_TEMPLATE,
-    RAYREC,
-    TORCHREC,
-    Preset,
-)
+from rayrec.data.encoding.presets import ALL, FUXICTR_X4, MLPERF_V1, NVT, RAY_TEMPLATE, RAYREC, TORCHREC, Preset
 from rayrec.data.logs.text_log import read_segments
 from rayrec.data.raw_block import RawBlock
 from rayrec.observe.console import Console
@@ -187,13 +178,7 @@ def csv(path: Path, rows: list[tuple[Any, ...]]) -> str:
     return str(path)
 
 
-ANY = Schema(
-    label="label",
-    dense=("a",),
-    sparse=("b", "c"),
-    features=(Feature(name="c", vocabulary="b"),),
-    tokens="any",
-)
+ANY = Schema(label="label", dense=("a",), sparse=("b", "c"), features=(Feature(name="c", vocabulary="b"),), tokens="any")
 
 
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, PreparationConfig]:

@@ -59,11 +59,7 @@ def reference_id(column: int, token: int) -> int:
 def text_of(rows: list[tuple[int, list[int | None], list[int | None]]]) -> bytes:
     return b"".join(
         "\t".join(
-            [
-                str(label),
-                *("" if x is None else str(x) for x in dense),
-                *("" if x is None else f"{x:08x}" for x in sparse),
-            ]
+            [str(label), *("" if x is None else str(x) for x in dense), *("" if x is None else f"{x:08x}" for x in sparse)]
         ).encode()
         + b"\n"
         for label, dense, sparse in rows
@@ -90,13 +86,10 @@ def check(rows: list[tuple[int, list[int | None], list[int | None]]], order: lis
 
 integers = st.none() | st.integers(-20, 20) | st.integers(2000, 2100) | st.integers(1 - 10**18, 10**18 - 1)
 tokens = (
-    st.none()
-    | st.sampled_from([0, 5, 7, 8, 0xFFFFFFFF, 999, 1000, 5999, 6000, LARGE - 3, LARGE - 2])
-    | st.integers(0, 2**32 - 1)
+    st.none() | st.sampled_from([0, 5, 7, 8, 0xFFFFFFFF, 999, 1000, 5999, 6000, LARGE - 3, LARGE - 2]) | st.integers(0, 2**32 - 1)
 )
 rows_strategy = st.lists(
-    st.tuples(st.integers(0, 1), st.lists(integers, min_size=2, max_size=2), st.lists(tokens, min_size=3, max_size=3)),
-    max_size=8,
+    st.tuples(st.integers(0, 1), st.lists(integers, min_size=2, max_size=2), st.lists(tokens, min_size=3, max_size=3)), max_size=8
 )
 
 

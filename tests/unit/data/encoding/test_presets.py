@@ -316,9 +316,7 @@ def test_how_often_a_category_was_counted_is_told_by_its_id(tmp_path: Path, miss
     for value, amount, name in zip(drawn.tolist(), amounts.tolist(), found, strict=True):
         if value == 7:  # the caller knows which rows have none
             continue
-        expected = (
-            "(not in the vocabulary)" if amount < 2 else "2-9" if amount < 10 else f"{10 ** (len(str(amount)) - 1)}-"
-        )
+        expected = "(not in the vocabulary)" if amount < 2 else "2-9" if amount < 10 else f"{10 ** (len(str(amount)) - 1)}-"
         assert name.startswith(expected), (amount, name)
     assert {"2-9", "10-99", "(not in the vocabulary)"} <= set(found)
 

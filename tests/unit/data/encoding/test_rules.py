@@ -142,9 +142,7 @@ def test_bucket_kernel_matches_the_rule(integers: list[int]) -> None:
     distribution=st.sampled_from(["uniform", "pareto"]),
 )
 @CHECKED
-def test_bag_kernel_matches_the_rule(
-    ids: list[int], size: int, rows: int, column: int, seed: int, distribution: Any
-) -> None:
+def test_bag_kernel_matches_the_rule(ids: list[int], size: int, rows: int, column: int, seed: int, distribution: Any) -> None:
     bags = MultiHot(sizes=(1,) * column + (size,), distribution=distribution, seed=seed)
     given_ids = np.array(ids, np.int64)
     found = bags.expand([given_ids] * (column + 1), [rows] * (column + 1))[column].reshape(len(ids), size)
@@ -197,9 +195,7 @@ def assert_same(found: tuple[np.ndarray, list[Any]], wanted: EncodedRows, names:
     np.testing.assert_allclose(dense, wanted.dense, rtol=1e-6, atol=1e-6)
     for name, own, theirs in zip(names, ids, wanted.ids, strict=True):
         single = isinstance(theirs, np.ndarray)
-        for one, other in zip(
-            *(((own,), (theirs,)) if single else (own, (theirs.values, theirs.lengths))), strict=True
-        ):
+        for one, other in zip(*(((own,), (theirs,)) if single else (own, (theirs.values, theirs.lengths))), strict=True):
             assert one.tolist() == other.tolist(), name
 
 
@@ -217,9 +213,7 @@ RULES = st.fixed_dictionaries(
         "beyond_limit": st.sampled_from(["hash", "modulo"]),
     }
 )
-TEXTS = st.text(alphabet="aé 07-+.truefalsn|,", max_size=5) | st.sampled_from(
-    ["true", "FALSE", "nan", "x" * 33, "-0", "7"]
-)
+TEXTS = st.text(alphabet="aé 07-+.truefalsn|,", max_size=5) | st.sampled_from(["true", "FALSE", "nan", "x" * 33, "-0", "7"])
 INTEGERS = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 12)
 DATES = st.dates(datetime.date(1960, 1, 1), datetime.date(2060, 1, 1)) | st.sampled_from([datetime.date(2024, 2, 3)])
 KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
@@ -312,9 +306,7 @@ def test_encode_py_matches_a_hashed_column_of_an_own_log(encoder_class: Any, tmp
 @pytest.mark.parametrize("name", list(presets.ALL))
 @given(
     rows=st.lists(
-        st.tuples(st.tuples(*[st.none() | NUMBERS] * 2), st.tuples(*[st.none() | st.integers(0, 9)] * 3)),
-        min_size=2,
-        max_size=30,
+        st.tuples(st.tuples(*[st.none() | NUMBERS] * 2), st.tuples(*[st.none() | st.integers(0, 9)] * 3)), min_size=2, max_size=30
     ),
     modulo=st.none() | st.integers(2, 5),
     rules=st.fixed_dictionaries({}, optional={"max_num_embeddings": st.integers(3, 6), "min_count": st.integers(1, 3)}),
@@ -361,13 +353,7 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
 
 def test_encode_py_reads_every_setting_of_a_preprocessor(encoder_class: Any, tmp_path: Path) -> None:
     """All that `describe` can store is known to `encode.py`, so that no new setting is left out in silence."""
-    columns: dict[str, Any] = {
-        "dense": ("a",),
-        "sparse": ("s", "t"),
-        "lists": ("t",),
-        "integers": ("s",),
-        "optional": ("s",),
-    }
+    columns: dict[str, Any] = {"dense": ("a",), "sparse": ("s", "t"), "lists": ("t",), "integers": ("s",), "optional": ("s",)}
     features = (Feature(name="t", max_length=3),)
     schema = Schema(label="y", features=features, labels=(), timestamp="at", nan="missing", tokens="any", **columns)
     columns = (SparseColumn(9, None, mixed=True), SparseColumn(9, 2, token_modulo=5, gap=3))

@@ -93,9 +93,7 @@ def test_any_chunk_and_segment_size(
 @settings(max_examples=80, deadline=None)
 @given(
     lines=st.lists(
-        st.sampled_from(LINES)
-        | st.integers(4085, 4100).map(lambda n: b"1" * n)
-        | st.integers(1, 20_000).map(lambda n: b"x" * n),
+        st.sampled_from(LINES) | st.integers(4085, 4100).map(lambda n: b"1" * n) | st.integers(1, 20_000).map(lambda n: b"x" * n),
         max_size=8,
     ),
     last=st.booleans(),
@@ -150,9 +148,7 @@ def test_an_index_comes_back_from_json(tmp_path: Path) -> None:
     assert made.size_bytes == (tmp_path / "log.txt").stat().st_size
 
 
-@pytest.mark.parametrize(
-    "damaged", ["", "{ torn", "[]", "null", '{"paths": []}', '{"paths": [], "segments": [[0, 1]]}']
-)
+@pytest.mark.parametrize("damaged", ["", "{ torn", "[]", "null", '{"paths": []}', '{"paths": [], "segments": [[0, 1]]}'])
 def test_a_damaged_index_in_the_cache_is_made_again(tmp_path: Path, damaged: str) -> None:
     made = index(write(tmp_path, b"\n".join(LINES)), 100, 50)
     cache = CachedIndex(str(tmp_path / "index.json"), "1", frozenset(segment.path for segment in made.segments))

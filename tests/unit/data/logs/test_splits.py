@@ -61,19 +61,14 @@ def test_fractions_cover_every_row_in_order(rows: int, validation: float, test: 
 
 
 def test_a_fraction_without_a_test() -> None:
-    assert Split(kind="fraction", validation=0.29, test=0.0).rows(index_of(60, 40)) == {
-        "train": (0, 71),
-        "validation": (71, 100),
-    }
+    assert Split(kind="fraction", validation=0.29, test=0.0).rows(index_of(60, 40)) == {"train": (0, 71), "validation": (71, 100)}
 
 
 DAYS = ("day_0", "day_1", "day_2", "day_9", "day_10")
 
 
 def days_of(*rows: int, names: tuple[str, ...] = DAYS) -> LogIndex:
-    return LogIndex(
-        numbered((name, i, i + 1, count) for i, (name, count) in enumerate(zip(names, rows, strict=True))), Faults()
-    )
+    return LogIndex(numbered((name, i, i + 1, count) for i, (name, count) in enumerate(zip(names, rows, strict=True))), Faults())
 
 
 @pytest.mark.parametrize(
@@ -110,9 +105,7 @@ def test_days_are_named(names: dict[str, tuple[str, ...]], expected: dict[str, t
     if expected is not None:
         assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
     else:
-        with pytest.raises(
-            InputError, match=r"days of train do not follow each other at day_10|no day is named day_10\.gz"
-        ):
+        with pytest.raises(InputError, match=r"days of train do not follow each other at day_10|no day is named day_10\.gz"):
             split.rows(days_of(2, 3, 5, 4, 5))
 
 
@@ -142,10 +135,7 @@ def test_a_day_is_a_folder_if_the_log_has_them_or_a_file_with_or_without_its_end
             {"kind": "named_days", "validation_names": ("day_1*",), "test_names": ("day_10",)},
             "day_10 is named for validation and test",
         ),
-        (
-            {"kind": "named_days", "validation_names": ("day_9",), "train_names": ("x",)},
-            "no day is named x; the log has day_0",
-        ),
+        ({"kind": "named_days", "validation_names": ("day_9",), "train_names": ("x",)}, "no day is named x; the log has day_0"),
         ({"kind": "named_days", "validation_names": ("day_9",), "train_names": ("day_1",)}, "no rows for validation"),
     ],
 )

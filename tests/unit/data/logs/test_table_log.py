@@ -64,12 +64,7 @@ def index_of(
 ) -> LogIndex:
     files = [storage.list_files(str(path))[0] for path in paths]
     assert is_table(files, schema)
-    return index_tables(
-        files,
-        schema,
-        segment_bytes=segment_bytes,
-        context=TaskContext(engine or LoopEngine(), str(cache)),
-    )
+    return index_tables(files, schema, segment_bytes=segment_bytes, context=TaskContext(engine or LoopEngine(), str(cache)))
 
 
 def read(paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20) -> tuple[Any, Faults]:
@@ -91,9 +86,7 @@ def movies(rows: int, seed: int = 0) -> list[dict[str, Any]]:
             "rating": maybe(rng.randrange(1, 11) / 2),
             "age": maybe(rng.randrange(-3, 100)),
             "user": maybe(rng.choice([rng.randrange(10_000), 2**24 + 1, 2**40, -5])),
-            "movie": maybe(
-                rng.choice(["Toy Story (1995)", 'Say "yes", or no', "two\nlines", "Amélie", "ünï\r\ncode", "x" * 50])
-            ),
+            "movie": maybe(rng.choice(["Toy Story (1995)", 'Say "yes", or no', "two\nlines", "Amélie", "ünï\r\ncode", "x" * 50])),
             "genres": rng.sample(GENRES, rng.randrange(4)),
             "tags": [rng.randrange(2**41) for _ in range(rng.randrange(3))],
         }
@@ -433,8 +426,7 @@ def test_bad_cells(tmp_path: Path, parquet: bool, column: str, kind: str, cell: 
 @example(["1", "+1", "1.", ".5", "-.5e-3", "1E5", "1e+18", "-1e18", "00012", "-0", "1e-400", "0.1", "0" * 30 + "7"])
 @given(
     st.lists(
-        st.from_regex(r"[-+]?[0-9]{0,25}\.?[0-9]{0,4}([eE][-+]?[0-9]{0,3})?", fullmatch=True)
-        | st.text("01.eE+- x", max_size=5)
+        st.from_regex(r"[-+]?[0-9]{0,25}\.?[0-9]{0,4}([eE][-+]?[0-9]{0,3})?", fullmatch=True) | st.text("01.eE+- x", max_size=5)
     )
 )
 def test_numbers_in_text(cells: list[str]) -> None:
@@ -494,9 +486,7 @@ def test_rows_with_other_numbers_of_columns(tmp_path: Path) -> None:
 
 def test_the_first_fault_of_a_row_counts_and_the_first_of_a_log_are_named(tmp_path: Path) -> None:
     rows = [{**GOOD, "y": "7", "d": "x", "s": "ok"}] * 25 + [GOOD]
-    pq.write_table(
-        pa.table({name: [row[name] for row in rows] for name in GOOD}), tmp_path / "a.parquet", row_group_size=3
-    )
+    pq.write_table(pa.table({name: [row[name] for row in rows] for name in GOOD}), tmp_path / "a.parquet", row_group_size=3)
     raw, faults = read([tmp_path / "a.parquet"], ANY, tmp_path, 10)
     assert raw.rows == 1
     assert faults.counts == {"label is not 0 or 1": 25}
@@ -588,9 +578,7 @@ LIST_VALUES = [["a", "b"], None, [], ["", "c", None], ["12"]]
         pa.array([["zz"], *LIST_VALUES], pa.list_(pa.string())).slice(1),
         pa.array(["a|b", None, "", "|c|", "12"]),
         pa.array(["a|b", None, "", "|c|", "12"]).dictionary_encode(),
-        pa.ListArray.from_arrays(
-            pa.array([0, 2, 2, 2, 5, 6]), pa.array(["a", "b", "", "c", None, "12"]).dictionary_encode()
-        ),
+        pa.ListArray.from_arrays(pa.array([0, 2, 2, 2, 5, 6]), pa.array(["a", "b", "", "c", None, "12"]).dictionary_encode()),
         pa.ListArray.from_arrays(  # a null that hides values
             pa.array([0, 2, 4, 4, 5, 6]),
             pa.array(["a", "b", "hidden", "hidden", "c", "12"]),
@@ -630,9 +618,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("array", "role", "changes", "why"), REFUSED)
-def test_unusable_types_are_refused(
-    tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str
-) -> None:
+def test_unusable_types_are_refused(tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str) -> None:
     pq.write_table(pa.table({"c": array}), tmp_path / "a.parquet")
     schema = Schema(**{"label": None, "tokens": "any", role: ("c",), **changes})
     with pytest.raises(InputError, match=rf"a\.parquet: column c is of type .*; {re.escape(why)}"):
@@ -672,9 +658,7 @@ def test_a_category_is_the_same_in_every_format(
 def test_floating_point_categories() -> None:
     nan, inf = math.nan, math.inf
     for kind, beyond in ((pa.float64(), 2.0**53), (pa.float32(), 2.0**24)):
-        raw, faults = one_column(
-            pa.array([1.0, nan, -0.0, beyond - 1, beyond, 0.5, inf], kind, from_pandas=False), "sparse"
-        )
+        raw, faults = one_column(pa.array([1.0, nan, -0.0, beyond - 1, beyond, 0.5, inf], kind, from_pandas=False), "sparse")
         assert tokens_of(raw, 0) == [1, 0, 0, int(beyond) - 1]
         assert missing_of(raw, 0) == [False, True, False, False]
         assert faults.counts == {"not a whole number in range": 3}
@@ -685,14 +669,7 @@ def test_integers_in_text() -> None:
     bad = ["7.5", "7a", "+", ".", "-", "1e3", "9223372036854775808", "-9223372036854775809", "99999999999999999999"]
     schema = Schema(label=None, sparse=("c",), integers=("c",), tokens="any")
     raw, faults = parse_table(pa.table({"c": texts + bad}), schema)
-    assert np.array(tokens_of(raw, 0), np.uint64).view(np.int64).tolist() == [7] * 5 + [
-        -7,
-        1,
-        0,
-        0,
-        -(2**63),
-        2**63 - 1,
-    ]
+    assert np.array(tokens_of(raw, 0), np.uint64).view(np.int64).tolist() == [7] * 5 + [-7, 1, 0, 0, -(2**63), 2**63 - 1]
     assert np.flatnonzero(missing_of(raw, 0)).tolist() == [7, 8]
     assert faults.counts == {"not a whole number in range": len(bad)}
     raw, _ = parse_table(pa.table({"c": ["7", "07", "7.0"]}), schema.replace(integers=()))
@@ -746,13 +723,7 @@ def test_dates_and_timestamps_are_seconds() -> None:
 
 def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
     schema = Schema(
-        label="y",
-        dense=("d", "e"),
-        sparse=("s", "l"),
-        lists=("l",),
-        tokens="any",
-        delimiter=",",
-        optional=("e", "s", "l"),
+        label="y", dense=("d", "e"), sparse=("s", "l"), lists=("l",), tokens="any", delimiter=",", optional=("e", "s", "l")
     )
     (tmp_path / "a.csv").write_bytes(b"d,y\n1,1\n2,0\n")
     (tmp_path / "b.csv").write_bytes(b"s,l,d,e,y\nx,1|2,3,4,1\n")
@@ -837,9 +808,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 # Splitting CSV against Python's reader -------------------------------------------------------------------------------
 
 
-def split_by_rule(
-    text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int
-) -> Iterator[tuple[int, list[str]]]:
+def split_by_rule(text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int) -> Iterator[tuple[int, list[str]]]:
     """The kind (0, TOO_FEW, TOO_MANY, UNMATCHED) and the fields of every row: the documented rule, a character at a time."""
     place = 0
     while place < len(text):
@@ -873,11 +842,7 @@ def split_by_rule(
 
 
 def rows_of_tables(tables: list[pa.Table]) -> list[tuple[int, bytes, bytes]]:
-    return [
-        row
-        for table in tables
-        for row in zip(*(table.column(name).to_pylist() for name in (FAULT, "a", "c")), strict=True)
-    ]
+    return [row for table in tables for row in zip(*(table.column(name).to_pylist() for name in (FAULT, "a", "c")), strict=True)]
 
 
 def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[int, bytes, bytes]]:
@@ -892,9 +857,7 @@ def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[i
     return rows
 
 
-def check_split(
-    path: Path, text: bytes, read_bytes: int, *, max_bytes: int, max_lines: int, rules: Literal[1, 2]
-) -> None:
+def check_split(path: Path, text: bytes, read_bytes: int, *, max_bytes: int, max_lines: int, rules: Literal[1, 2]) -> None:
     path.write_bytes(text)
     header = next(csv.reader(io.StringIO(text.decode("latin1"), newline="")))
     limits = {"max_bytes": max_bytes, "max_lines": max_lines}
@@ -945,9 +908,7 @@ def test_csv_is_split_by_the_rule_and_as_python_splits_it(
     width = len(next(csv.reader(io.StringIO(header, newline=""))))
     lines = [header, *rows]
     for i in range(good):
-        lines.insert(
-            1 + i * 2, ",".join(['"a ""x"", b"', "z", "", "\xe4", '"\r\n"'][(i + k) % 5] for k in range(width))
-        )
+        lines.insert(1 + i * 2, ",".join(['"a ""x"", b"', "z", "", "\xe4", '"\r\n"'][(i + k) % 5] for k in range(width)))
     text = ending.join(lines) + (ending if last else "")
     path = tmp_path_factory.getbasetemp() / "split.csv"
     check_split(path, text.encode("latin1"), read_bytes, max_bytes=limits[0], max_lines=limits[1], rules=rules)
@@ -966,9 +927,7 @@ def test_two_stray_quotes_lose_two_rows(tmp_path: Path, read_bytes: int) -> None
     assert [str(fault) for fault in faults.first] == [" at row 1000: unmatched quote", " at row 41001: unmatched quote"]
 
 
-@pytest.mark.parametrize(
-    ("text", "starts"), [("a,b\r\n1,2\r\n\r\n3,4", [0, 5, 12, 15]), ('a\n"x\ny"\nz', [0, 2, 5, 8, 9])]
-)
+@pytest.mark.parametrize(("text", "starts"), [("a,b\r\n1,2\r\n\r\n3,4", [0, 5, 12, 15]), ('a\n"x\ny"\nz', [0, 2, 5, 8, 9])])
 def test_row_start_is_the_line_behind(tmp_path: Path, text: str, starts: list[int]) -> None:
     """Also within a quoted field: the caller compares it with the end of the rows before."""
     (tmp_path / "a.csv").write_bytes(text.encode())

@@ -102,18 +102,7 @@ def valid_row(schema: Schema, rng: random.Random, missing: float = 0.2) -> bytes
 
 
 PIECES = [bytes([byte]) for byte in b"\t\n\r\0-+ 019afgAFGxX.,/:@`\x80\xff\xb0"]
-PIECES += [
-    b"\r\n",
-    b"\t\t",
-    b"\n\n",
-    b"\xc3\xa4",
-    b"9" * 17,
-    b"9" * 19,
-    b"0" * 30,
-    b"abcdef0",
-    b"abcdef012",
-    b"1" * 4090,
-]
+PIECES += [b"\r\n", b"\t\t", b"\n\n", b"\xc3\xa4", b"9" * 17, b"9" * 19, b"0" * 30, b"abcdef0", b"abcdef012", b"1" * 4090]
 KINDS = st.sampled_from(["insert", "delete", "replace", "cut"])
 mutations = st.lists(st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(PIECES)), max_size=6)
 
@@ -211,11 +200,7 @@ BAD_LINES = {
     "not 8 hexadecimal digits": [
         *(
             GOOD.replace(b"deadbeef", value, 1)
-            for value in (
-                b"dead eef",
-                b"deadbee\0",
-                *b"deadbee deadbeef0 deadbeeg -eadbeef 0xadbeef \xffeadbee".split(),
-            )
+            for value in (b"dead eef", b"deadbee\0", *b"deadbee deadbeef0 deadbeeg -eadbeef 0xadbeef \xffeadbee".split())
         ),
         *(GOOD[:-1], GOOD + b" ", GOOD + b"\r\r"),
     ],

@@ -64,9 +64,7 @@ def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]
 
 
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
-def test_rows_are_those_written_in_the_order_asked_for(
-    written: Path, tmp_path: Path, place: Callable[[Path], str]
-) -> None:
+def test_rows_are_those_written_in_the_order_asked_for(written: Path, tmp_path: Path, place: Callable[[Path], str]) -> None:
     rows = TokenRows(place(written), cache_folder=str(tmp_path))
     assert (len(rows), tuple(rows.chunk_rows), rows.block_size) == (97, SHARDS, BLOCK)
     order = np.random.default_rng(1).permutation(97)
@@ -213,9 +211,7 @@ def test_a_limited_cache_keeps_its_limit_and_what_is_in_use(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_process_killed_in_a_download_is_in_nobody_s_way(
-    written: Path, tmp_path: Path, processes: ProgramServer
-) -> None:
+def test_a_process_killed_in_a_download_is_in_nobody_s_way(written: Path, tmp_path: Path, processes: ProgramServer) -> None:
     dying = """
 import os, signal, sys
 import numpy as np
@@ -281,9 +277,7 @@ def test_a_copy_that_went_bad_is_fetched_again(written: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
 @pytest.mark.parametrize(
-    "content",
-    [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), None],
-    ids=["short", "flipped", "gone"],
+    "content", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), None], ids=["short", "flipped", "gone"]
 )
 def test_a_damaged_shard_is_named(written: Path, tmp_path: Path, place: Callable[[Path], str], content: Any) -> None:
     shutil.copytree(written, tmp_path / "set")

@@ -45,9 +45,7 @@ def test_a_line_without_end_is_cut_between_characters(text: str) -> None:
 
 
 @given(
-    texts=st.lists(WORDS, min_size=1, max_size=4),
-    part_bytes=st.integers(1, 40),
-    fraction=st.sampled_from([0.0, 0.1, 0.5, 0.99]),
+    texts=st.lists(WORDS, min_size=1, max_size=4), part_bytes=st.integers(1, 40), fraction=st.sampled_from([0.0, 0.1, 0.5, 0.99])
 )
 def test_parts_are_the_whole_text(
     texts: list[str], part_bytes: int, fraction: float, tmp_path_factory: pytest.TempPathFactory

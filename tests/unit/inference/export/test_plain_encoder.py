@@ -32,15 +32,9 @@ from rayrec.serve.row_readers import make_reader
 
 def _own_log(folder: Path) -> Saved:
     """A model of a log of texts, whose one column is hashed, with the bits of categories mixed."""
-    schema = Schema(
-        label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=","
-    )
+    schema = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
     preprocessor = Preprocessor(
-        "test",
-        schema,
-        (DenseColumn(),),
-        (SparseColumn(100, None, mixed=True), SparseColumn(4, 2)),
-        np.array([1, 2], np.uint64),
+        "test", schema, (DenseColumn(),), (SparseColumn(100, None, mixed=True), SparseColumn(4, 2)), np.array([1, 2], np.uint64)
     )
     lines = [f"{row % 3 // 2},{row % 40},u{row % 150},{row % 4}|{row % 3}" for row in range(300)]
     log = folder / "log.csv"
@@ -144,8 +138,7 @@ def test_drawn_values_compare_encode_py_without_a_raw_log(kind: str, tmp_path: P
     other.save(str(tmp_path))
     assert compare_encoder(Encoder(str(tmp_path)), other, none)["failure"] is None
     changed = dataclasses.replace(
-        preprocessor,
-        sparse=(*preprocessor.sparse[:-1], dataclasses.replace(preprocessor.sparse[-1], missing_id=0, unknown_id=1)),
+        preprocessor, sparse=(*preprocessor.sparse[:-1], dataclasses.replace(preprocessor.sparse[-1], missing_id=0, unknown_id=1))
     )
     preprocessor.save(str(tmp_path))
     assert compare_encoder(Encoder(str(tmp_path)), changed, none)["failure"] == "its ids of column z differ"
@@ -198,20 +191,7 @@ def test_the_encoder_reads_categories_of_any_kind(tmp_path: Path) -> None:
     schema = Schema(
         label="click", dense=("age",), sparse=sparse, lists=("tags",), integers=("shop",), tokens="any", delimiter=","
     )
-    users = [
-        None,
-        "",
-        *("é" + "x" * length for length in range(70)),
-        "7",
-        "07",
-        "-7",
-        "true",
-        "nan",
-        " a",
-        7,
-        True,
-        3.0,
-    ]
+    users = [None, "", *("é" + "x" * length for length in range(70)), "7", "07", "-7", "true", "nan", " a", 7, True, 3.0]
     users += [2**63 - 1, 2**64 - 1, -(2**63), "18446744073709551615", "-0", "0", "1.0"]
     rows = [
         {
@@ -225,8 +205,7 @@ def test_the_encoder_reads_categories_of_any_kind(tmp_path: Path) -> None:
     raw, outcomes = make_reader(schema).read([Body("json", len(rows), 0, rows=rows)])
     assert outcomes == [slice(0, len(rows))]
     columns = [
-        np.unique(column.categories if isinstance(column, RawList) else column)[::2]
-        for column in map(raw.column, schema.sparse)
+        np.unique(column.categories if isinstance(column, RawList) else column)[::2] for column in map(raw.column, schema.sparse)
     ]
     counted = tuple(SparseColumn(len(tokens) + 2, len(tokens)) for tokens in columns)
     hashed = (SparseColumn(1000, None), *counted[1:])

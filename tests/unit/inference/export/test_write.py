@@ -119,9 +119,7 @@ def test_the_manifest_names_every_file(exported: Callable[[str], Path]) -> None:
     assert all((folder / name).stat().st_size == file["bytes"] for name, file in files.items())
 
 
-def test_loading_needs_neither_torchrec_nor_ray_and_unpickles_nothing(
-    saved: Saved, exported: Callable[[str], Path]
-) -> None:
+def test_loading_needs_neither_torchrec_nor_ray_and_unpickles_nothing(saved: Saved, exported: Callable[[str], Path]) -> None:
     code = (
         "import os, sys, pickle, torch\n"
         "def refuse(*_, **__): raise AssertionError('unpickled')\n"
@@ -156,12 +154,8 @@ def test_without_the_runs_log_nothing_is_proven(tmp_path: Path, monkeypatch: pyt
     path = str(tmp_path / "moved.tsv")
     saved = save_clicks(tmp_path / "run", train_data={"path": path})
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "rayrec.inference.export.write.open_served", None
-        )  # the log is looked for before weights are read
-        with pytest.raises(
-            InputError, match=rf"no rows of the run's log, {path}, .* labelled log as --parity-path, or"
-        ):
+        patch.setattr("rayrec.inference.export.write.open_served", None)  # the log is looked for before weights are read
+        with pytest.raises(InputError, match=rf"no rows of the run's log, {path}, .* labelled log as --parity-path, or"):
             export_of(saved, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
     told = export_of(saved, tmp_path / "out", ignore_parity=True)["parity"]
@@ -169,14 +163,11 @@ def test_without_the_runs_log_nothing_is_proven(tmp_path: Path, monkeypatch: pyt
     assert path in told["failure"]
     assert 0.5 < told["auroc_checkpoint"] <= 1
     assert (
-        export_of(saved, tmp_path / "two", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))["parity"]["failure"]
-        is None
+        export_of(saved, tmp_path / "two", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))["parity"]["failure"] is None
     )
 
 
-def test_an_export_that_scores_otherwise_leaves_nothing(
-    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_scores_otherwise_leaves_nothing(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"an AUROC that differs by .*more than 0, on .*; choose another --quantize"):
         export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0)
     assert not list(tmp_path.glob("out*"))
@@ -198,10 +189,7 @@ def test_the_command_prints_the_report(saved: Saved, tmp_path: Path, capsys: pyt
 
 def test_an_export_is_not_taken_for_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
     out = str(exported("int8"))
-    for ask in (
-        lambda: rayrec.evaluate(out, "log.tsv"),
-        lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x")),
-    ):
+    for ask in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
         with pytest.raises(InputError, match="no checkpoint, but an export; give the checkpoint that it was made of"):
             ask()
 
@@ -213,9 +201,7 @@ def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) ->
     with pytest.raises(InputError, match=r"absent\.tsv"):
         export_of(saved, tmp_path / "out", parity_path=str(tmp_path / "absent.tsv"))
     with pytest.raises(InputError, match="trains no click model"):
-        export(
-            str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True)
-        )
+        export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18(), settings=ExportConfig(triton=True))
 
     with pytest.raises(InputError, match="parity_rows"):
         ExportConfig(parity_rows=0)
@@ -281,9 +267,7 @@ def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> Non
     assert cls is not None
     like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2)
     config: ClickModelConfig = cls.in_place_of(like)
-    made = save_clicks(
-        tmp_path / "run", model=config, preprocessor=saved.preprocessor, train_data=saved.config.train_data
-    )
+    made = save_clicks(tmp_path / "run", model=config, preprocessor=saved.preprocessor, train_data=saved.config.train_data)
     told = export_of(made, tmp_path / "out", quantize="int8", max_auroc_loss=0.05)
     assert told["parity"]["failure"] is None
     rows = made.rows(50)

@@ -50,9 +50,7 @@ def measured(name: str) -> dict[str, Any]:
         optimizer.zero_grad()
         if lists:
             pooled = values[:, [0, 2]].flatten(1)
-            outputs = network(
-                dense, Embedded.in_order(inputs.features, config.table_width, pooled, {"history": history})
-            )
+            outputs = network(dense, Embedded.in_order(inputs.features, config.table_width, pooled, {"history": history}))
         else:
             outputs = network(dense, Embedded.in_order(inputs.features, config.table_width, values.flatten(1)))
         own, batch = own_loss(network), Batch({"dense": dense}, 1.0, None, wanted)

@@ -18,11 +18,7 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 
 DIM, ROWS = 4, 9
 INPUTS = ModelInputs(
-    2,
-    ("item", "history", "tags"),
-    "click",
-    vocabularies=("item", "item", "tags"),
-    lists=(("history", 5), ("tags", None)),
+    2, ("item", "history", "tags"), "click", vocabularies=("item", "item", "tags"), lists=(("history", 5), ("tags", None))
 )
 SMALL = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5))
 LENGTHS = torch.tensor([3, 0, 5, 1, 2, 0, 4, 5, 1])
@@ -40,9 +36,7 @@ def network(*, precision: str = "fp32") -> DIN:
     return built
 
 
-def embedded(
-    values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, lengths: torch.Tensor = LENGTHS
-) -> Embedded:
+def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, lengths: torch.Tensor = LENGTHS) -> Embedded:
     """Delivered in another order than the features'."""
     history = Sequences(values, lengths)
     return Embedded(
@@ -65,14 +59,10 @@ def test_which_features_are_sequences() -> None:
     assert SMALL.targets(INPUTS) == {"history": "item"}
     assert unpooled_features(SMALL, INPUTS) == ("item", "history")
     assert unpooled_features(DLRMConfig(), INPUTS) == ()
-    with pytest.raises(
-        InputError, match="DINConfig: no list shares its vocabulary with a column of one category a row"
-    ):
+    with pytest.raises(InputError, match="DINConfig: no list shares its vocabulary with a column of one category a row"):
         unpooled_features(SMALL, ModelInputs(0, ("item", "tags"), lists=(("tags", None),)))
     weighted = ModelInputs(0, INPUTS.features, vocabularies=INPUTS.vocabularies, lists=INPUTS.lists, weighted=True)
-    with pytest.raises(
-        InputError, match=r"takes lists of categories one by one \(history\), to which weights do not apply"
-    ):
+    with pytest.raises(InputError, match=r"takes lists of categories one by one \(history\), to which weights do not apply"):
         unpooled_features(SMALL, weighted)
 
 

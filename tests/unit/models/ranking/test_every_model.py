@@ -95,9 +95,7 @@ def test_model_learns_and_scores_as_it_trains(config: ClickModelConfig, precisio
             table.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(0))
     rows = rows_of(64)
     found = losses(model, rows[0], steps=30, learning_rate=0.03)
-    assert (
-        found[-1] < (0.95 if isinstance(config, LinearConfig) else 0.6) * found[0]
-    )  # a click is no sum of its categories'
+    assert found[-1] < (0.95 if isinstance(config, LinearConfig) else 0.6) * found[0]  # a click is no sum of its categories'
     assert_scored_alike(model, config, inputs_of(config), rows, 1e-5 if precision == "fp32" else 0.05)
 
 
@@ -256,8 +254,6 @@ REFUSED: list[tuple[ClickModelConfig, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("config", "settings", "message"), REFUSED)
-def test_settings_that_make_no_network_are_refused(
-    config: ClickModelConfig, settings: dict[str, object], message: str
-) -> None:
+def test_settings_that_make_no_network_are_refused(config: ClickModelConfig, settings: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=rf"^{type(config).__name__}\.{message}"):
         config.replace(**settings)

@@ -199,10 +199,7 @@ def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, valu
         dim=1,
     )
     outputs = {}
-    for name, crosses, dropout in (
-        ("deep", net.deep, config.deep_dropout),
-        ("shallow", net.shallow, config.shallow_dropout),
-    ):
+    for name, crosses, dropout in (("deep", net.deep, config.deep_dropout), ("shallow", net.shallow, config.shallow_dropout)):
         x = inputs
         for number, layer in enumerate(crosses.layers):
             half = linear(layer, x)
@@ -265,10 +262,7 @@ def of_finalnet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, v
     if config.feature_gate:
         gate = torch.einsum("rfd,gf->rgd", v, net.gate.weight) + net.gate.bias[None, :, None]
         gated = torch.cat([v, v * gate], dim=1)
-    for of_tower, inputs, dropout in (
-        (net.first, gated, config.first_dropout),
-        (net.second, v, config.second_dropout),
-    ):
+    for of_tower, inputs, dropout in ((net.first, gated, config.first_dropout), (net.second, v, config.second_dropout)):
         if of_tower is None:
             continue
         hidden = inputs.flatten(1)
@@ -341,10 +335,7 @@ def of_mmoe(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, value
     """Equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
     x, p = side_by_side(net, dense, values), config.dropout
     experts = [tower(expert, x, p) for expert in net.experts.towers]
-    return {
-        label: logit(net.towers[k], mixture(net.gates[k], x, experts, p), p)
-        for k, label in enumerate(SEVERAL.label_names)
-    }
+    return {label: logit(net.towers[k], mixture(net.gates[k], x, experts, p), p) for k, label in enumerate(SEVERAL.label_names)}
 
 
 def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
@@ -462,10 +453,7 @@ def attended(unit: nn.Module, targets: torch.Tensor, rows: list[torch.Tensor]) -
         hidden = dice(activation, linear(layer, hidden))
     weights = iter(linear(unit.weight, hidden)[:, 0])
     return torch.stack(
-        [
-            sum((next(weights) * item for item in items), torch.zeros_like(t))
-            for t, items in zip(targets, rows, strict=True)
-        ]
+        [sum((next(weights) * item for item in items), torch.zeros_like(t)) for t, items in zip(targets, rows, strict=True)]
     )
 
 
@@ -506,6 +494,4 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
 
 def test_every_model_has_a_formula() -> None:
     tried = {name.split()[0] for name in CONFIGS} | {"din"}
-    assert tried | {"ensemble"} == set(
-        models.names("ranking")
-    )  # an ensemble's is the mean of its models: test_ensemble.py
+    assert tried | {"ensemble"} == set(models.names("ranking"))  # an ensemble's is the mean of its models: test_ensemble.py

@@ -75,9 +75,7 @@ def test_a_new_run_of_the_same_name_is_another(store: str) -> None:
     assert {run.info.status for run in runs(store)} == {"RUNNING"}  # nobody told how they ended
 
 
-@pytest.mark.parametrize(
-    "uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks"]
-)
+@pytest.mark.parametrize("uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks"])
 def test_servers_and_folders_are_accepted(uri: str) -> None:
     TrackersConfig(mlflow=True, mlflow_uri=uri).check({})
     TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})

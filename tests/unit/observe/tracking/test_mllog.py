@@ -16,12 +16,7 @@ from rayrec.observe.tracking.log_files import IterationTracker, MlLogTracker, op
 
 AT_LEAST_ONE = ["cache_clear", "init_start", "eval_accuracy", "eval_start", "eval_stop", "epoch_start", "epoch_stop"]
 VALUES: dict[str, object] = {"submission_division": "open", "submission_benchmark": "dlrm_dcnv2", "opt_name": "adagrad"}
-ZERO = [
-    "weight_decay",
-    "adagrad_learning_rate_decay",
-    "adagrad_initial_accumulator_value",
-    "learning_rate_warmup_steps",
-]
+ZERO = ["weight_decay", "adagrad_learning_rate_decay", "adagrad_initial_accumulator_value", "learning_rate_warmup_steps"]
 ZERO += ["learning_rate_decay_start_step", "learning_rate_decay_steps"]
 VALUES |= {f"opt_{name}": 0 for name in ZERO} | {"opt_adagrad_epsilon": 1e-8, "gradient_accumulation_steps": 1}
 VALUES |= {"global_batch_size": 64, "train_samples": 6400, "eval_samples": 640}
@@ -100,9 +95,7 @@ def test_a_run_that_failed_once_and_ended(tmp_path: Path) -> None:
     values = {record["key"]: record["value"] for record in records}
     assert {key: values[key] for key in VALUES} == VALUES
     assert records[-1]["metadata"]["status"] == "success"
-    scores = [
-        (record["metadata"]["epoch_num"], record["value"]) for record in records if record["key"] == "eval_accuracy"
-    ]
+    scores = [(record["metadata"]["epoch_num"], record["value"]) for record in records if record["key"] == "eval_accuracy"]
     assert scores == [(0.5, 0.705), (1.0, 0.71), (1.5, 0.715), (2.0, 0.72)]
     epochs = [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"]
     assert epochs == [0, 1]

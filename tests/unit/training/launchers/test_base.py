@@ -52,9 +52,7 @@ def config(scaling: dict[str, Any], **ray: Any) -> TrainConfig:
         (ONE, {"address": "auto"}, False),
     ],
 )
-def test_one_worker_without_an_address_needs_no_ray(
-    scaling: dict[str, Any], ray: dict[str, Any], expected: bool
-) -> None:
+def test_one_worker_without_an_address_needs_no_ray(scaling: dict[str, Any], ray: dict[str, Any], expected: bool) -> None:
     wanted = config(scaling, **ray)
     assert trains_in_process(wanted) is expected
     launcher = launcher_of(wanted)
@@ -71,9 +69,7 @@ def test_one_worker_without_an_address_needs_no_ray(
         (ONE, STORE, "cluster.object_store_bytes"),
     ],
 )
-def test_the_address_none_is_refused_with_what_only_ray_has(
-    scaling: dict[str, Any], ray: dict[str, Any], told: str
-) -> None:
+def test_the_address_none_is_refused_with_what_only_ray_has(scaling: dict[str, Any], ray: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError) as raised:
         launcher_of(config(scaling, address="none", **ray))
     assert str(raised.value) == f"{told}: needs Ray, and --cluster.address none asks for none; leave one of the two out"
@@ -114,9 +110,7 @@ def test_a_connection_is_looked_for_without_importing_ray(monkeypatch: pytest.Mo
 
 def test_what_needs_ray_refuses_the_address_none_even_if_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
-    with pytest.raises(
-        InputError, match=r"^address none: this needs Ray; leave the address out, or give local or HOST:PORT$"
-    ):
+    with pytest.raises(InputError, match=r"^address none: this needs Ray; leave the address out, or give local or HOST:PORT$"):
         connection.connect("none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
 
 

@@ -235,9 +235,7 @@ def test_a_run_that_is_trained_in_parts_learns_what_a_whole_one_does(tmp_path: P
     for name in ("weights_sha256", "steps", "rows", "restarts", "rows_lost", "rows_repeated", "validation"):
         assert result.summary[name] == whole[name], name
     assert STATE.number == STEPS
-    lowered, expected = (
-        [event["step"] for event in events(path, "plateau")] for path in (tmp_path, tmp_path / "whole")
-    )
+    lowered, expected = ([event["step"] for event in events(path, "plateau")] for path in (tmp_path, tmp_path / "whole"))
     assert lowered == expected
     assert trainer.train_until(config(tmp_path, **patient), 0.5, console=QUIET) == result  # it is finished
 

@@ -65,9 +65,7 @@ def config(**failure: Any) -> TrainConfig:
 class Attempts:
     """Each ends as the next of `outcomes` does."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], wanted: TrainConfig, folder: Path
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], wanted: TrainConfig, folder: Path) -> None:
         self.num_workers: list[int] = []
         self.crowded: list[bool] = []
         self.notes: list[str] = []
@@ -96,9 +94,7 @@ def fails(error: BaseException) -> Outcome:
     return outcome
 
 
-def test_failures_between_checkpoints_do_not_add_up(
-    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failures_between_checkpoints_do_not_add_up(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saved = iter(range(1, 100))
 
     def gets_on() -> dict[str, Any]:
@@ -116,9 +112,7 @@ def test_failures_between_checkpoints_do_not_add_up(
     assert [kind for kind, _ in run.events.written] == ["attempt", "failure", "attempt"]
 
 
-def test_a_signal_that_workers_do_not_save_at_is_the_end(
-    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_signal_that_workers_do_not_save_at_is_the_end(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for outcome, told in (
         (fails(DIED), "worker 0: ValueError: no, before a last checkpoint was made"),
         (
@@ -212,9 +206,7 @@ class Request:
 
 
 @pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
-def test_control_channel_ends_with_the_attempt(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]
-) -> None:
+def test_control_channel_ends_with_the_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]) -> None:
     request, ended = Request(bytes_written), threading.Event()
     monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
     monkeypatch.setattr(ray_launcher, "_fit", lambda *_: ended.wait(60))
@@ -265,9 +257,7 @@ def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_ta
     shares = ray_launcher.share_out(wanted)
     monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
-    watch = ray_launcher._DataNodes(
-        wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares
-    )
+    watch = ray_launcher._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
     ends = []
     for now_s in range(0, 60):
         clock[0] = float(now_s)
@@ -277,16 +267,12 @@ def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_ta
     assert not ends or ends[0] == 25
 
 
-def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(
-    nodes: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "data_nodes", fails(ray_launcher.ray.exceptions.RaySystemError("gone")))
     watch = ray_launcher._DataNodes(config(), ray_launcher.share_out(config()))
-    monkeypatch.setattr(
-        connection, "data_nodes", lambda shares: fails(ray_launcher.ray.exceptions.RaySystemError("gone"))()
-    )
+    monkeypatch.setattr(connection, "data_nodes", lambda shares: fails(ray_launcher.ray.exceptions.RaySystemError("gone"))())
     for now_s in range(0, 60):
         clock[0] = float(now_s)
         assert not watch.gone()
@@ -299,9 +285,6 @@ def test_workers_wait_for_one_that_waits_for_a_store() -> None:
     config = recipes.criteo_demo("log")
     assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
     changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
-    assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (
-        7261,
-        "nccl",
-    )
+    assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (7261, "nccl")
     with pytest.raises(InputError, match=r"collective_timeout_s: 0.0 must be above 0"):
         config.replace(failure={"collective_timeout_s": 0.0})

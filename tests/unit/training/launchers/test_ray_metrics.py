@@ -33,9 +33,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int],
 
 
 def stats(number: int) -> Any:
-    return SimpleNamespace(
-        object_store_bytes_used=number, object_store_bytes_avail=1000, spilled_bytes_total=7 + number
-    )
+    return SimpleNamespace(object_store_bytes_used=number, object_store_bytes_avail=1000, spilled_bytes_total=7 + number)
 
 
 def test_what_is_in_use_now_and_was_spilled_since(watch: Callable[..., StoreWatch]) -> None:

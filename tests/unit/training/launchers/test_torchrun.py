@@ -102,11 +102,7 @@ def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_message_is_as_large_as_it_has_to_be(alone: Launched) -> None:
     meeting = StoreRendezvous.join(alone)
     assert meeting.found("large") is None
-    for value in (
-        b"",
-        b"small",
-        bytes(range(256)) * (80 << 10),
-    ):  # the last one is 20 MiB; a message to the store is 8 at most
+    for value in (b"", b"small", bytes(range(256)) * (80 << 10)):  # the last one is 20 MiB; a message to the store is 8 at most
         meeting.publish("large", value)
         assert meeting.found("large") == value
     meeting.remove("large")

@@ -32,12 +32,7 @@ def _never() -> StreamEngine:
 
 
 def _open(
-    checkpoint: str,
-    path: str,
-    *,
-    evaluating: bool = False,
-    batch_rows: int | None = None,
-    config: TrainConfig | None = None,
+    checkpoint: str, path: str, *, evaluating: bool = False, batch_rows: int | None = None, config: TrainConfig | None = None
 ) -> Scoring:
     config = config or scored()
     return config.workload.open_scoring(

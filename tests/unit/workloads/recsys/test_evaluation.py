@@ -22,9 +22,7 @@ COLUMNS = (
 
 def batch(ids: np.ndarray) -> Batch:
     rows = ids.shape[1]
-    return Batch(
-        {"dense": torch.zeros(rows, 0)}, 1.0, sparse_features(KEYS, list(ids), rows), {"label": torch.zeros(rows)}
-    )
+    return Batch({"dense": torch.zeros(rows, 0)}, 1.0, sparse_features(KEYS, list(ids), rows), {"label": torch.zeros(rows)})
 
 
 def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> None:
@@ -69,9 +67,7 @@ def test_ids_that_wrap_around_tell_nothing() -> None:
     only = Batch({"dense": torch.zeros(4, 0)}, 1.0, features, {"label": torch.ones(4)})
     metrics = counts.make_metrics()
     for _ in counts.counted("test", iter([only])):
-        metrics.update(
-            StepOutput(torch.tensor(0.0), {"label": torch.tensor([-40.0, 0.0, 0.0, 40.0])}, {"label": torch.ones(4)})
-        )
+        metrics.update(StepOutput(torch.tensor(0.0), {"label": torch.tensor([-40.0, 0.0, 0.0, 40.0])}, {"label": torch.ones(4)}))
     _, categories = counts.shown()
     assert categories["columns"][0]["unknown"] is None
 

@@ -52,9 +52,7 @@ def test_adagrad_doubles_the_tables() -> None:
     adagrad = recipes.mlperf_dcnv2()
     with pytest.raises(InputError, match=r"26 tables need 194.7 GiB \(weights and optimizer state\), but 2 workers"):
         rayrec.plan(
-            adagrad.replace(scaling={"num_workers": 2}),
-            cluster="cpus=96,gpus=2,gpu_memory_gb=80",
-            tables=MLPERF_NUM_EMBEDDINGS,
+            adagrad.replace(scaling={"num_workers": 2}), cluster="cpus=96,gpus=2,gpu_memory_gb=80", tables=MLPERF_NUM_EMBEDDINGS
         )
     with pytest.raises(InputError, match="host memory, 15% kept free, must hold a checkpoint's copy"):
         rayrec.plan(adagrad, cluster=GPUS.replace("memory_gb=1000", "memory_gb=100", 1), tables=MLPERF_NUM_EMBEDDINGS)
@@ -98,19 +96,12 @@ def test_what_a_worker_needs_is_the_sum_of_its_parts() -> None:
         sparse_optimizer=SparseOptimizerConfig(kind="sgd"), dense_optimizer=DenseOptimizerConfig(kind="adam")
     )
     rows = [
-        TablePlacement(
-            table="a", num_embeddings=10, embedding_dim=4, sharding_type="table_wise", bytes_of_rank={0: 160}
-        ),
-        TablePlacement(
-            table="b", num_embeddings=5, embedding_dim=4, sharding_type="data_parallel", bytes_of_rank={0: 80, 1: 80}
-        ),
+        TablePlacement(table="a", num_embeddings=10, embedding_dim=4, sharding_type="table_wise", bytes_of_rank={0: 160}),
+        TablePlacement(table="b", num_embeddings=5, embedding_dim=4, sharding_type="data_parallel", bytes_of_rank={0: 80, 1: 80}),
     ]
     cost = NetworkCost(weights=100, multiply_adds=None, saved_bytes_per_row=200.0)
     settings: dict[str, Any] = {"dense_weights": 100, "dense_state_bytes": workload.dense_optimizer.state_bytes(100)}
-    settings |= {
-        "batch_bytes": batch_bytes(workload, config, cost, values=2 * workload.model.table_width),
-        "world_size": 2,
-    }
+    settings |= {"batch_bytes": batch_bytes(workload, config, cost, values=2 * workload.model.table_width), "world_size": 2}
     first, second = worker_memories(rows, **settings)
     assert (first.tables, first.gradients, first.dense, first.checkpoint) == (240, 80, 1600, 160 + (80 + 1200) // 2)
     assert (second.tables, second.gradients, second.checkpoint) == (80, 80, (80 + 1200) // 2)

@@ -166,9 +166,7 @@ def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: py
         (copied / name).write_bytes(trap)
         for open_it in (
             lambda: open_served(str(copied), config=config),
-            lambda: ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET).open(
-                evaluating=True, spare_cpus=0
-            ),
+            lambda: ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET).open(evaluating=True, spare_cpus=0),
         ):
             with pytest.raises(InputError, match=f"{name}: is a pickle, .*; remove it"):
                 open_it()
@@ -277,11 +275,7 @@ def test_a_model_without_a_label_is_measured_and_predicted(tmp_path: Path) -> No
     tokens = np.array([70, 80, 90], np.uint64)
     columns = (SparseColumn(num_embeddings=5, num_tokens=3),)
     preprocessor = Preprocessor(
-        preset="rayrec",
-        schema=schema,
-        dense=(DenseColumn(mean=0.0, scale=1.0, kind="identity"),),
-        sparse=columns,
-        tokens=tokens,
+        preset="rayrec", schema=schema, dense=(DenseColumn(mean=0.0, scale=1.0, kind="identity"),), sparse=columns, tokens=tokens
     )
     model = WithoutLabelConfig(embedding_dim=2)
     saved = save_clicks(tmp_path, model=model, preprocessor=preprocessor, cluster={"address": "none"})

@@ -68,9 +68,7 @@ def test_one_worker_waits_for_its_device_nowhere_in_a_step(single_rank: None, mo
     assert len(found[TimedSparseDist]) >= 3  # which is why one worker does not have it
 
 
-def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(
-    single_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_that_is_ended_stops_what_makes_its_batches(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loader:
         closed = 0
 
@@ -110,9 +108,7 @@ def test_machines_with_unequal_numbers_of_workers_train_one_model(tmp_path: Path
             torch.testing.assert_close(found[key], tensor, msg=key)
         losses = [json.loads((run / "losses.json").read_text()) for run in (one, three)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    exact, rounded = (
-        dict(full_tensors(Checkpoint(str(tmp_path / f"{name}_3" / "end")))) for name in ("equal", "rounded")
-    )
+    exact, rounded = (dict(full_tensors(Checkpoint(str(tmp_path / f"{name}_3" / "end")))) for name in ("equal", "rounded"))
     assert any(not torch.equal(exact[key], tensor) for key, tensor in rounded.items())
     for key, tensor in rounded.items():
         torch.testing.assert_close(tensor, exact[key], msg=key, rtol=0.01, atol=0.002)
