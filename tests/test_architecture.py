@@ -21,12 +21,12 @@ from rayrec.environment.installation import installed_distributions
 
 HOUSE = {
     # count: (at most, margin); a bound that is more than the margin above the count fails too
-    "files": (345, 60),
-    "lines": (62_000, 9_000),
-    "crowded folders": (3, 3),
+    "files": (325, 3),
+    "lines": (58_900, 300),
+    "crowded folders": (1, 0),
     "circles": (0, 0),
-    "long signatures": (5, 5),
-    "lines of tests": (57_000, 20_000),
+    "long signatures": (1, 0),
+    "lines of tests": (50_950, 300),
 }
 """Size and shape of src/rayrec, and the size of tests. These only fall: lower a bound in the commit that lowers its count."""
 MOST_FILES = 15
