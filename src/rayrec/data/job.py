@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from rayrec.config import InputError
 from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.engine import Engine
 
+_logger = logging.getLogger(__name__)
+
 COMPLETE: Final = "_SUCCESS"
 """The last file of a folder that was copied to a URL, for its readers; it names the others."""
 _AIDS: Final = "_job"
@@ -30,6 +34,8 @@ _MADE_OF: Final = "made_of.json"
 _LOCK: Final = "lock"
 _PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """What `storage.writing` adds to a name while the file is written."""
+_REMOVALS: Final = 20
+_REMOVAL_WAIT_S: Final = 0.1
 
 
 class Numbered(Protocol):
@@ -145,9 +151,22 @@ def resumable_job(out: str, made_of: dict[str, Any], *, last_file: str | None) -
             yield ResumableJob(folder, resumed)
         except BaseException:
             if not folder.is_begun():
-                storage.remove_folder(folder.path)
+                _remove(folder.path)
             raise
         _finish(folder, out)
+
+
+def _remove(path: str) -> None:
+    """Remove a folder to which tasks that are still ending may write. What cannot be removed is left, with a warning."""
+    for _ in range(_REMOVALS):
+        try:
+            storage.remove_folder(path)
+        except OSError as error:
+            refused = error
+            time.sleep(_REMOVAL_WAIT_S)
+        else:
+            return
+    _logger.warning("%s: cannot be removed (%s); remove it", path, refused)
 
 
 @contextmanager

@@ -212,3 +212,17 @@ def test_task_errors_say_what_to_do(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), folder.disk_errors():
         raise PermissionError(errno.EPERM, "no")
+
+
+def test_error_is_told_while_tasks_still_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, refusals = storage.remove_folder, [OSError(errno.ENOTEMPTY, "not empty")] * 2
+
+    def remove_at_last(path: str) -> None:
+        if refusals:
+            raise refusals.pop()
+        remove(path)
+
+    monkeypatch.setattr(storage, "remove_folder", remove_at_last)
+    with pytest.raises(InputError, match=r"^bad rows$"), resumable_job(str(tmp_path / "out"), MADE_OF, last_file="last"):
+        raise InputError("bad rows")
+    assert os.listdir(tmp_path) == []
