@@ -128,6 +128,7 @@ def test_predict(trained: np.ndarray, checkpoint: str, config: TrainConfig, prep
         preprocessor=None,  # type: ignore[arg-type]
         blocks=None,  # type: ignore[arg-type]
         labelled=True,
+        measuring=False,
         batch_rows=1024,
         key_columns=(),
         frequency_columns=(),
