@@ -27,6 +27,7 @@ from rayrec.commands import COMMANDS
 from rayrec.commands.settings import ALIASES
 from rayrec.config import Config, field_docs
 from rayrec.datasets.criteo import SCHEMA
+from rayrec.models.heads import label_heads
 from rayrec.observe.events import KINDS
 from rayrec.recipes import ALL
 from rayrec.serve import openapi
@@ -226,7 +227,10 @@ def metrics_page() -> str:
 
 def http_page() -> str:
     """What `rayrec serve` answers, for Criteo's columns."""
-    model: Any = SimpleNamespace(preprocessor=SimpleNamespace(schema=SCHEMA, inputs=SimpleNamespace(sparse=())))
+    model: Any = SimpleNamespace(
+        preprocessor=SimpleNamespace(schema=SCHEMA, inputs=SimpleNamespace(sparse=())),
+        scorer=SimpleNamespace(heads=label_heads(SCHEMA.label)),
+    )
     document = openapi.document(model, config=ServeConfig(), with_token=True)
     parts: list[str] = []
     for path, methods in document["paths"].items():
