@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Final, final
+from typing import BinaryIO, Final, final
 
 import numpy as np
 
@@ -78,9 +78,8 @@ class ShardCache:
             # By a process that was killed: the lock was free
             for left in glob.glob(f"{glob.escape(target)}.*.partial"):
                 os.remove(left)
-            self._make_room(self._sizes_bytes[name])
             with storage.writing(target) as local:
-                with open(local, "wb") as file:
+                with self._open_in_room(local, self._sizes_bytes[name]) as file:
                     for piece in read() if read else storage.read_stream(storage.join(self._source, name)):
                         file.write(piece)
                 check(local)
@@ -91,23 +90,27 @@ class ShardCache:
         with suppress(FileNotFoundError):
             os.remove(os.path.join(self.folder, name))
 
-    def _make_room(self, needed_bytes: int) -> None:
-        if self._limit_bytes is None:
-            return
+    def _open_in_room(self, local: str, needed_bytes: int) -> BinaryIO:
+        """Open a file for so many bytes once there is room for them. Others that make room count it from here on."""
         with self._locked("room"):
-            here = []
-            total_bytes = needed_bytes
-            for entry in os.scandir(self.folder):
-                with suppress(FileNotFoundError):
-                    name = _PARTIAL.sub("", entry.name)
-                    total_bytes += self._sizes_bytes.get(name, 0)  # of one on its way, what it will have
-                    if entry.name == name and name in self._sizes_bytes:
-                        here.append((entry.stat().st_mtime_ns, name))
-            for _, name in sorted(here):
-                if total_bytes <= self._limit_bytes:
-                    break
-                if _remove_unused(os.path.join(self.folder, name)):
-                    total_bytes -= self._sizes_bytes[name]
+            if self._limit_bytes is not None:
+                self._make_room(needed_bytes, self._limit_bytes)
+            return open(local, "wb")
+
+    def _make_room(self, needed_bytes: int, limit_bytes: int) -> None:
+        here = []
+        total_bytes = needed_bytes
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):
+                name = _PARTIAL.sub("", entry.name)
+                total_bytes += self._sizes_bytes.get(name, 0)  # of one on its way, what it will have
+                if entry.name == name and name in self._sizes_bytes:
+                    here.append((entry.stat().st_mtime_ns, name))
+        for _, name in sorted(here):
+            if total_bytes <= limit_bytes:
+                break
+            if _remove_unused(os.path.join(self.folder, name)):
+                total_bytes -= self._sizes_bytes[name]
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
