@@ -24,6 +24,7 @@ from rayrec.workloads.run_config import ClusterConfig
 _POLL_S: Final = 0.2
 _NOTE_S: Final = 30.0
 """Seconds without a process that trains after which this is reported."""
+_MOST_FAILED_STARTS: Final = 10
 _NODES_POLL_S: Final = 10.0
 """Seconds between two looks for nodes that have joined."""
 
@@ -70,6 +71,7 @@ class RayPool:
         self._idle: list[Any] = []
         self._busy: dict[Any, tuple[Any, Job]] = {}
         """Processes and their jobs, by the reference to the end of it."""
+        self._failed_starts = 0
         self._room, self._looked_s = 0, -_NODES_POLL_S
         if not self._look_for_room():
             raise InputError(
@@ -132,6 +134,12 @@ class RayPool:
         except ray.exceptions.RayError as error:
             ray.kill(process)
             if job is None:
+                self._failed_starts += 1
+                if self._failed_starts >= _MOST_FAILED_STARTS:
+                    raise InputError(
+                        f"tune: {self._failed_starts} processes in a row ended before a trial began "
+                        f"({' '.join(str(error).split())[-200:]}); see Ray's logs of workers for the cause"
+                    ) from None
                 return None  # another one takes its place
             self._deaths[job.number] += 1
             if 0 <= self._max_failures < self._deaths[job.number]:
@@ -140,6 +148,7 @@ class RayPool:
                 return job
             self._queue.appendleft(job)
             return None
+        self._failed_starts = 0
         self._idle.append(process)
         return job
 
