@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.runs import QUIET
 
 import rayrec
 from rayrec import recipes
 from rayrec.config import InputError
+from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.ray_pool import RayPool
 from rayrec.tuning.space import TuneConfig
@@ -22,6 +22,7 @@ from rayrec.tuning.trials import Job, Standing, folder_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 RATE = "workload.dense_optimizer.learning_rate"
+QUIET = Console(quiet=True)  # not of the builders, which processes of Ray do not find: they import this file
 
 
 def test_a_search_on_ray_ends_as_one_in_this_process(local_ray: None, click_log: Path, tmp_path: Path) -> None:
@@ -77,6 +78,26 @@ def test_a_trial_whose_process_dies_resumes_in_another_one(local_ray: None, tmp_
     assert standings[0].error is not None
     assert standings[0].error.startswith("its process died 2 times")
     assert standings[0].can_retry
+
+
+class Unreadable:
+    """A function that no process can begin with."""
+
+    def __call__(self, *_: object, **__: object) -> None: ...
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (exec, ("raise ImportError('no module of this name')",))
+
+
+def test_processes_that_never_start_end_the_search(local_ray: None, tmp_path: Path) -> None:
+    pool = RayPool(TuneConfig(concurrent=2), Signals(), max_failures=-1, note=QUIET.note, train=Unreadable())
+    try:
+        (job,) = jobs(tmp_path, 1)
+        pool.submit(job)
+        with pytest.raises(InputError, match=r"^tune: \d+ processes in a row ended before a trial began \([^\n]+$"):
+            pool.next()
+    finally:
+        pool.close()
 
 
 def test_a_signal_stops_the_trials_in_progress(local_ray: None, tmp_path: Path) -> None:
