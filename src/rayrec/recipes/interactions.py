@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.base import TableStart
-from rayrec.models.retrieval.sasrec import SASRecConfig
-from rayrec.models.retrieval.two_tower import TwoTowerConfig
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Feature, Schema
 from rayrec.workloads.base import TrainConfig
@@ -24,6 +22,8 @@ PRESET = RAYREC.replace(min_count=1)
 
 def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -> TrainConfig:
     """SASRec on lists of items in the order of time: --schema FILE."""
+    from rayrec.models.retrieval.sasrec import SASRecConfig
+
     return TrainConfig(
         recipe="next_item",
         workload=ClickWorkload(
@@ -45,6 +45,8 @@ def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) ->
 
 def two_tower(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig:
     """Vectors of users and items, from rows of a user with a chosen item: --schema FILE."""
+    from rayrec.models.retrieval.two_tower import TwoTowerConfig
+
     return TrainConfig(
         recipe="two_tower",
         workload=ClickWorkload(
