@@ -296,6 +296,7 @@ def test_the_same_weights_on_a_cluster_with_nodes_for_workers_and_for_data_tasks
     assert losses(str(tmp_path / config.name)) == losses(result.folder)
 
 
+@pytest.mark.extended
 def test_torchrun_trains_the_same_weights_also_when_a_process_is_killed(
     finished: tuple[TrainConfig, Result], tmp_path: Path
 ) -> None:

@@ -162,7 +162,7 @@ def dry_run(
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.extended
 def test_everything_can_be_tried_on_the_cpu(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -465,7 +465,7 @@ def test_failed_part_of_all_benchmarks_is_skipped(
         run.main(["third"])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.extended
 def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
     """Every second run ended with signal 6 when its process group was destroyed before its pipelines."""
     generate(str(tmp_path), rows=5_000, seed=0, parallelism=1)

@@ -310,7 +310,8 @@ def test_replica_that_no_call_reached_follows(replicas: Replicas) -> None:
     _wait(lambda: late._models.model is MODELS["c"])
 
 
-def test_first_model_that_cannot_be_loaded_is_reported(replicas: Replicas) -> None:
+def test_first_model_that_cannot_be_loaded_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "GONE_S", 0.5)  # for which a change waits for the replica that did not start
     with pytest.raises(InputError, match="gone: damaged"):
         replicas.start("first", model="gone")
     assert replicas.cluster.register.describe()["failures"] == {"0": "gone: damaged"}
