@@ -25,7 +25,7 @@ HOUSE = {
     "lines": (58_900, 300),
     "crowded folders": (1, 0),
     "circles": (0, 0),
-    "long signatures": (1, 0),
+    "long signatures": (0, 0),
     "lines of tests": (50_950, 300),
 }
 """Size and shape of src/rayrec, and the size of tests. These only fall: lower a bound in the commit that lowers its count."""

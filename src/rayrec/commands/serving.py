@@ -12,13 +12,12 @@ from rayrec.config import InputError
 
 if TYPE_CHECKING:
     from rayrec.observe.console import Console
-    from rayrec.serve.config import Follow
     from rayrec.serve.server import Server
 
 
 @command(
     "Serve",
-    options=[("", "rayrec.serve.config:ServeConfig")],
+    options=[("", "rayrec.serve.config:ServerConfig")],
     examples=("rayrec serve runs/demo --port 8000", "rayrec serve exports/new --swap --cluster.address auto"),
 )
 def serve(
@@ -30,15 +29,6 @@ def serve(
         ),
     ] = None,
     *,
-    follow: Annotated[
-        Follow,
-        Argument(
-            "the model is a run; change over to its newest or best checkpoint as they appear", type="rayrec.serve.config:Follow"
-        ),
-    ] = "no",
-    shadow: Annotated[
-        str | None, Argument("score every row with this model too; how far the scores differ is in /metrics", "MODEL")
-    ] = None,
     swap: Annotated[bool, Argument("give the running server the model, without losing a request")] = False,
     rollback: Annotated[bool, Argument("give the running server back the model before")] = False,
     no_shadow: Annotated[bool, Argument("end the running server's use of its shadow model")] = False,
@@ -55,31 +45,30 @@ def serve(
 
     See `rayrec.serve.server.serve_forever`. With `swap`, `rollback`, `no_shadow`, or `shadow` and no model, tells the server
     that runs on the Ray cluster at `cluster_address` to change, with `stop` to end; nothing else is given then. `options` are
-    the fields of `rayrec.serve.config.ServeConfig`.
+    the fields of `rayrec.serve.config.ServerConfig`.
 
     `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
     """
     from rayrec.serve import control, server
-    from rayrec.serve.config import ServeConfig
+    from rayrec.serve.config import ServerConfig
 
     address, tell = cluster_address, started or (lambda told: None)
-    config = ServeConfig().updated(options)
+    config = ServerConfig().updated(options)
     wishes = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
     asked = [name for name, wish in wishes.items() if wish]
     if len(asked) > 1:
         raise InputError("swap, rollback, no_shadow and stop: one at a time")
-    if asked or (model is None and shadow):
-        settings = [name for name, value in vars(ServeConfig()).items() if getattr(config, name) != value]
-        unused = ["shadow"] * bool(asked and shadow) + ["follow"] * (follow != "no") + settings
-        if unused:
+    if asked or (model is None and config.shadow):
+        given = [name for name, value in vars(ServerConfig()).items() if getattr(config, name) != value]
+        if unused := [name for name in given if asked or name != "shadow"]:
             raise InputError(f"{(asked or ['shadow'])[0]}: tells a running server, and takes no {', '.join(unused)}")
     if model is None:
         if rollback:
             tell(control.roll_back(address=address))
         elif stop:
             tell(control.stop(address=address))
-        elif no_shadow or shadow:
-            tell(control.set_shadow(None if no_shadow else shadow, address=address))
+        elif no_shadow or config.shadow:
+            tell(control.set_shadow(None if no_shadow else config.shadow, address=address))
         else:
             raise InputError("which model? give the folder of a checkpoint, a run or an export")
     elif rollback or no_shadow or stop:
@@ -87,9 +76,7 @@ def serve(
     elif swap:
         tell(control.swap(model, address=address))
     else:
-        server.serve_forever(
-            model, config=config, address=address, follow=follow, shadow=shadow, console=_console(console), started=tell
-        )
+        server.serve_forever(model, config=config, address=address, console=_console(console), started=tell)
 
 
 def serving(

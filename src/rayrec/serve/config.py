@@ -121,3 +121,13 @@ class ServeConfig(Config):
         except ValueError:
             return False
         return address.is_loopback or self.host in WILDCARDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(ServeConfig):
+    """How a model is served over HTTP, and which other models beside it."""
+
+    follow: Follow = "no"
+    """The model is a run; change over to its newest or best checkpoint as they appear."""
+    shadow: str | None = None
+    """Model that scores every row too; how far the scores differ is in /metrics."""

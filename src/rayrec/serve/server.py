@@ -23,7 +23,7 @@ from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.observe.console import Console
-from rayrec.serve.config import LOOPBACK, WILDCARDS, Follow, ServeConfig
+from rayrec.serve.config import LOOPBACK, WILDCARDS, Follow, ServeConfig, ServerConfig
 from rayrec.serve.control import APPLICATION, Control, end, quieten, swapped
 from rayrec.serve.deployment import http_options, make_application, own_network
 from rayrec.serve.listener import held_port
@@ -267,26 +267,19 @@ def _hushed() -> Iterator[None]:
 
 
 def serve_forever(
-    path: str,
-    *,
-    config: ServeConfig,
-    address: str | None,
-    follow: Follow = "no",
-    shadow: str | None = None,
-    console: Console,
-    started: Callable[[dict[str, Any]], None],
+    path: str, *, config: ServerConfig, address: str | None, console: Console, started: Callable[[dict[str, Any]], None]
 ) -> None:
     """Serves until Ctrl-C or SIGTERM; then requests in flight are answered. A second signal ends at once.
 
-    `follow`: `path` is a run, to whose newest or best checkpoint the server changes over as they appear. `started` is called
-    when the server takes requests. The variable that `config.token_env` names is taken out of the environment.
+    If `config.follow`, `path` is a run, to whose newest or best checkpoint the server changes over as they appear. `started` is
+    called when the server takes requests. The variable that `config.token_env` names is taken out of the environment.
     """
-    first = _first_of_run(path, follow)
+    first = _first_of_run(path, config.follow)
     digest = config.token_digest()
     if config.token_env:
         del os.environ[config.token_env]  # before Ray starts, whose processes inherit it
     with (
-        _serving(first, config=config, digest=digest, address=address, shadow=shadow, console=console) as server,
+        _serving(first, config=config, digest=digest, address=address, shadow=config.shadow, console=console) as server,
         _until_signal() as asked,  # behind Ray's start, which sets handlers of its own
     ):
         started(server.describe())
@@ -297,9 +290,9 @@ def serve_forever(
                 console.note("the server was stopped")
                 asked.wait(_STOPPER_S)
                 return
-            if follow != "no" and time.monotonic() - last_follow_s > _FOLLOW_EVERY_S:
+            if config.follow != "no" and time.monotonic() - last_follow_s > _FOLLOW_EVERY_S:
                 last_follow_s = time.monotonic()
-                watch.follow(path, follow)
+                watch.follow(path, config.follow)
         console.note("the server ends: requests in flight are answered")
 
 

@@ -19,7 +19,7 @@ from rayrec.commands.serving import serve
 from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.serve import build, control, server
-from rayrec.serve.config import ServeConfig
+from rayrec.serve.config import ServeConfig, ServerConfig
 from rayrec.serve.listener import bind, held_port
 from rayrec.serve.replica_models import Source, Wanted
 from rayrec.serve.server import ServeInstance, choose, first_answering, settle, urls
@@ -204,7 +204,7 @@ def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVE_TOKEN", "open sesame")
     with pytest.raises(InputError, match="no Ray"):
         server.serve_forever(
-            "run", config=ServeConfig(token_env="SERVE_TOKEN"), address=None, console=Console(quiet=True), started=print
+            "run", config=ServerConfig(token_env="SERVE_TOKEN"), address=None, console=Console(quiet=True), started=print
         )
     assert inherited
     assert "open sesame" not in inherited.values()
