@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +28,7 @@ Tokens = Callable[[str], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(ABC):
     """An output of a network. Its class says of which kind."""
 
     kind: ClassVar[str]
@@ -72,9 +73,9 @@ class Head:
         """Return the fields of a server's answer, (rows, ...) each."""
         return self.columns(values, tokens)
 
+    @abstractmethod
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON schema of the fields of `answer`, by name."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -101,16 +102,16 @@ class LabelHead(Head):
             wanted = wanted.where(there, 0.0)
         return self._losses(values, wanted, weights)
 
-    def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor: ...
 
     def prediction(self, values: np.ndarray) -> np.ndarray:
         """Return what is predicted, float32, from the tensor's values."""
         return values
 
+    @abstractmethod
     def accumulator(self) -> Accumulator:
         """Return the exact metrics of predictions against the label."""
-        raise NotImplementedError
 
     def columns(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
         logits = values[self.name]
