@@ -11,7 +11,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.engine import Engine
+from rayrec.storage.files import PARTIAL
 
 _logger = logging.getLogger(__name__)
 
@@ -32,8 +32,6 @@ COMPLETE: Final = "_SUCCESS"
 _AIDS: Final = "_job"
 _MADE_OF: Final = "made_of.json"
 _LOCK: Final = "lock"
-_PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
-"""What `storage.writing` adds to a name while the file is written."""
 _REMOVALS: Final = 20
 _REMOVAL_WAIT_S: Final = 0.1
 
@@ -217,7 +215,7 @@ def _finish(folder: JobFolder, out: str) -> None:
         storage.remove_folder(folder.path)
         return
     for place, _, names in os.walk(folder.path):
-        for name in filter(_PARTIAL.search, names):  # left by a task that was killed
+        for name in filter(PARTIAL.search, names):  # left by a task that was killed
             os.remove(os.path.join(place, name))
     os.rename(folder.path, out)
     storage.sync(os.path.dirname(out))

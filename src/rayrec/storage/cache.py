@@ -6,7 +6,6 @@ import fcntl
 import glob
 import hashlib
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.storage.files import PARTIAL
 
 LEAST_FILES: Final = 4
 """That a limited cache must have room for: some in use, some on their way."""
@@ -24,8 +24,6 @@ KEY_DIGITS = 10
 GZIP_MAGIC = b"\x1f\x8b"
 GUNZIP_BYTES = 8 << 20
 """Most bytes that one step of unpacking gives."""
-_PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
-"""What `storage.writing` adds to a name while the file is written."""
 
 
 def folder(of_run: str | None = None) -> str:
@@ -102,7 +100,7 @@ class ShardCache:
         total_bytes = needed_bytes
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
-                name = _PARTIAL.sub("", entry.name)
+                name = PARTIAL.sub("", entry.name)
                 total_bytes += self._sizes_bytes.get(name, 0)  # of one on its way, what it will have
                 if entry.name == name and name in self._sizes_bytes:
                     here.append((entry.stat().st_mtime_ns, name))

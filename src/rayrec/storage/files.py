@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,8 @@ from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_o
 _PIECE_BYTES: Final = 8 << 20
 """Read, written and copied at once; a smaller file is one request to a store."""
 _MAX_JSON_BYTES: Final = 1 << 30
+PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
+"""What `partial_of` adds to a name."""
 _AHEAD_BYTES: Final = 64 << 20
 """Handed to the uploading threads before waiting for them: they would take any amount, and memory with it."""
 _LARGEST_COPY_BYTES: Final = 5 << 30
@@ -40,6 +43,11 @@ _STAGED: Final = {"az", "abfs", "abfss"}
 """Of these stores' objects the beginning would be visible while the rest is written."""
 _NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """A hard link was refused: another file system, one without links, too many links, or the file was removed."""
+
+
+def partial_of(path: str) -> str:
+    """Return a new name beside a file, for while it is written. A process that is killed leaves it."""
+    return f"{path}.{uuid.uuid4().hex}.partial"
 
 
 def exists(path: str) -> bool:
@@ -256,7 +264,7 @@ def clone_file(source: str, target: str) -> bool:
 
 def _linked(source: str, target: str) -> bool:
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    temporary = f"{target}.{uuid.uuid4().hex}.partial"
+    temporary = partial_of(target)
     try:
         os.link(source, temporary)
         os.replace(temporary, target)
@@ -295,7 +303,7 @@ def _appearing(target: str) -> Iterator[str]:
     """A path beside `target` to write to, renamed to it at the end, once it is on the disk; removed after an error."""
     folder = os.path.dirname(target)
     os.makedirs(folder, exist_ok=True)
-    temporary = f"{target}.{uuid.uuid4().hex}.partial"
+    temporary = partial_of(target)
     try:
         yield temporary
         sync(temporary)
@@ -348,7 +356,7 @@ def _fill(stream: NativeFile, data: bytearray) -> None:
 
 def _staged(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     """Appends pieces to an object of another name, section by section, which the store then copies to `path`."""
-    temporary = f"{path}.{uuid.uuid4().hex}.partial"
+    temporary = partial_of(path)
     section = bytearray()
     sent_bytes = 0
     try:

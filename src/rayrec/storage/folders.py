@@ -7,7 +7,6 @@ import os
 import posixpath
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from typing import Final
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
-from rayrec.storage.files import copy_file, exists, info_of, missing, sync
+from rayrec.storage.files import copy_file, exists, info_of, missing, partial_of, sync
 from rayrec.storage.gcs import first_level
 from rayrec.storage.ranges import in_parallel
 from rayrec.storage.scratch import Scratch
@@ -287,7 +286,7 @@ def writing_folder(path: str) -> Iterator[str]:
             _send(folder, path)
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    temporary = f"{target}.{uuid.uuid4().hex}.partial"
+    temporary = partial_of(target)
     os.makedirs(temporary)
     try:
         yield temporary
