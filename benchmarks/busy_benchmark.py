@@ -1,8 +1,6 @@
 """Training speed of one worker beside a busy process, relative to idle CPUs: in one process, and on a local Ray, whose workers
 have a lower priority. Quiet and busy runs in turn."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

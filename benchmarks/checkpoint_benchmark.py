@@ -1,7 +1,5 @@
 """What saving costs training, and how fast a large state is saved and restored, against plainly copying as many bytes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

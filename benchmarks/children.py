@@ -1,7 +1,5 @@
 """Candidates of a benchmark as processes of their own, so that none inherits threads, memory or a Ray of another."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 on the same shards: the same losses, step for step? As many tokens a second? `--data FILE` names a text; without it a synthetic
 one is used."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -5,8 +5,6 @@ of checkpoints, memory against its forecast, tables in host memory, device syncs
 in tiny sizes; its rows then have the device `cpu` and say nothing about speed. Every measurement is a process of its own.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

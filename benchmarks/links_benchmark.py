@@ -1,8 +1,6 @@
 """Training on several hosts with slow links between them, beside what `rayrec plan` forecasts: torchrun on 1, 2 and 4 hosts,
 which are network namespaces on this machine with one core and one worker each (4 hosts share 2 cores), on preprocessed data."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -2,8 +2,6 @@
 as lean as Python allows. Without a rate each connection sends as soon as it is answered; with one, requests are due at even
 times, and their seconds count from when they were due, so that an answer that comes late is not forgotten."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Synthetic logs the benchmarks run on; the same bytes on every machine."""
 
-from __future__ import annotations
-
 import functools
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Losses and speed of a real `rayrec.train` run, read from its events."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

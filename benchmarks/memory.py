@@ -1,7 +1,5 @@
 """Memory of processes while a candidate runs, shared pages counted once."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

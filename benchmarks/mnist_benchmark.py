@@ -1,8 +1,6 @@
 """ResNet18 on MNIST, by a real run of recipe mnist_resnet18, against a plain PyTorch DDP script: the same losses, step for
 step? As many images a second? `--data DIR` names the folder of MNIST's files; without it synthetic digits are used."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -1,8 +1,6 @@
 """Training speed of every model for one label and single categories, beside the same network in a plain PyTorch loop: on the same
 batches in memory, in one process, in turn, sparse Adam on the tables."""
 
-from __future__ import annotations
-
 import logging
 import os
 import statistics

@@ -4,8 +4,6 @@
 recbole==1.2.1 pandas==2.1.4 numpy==1.26.4 scipy==1.11.4 scikit-learn==1.4.2`. RecBole's models have their default settings,
 embeddings of 16, and at most 30 epochs with early stopping after 5."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

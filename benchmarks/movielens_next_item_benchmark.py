@@ -6,8 +6,6 @@ all films, and the dropout of the grid that validates best; both stop early afte
 learns the film after each list of films before it; ours learns from windows of LENGTH + 1 films that overlap by half, the film
 at each place."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from functools import partial

@@ -4,8 +4,6 @@ all films that the user has not rated before are ranked. A rating of any height 
 `--recbole PYTHON` as in `rayrec benchmark movielens`. RecBole's models have their default settings, and stop early. Ours learn
 from each rating and four films that the user has not rated."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """What observing costs: the same training with every phase timed, rows counted and the driver's views fed, and without, in turn
 within one process, since two processes differ by more than is looked for."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

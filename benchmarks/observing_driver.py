@@ -1,7 +1,5 @@
 """The driver of a run that benchmark observe trains: in a process of its own, as it is, and at a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

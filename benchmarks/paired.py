@@ -1,7 +1,5 @@
 """Which of two ways of doing the same is faster, where the machine's own noise is larger than what they differ by."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """The memory that `rayrec plan` forecasts for a CPU worker against the peak of one that trains and saves, in three sizes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from hosts.planned_memory import DIM, SIZES, measured

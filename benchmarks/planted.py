@@ -1,7 +1,5 @@
 """Click logs whose truth needs one thing: products of features, interests in a list, or labels that say the same."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Predicting from raw TSV to Parquet with criteo_kaggle's network, against a bare PyTorch forward pass over tensors that lie
 ready, and against the same pipeline without a model; and whether memory stays flat. Every candidate in a process of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

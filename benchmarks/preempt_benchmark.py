@@ -5,8 +5,6 @@ its deadline, and another joins some seconds later. The same with notices ignore
 the baseline. A run that nothing happens to has the weights to compare with.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

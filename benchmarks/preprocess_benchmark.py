@@ -1,8 +1,6 @@
 """Raw TSV to preprocessed files: every format, the bytes it writes against a plain copy of as many, one core against two, and one
 Ray node against two of one CPU each."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,8 +1,6 @@
 """What criteo_demo learns, against a hashed logistic regression on the same time split. `--data PATH` names a log in
 Criteo's format; without it a synthetic one of 20,000 rows is used."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Metrics within groups (GAUC, NDCG and others) in one pass, against only the sort by NumPy and only the ranks by pandas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from rows import emit, interleaved, timed

@@ -1,8 +1,6 @@
 """How long a run stands still when a train worker, or the driver with its Ray, is killed: against a bare Ray Train run that
 does next to nothing, and so needs only what Ray needs."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """`rayrec benchmark NAME`: runs one benchmark, or all; results on standard output, a JSON object a row."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

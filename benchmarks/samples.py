@@ -1,8 +1,6 @@
 """Synthetic images and text the image and language benchmarks run on where they are given no data; the same bytes on every
 machine."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every case runs in a process of its own, so that its largest resident memory is its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

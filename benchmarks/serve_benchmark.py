@@ -5,8 +5,6 @@ direct), and behind the HAProxy that Ray Serve has in place of its own (RAY_SERV
 against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of the peak by either ingress, with swaps to
 the export and back, refused swaps, rollbacks, shadow models and killed replicas in turn; failures and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,8 +1,6 @@
 """Clicks whose worker 0 writes down when each step begins and keeps a pace, as a recipe in a file: what
 `rayrec train FILE.py:FUNCTION` takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

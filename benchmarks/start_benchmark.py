@@ -2,8 +2,6 @@
 with two on a running one that trained before; evaluation, prediction, export, and serving until the first answer. Against bare
 Ray Train until its first step, a plain TorchRec script and LightGBM until their test AUROC, and Python that imports torch."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Training speed by the optimizer of the tables: one network on the same batches in memory, in one process, in turn."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,8 +1,6 @@
 """Training speed of criteo_kaggle's network: from raw TSV through Ray, from preprocessed batches without Ray, TorchRec's own
 DLRM, and the machine's matrix-product peak. Every candidate runs in a process of its own, all in turn."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,8 +1,6 @@
 """Models on logs whose truth was planted so as to need them, beside DLRM: AUROC on the last fourteenth of the rows. What drifting
 categories need, `rayrec benchmark warm-start` shows."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import dataclass

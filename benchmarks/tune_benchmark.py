@@ -1,8 +1,6 @@
 """Successive halving against a full grid of 48 trials: the share of rows and of seconds that it trains, whether it finds the best
 trial of the grid, and the AUROC that it loses if not. Also what it costs to resume a paused trial, and to read the log."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

@@ -1,8 +1,6 @@
 """A model of clicks that drift, kept up to date day by day: each day trained on the new day alone, from the model of the day
 before, against a model trained on all days so far and one that is never trained again. All are scored on the next day."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -6,8 +6,6 @@ rows of the first rotations; test rows take no part. `--models linear,logistic` 
 `--movielens PYTHON` takes MovieLens-100K from an environment with RecBole, on recipe clicks (movielens_benchmark.py).
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

@@ -1,7 +1,5 @@
 """Runs with a random fault every few seconds: all must end with the weights of a run without faults."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

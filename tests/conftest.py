@@ -1,7 +1,5 @@
 """Fixtures that tests of several kinds share: a small synthetic click log, a local Ray, an S3 server that can be killed."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -13,8 +13,6 @@ commands work in their own process. The pages of `WITH_RAY` show what only Ray h
 The site (mkdocs.yml) is built from the same pages, and from the code.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

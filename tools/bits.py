@@ -13,8 +13,6 @@ commits, too: PYTHONPATH=OTHER/src python tools/bits.py. On another machine, or 
 bits; `--against` then says so and compares the losses alone, which must agree within 2e-4 in any case.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -1,8 +1,6 @@
 """Trains one small run twice on a local Ray, once with a worker killed by SIGKILL, and writes what happened for the picture of
 docs/faults.md: `python tools/kill_run.py` (two minutes; needs two CPUs). `make pictures` draws it."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -9,8 +9,6 @@ In CONTRIBUTING.md: `folders` (the top folders alone). `--check` writes nothing 
 library only.
 """
 
-from __future__ import annotations
-
 import ast
 import configparser
 import re

@@ -5,8 +5,6 @@ from docs/assets/top.txt; `flow` and `batch` are drawings. `python tools/picture
 screenshot of the report with Chromium, and records what `rayrec top` shows while it trains.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Commands and flags come from their declarations, fields from the Config classes,
 events, metrics, HTTP and exit statuses from the tables that the code itself uses; file formats from the modules that write them.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -8,8 +8,6 @@ a field of the row, `A/B` a ratio of two; `least FIELD` and `most FIELD` choose 
 with `*FACTOR` of another unit. Rows that differ in the field are an error.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Hooks of MkDocs (mkdocs.yml): the navigation from docs/index.md, reference pages from the code, links that leave docs/."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

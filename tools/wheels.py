@@ -4,8 +4,6 @@ Runs in an environment that has packaging/wheel-tools.txt. The kernels are compi
 PyTorch's wheels need, so that a wheel made on a newer system also loads on an older one.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -5,8 +5,6 @@ Python files (docstrings, help texts, messages), never identifiers. Each line of
 why. Prints one line for each hit; the exit status is 1 if there is one.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """DLRM's forward pass as plain PyTorch has it: one embedding look-up a table, linear layers, pairwise products."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Usage: python bare_ray_train.py FILE; runs until it is killed, with one restart of its workers allowed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

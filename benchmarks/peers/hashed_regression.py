@@ -1,7 +1,5 @@
 """Logistic regression on hashed categories and standardised logarithms: the model to beat on small logs."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Usage: python lightgbm_clicks.py LOG; a Kaggle-format log, split as `rayrec` spl
 and test rows. Prints {"auroc": ...} as its last line.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The pipeline of Ray's DLRM notebook: `read_csv` with inferred types, then Python dictionaries under `np.vectorize`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Peer of serving: the exported click model under ONNX Runtime, on preprocessed arrays."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A click model as a user of PyTorch trains it without a framework: an `nn.Embedding` a feature, `nn.Linear` layers, the loop of
 PyTorch's tutorials, Adam on the network and SparseAdam on the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ workers), `learning_rate`, `seed`, `loader_workers`, `precision`. Prints JSON: `
 own), `rows_per_s` of all workers behind the warm-up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@ Trains one epoch with the network, the optimizers and the number of steps of rec
 Prints JSON: `first_step_s`, when the first step was done (Unix time), and `auroc` of the test rows.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -5,8 +5,6 @@ GPT2Config), `arguments` (of TrainingArguments), `workers`, `steps`, `warm_steps
 list, each worker's own), `rows_per_s` of all workers behind the warm-up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

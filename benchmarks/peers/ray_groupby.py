@@ -1,7 +1,5 @@
 """Counting categories the way Ray Data offers it: typed CSV, all categories as (column, token) rows, groupby, count."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as arrow_csv

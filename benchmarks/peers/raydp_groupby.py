@@ -1,8 +1,6 @@
 """Counting categories the way Spark offers it, on executors inside the Ray cluster (RayDP): typed CSV, all categories as (column,
 token) rows, groupBy, count. Runs as a program in RayDP's own environment and prints seconds of each round, without start-up."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ python recbole_models.py MODEL FOLDER clicks|top-k   # FOLDER/ml/ml.{train,valid
 python recbole_models.py MODEL FOLDER "next-item DROPOUT EPOCHS"   # FOLDER/ml/ml.inter, in the order of time
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

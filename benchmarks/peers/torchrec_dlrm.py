@@ -1,7 +1,5 @@
 """TorchRec's own DLRM as its example builds it: its model, planner, fused optimizer and pipeline, with default kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Hash functions of integers and text, in NumPy and plain Python. An export's `encode.py` contains this module's text."""
 
-from __future__ import annotations
-
 import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15

@@ -3,8 +3,6 @@
 Only what a person gives is run, never what a file names.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -2,8 +2,6 @@
 
 psutil reads the machine's memory; limits of control groups, which it does not know, are read here."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

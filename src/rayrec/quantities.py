@@ -1,7 +1,5 @@
 """Texts of numbers, sizes, times and durations, for terminals, reports and errors; numbers as JSON has them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime

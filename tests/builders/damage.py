@@ -1,8 +1,6 @@
 """Ways in which a checkpoint on a disk goes bad, done on purpose. Each returns the path of the file it harmed: of weights or the
 manifest, which no other checkpoint shares; the others may be hard links, and damage to one would be damage to all."""
 
-from __future__ import annotations
-
 import os
 import random
 

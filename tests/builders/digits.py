@@ -1,7 +1,5 @@
 """Folders in MNIST's format that are made up in a moment: ten simple pictures, moved about, in noise."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

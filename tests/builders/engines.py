@@ -1,7 +1,5 @@
 """An engine for tests of preparation, which runs its tasks in this process and can be made to die."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

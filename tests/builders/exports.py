@@ -1,7 +1,5 @@
 """Exports of small click models, changes of their manifests, and how a program without rayrec scores with one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions that fail, bytes that change, and waiting for what comes of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values that stay as they are, in the files of tests/golden."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

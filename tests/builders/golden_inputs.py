@@ -3,8 +3,6 @@
 Tests of goldens name no class of the data side: what moves or is renamed there changes this file alone.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

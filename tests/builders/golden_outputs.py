@@ -1,7 +1,5 @@
 """Outputs that stay as they are: small logs from seeds, and what commands make of them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

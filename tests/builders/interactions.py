@@ -1,7 +1,5 @@
 """Small logs of users and items whose next item can be told, and configurations of retrieval models on them."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

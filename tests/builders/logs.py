@@ -1,7 +1,5 @@
 """Logs of tests, opened."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

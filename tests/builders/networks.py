@@ -1,7 +1,5 @@
 """Networks of every click model for two numbers and features a, b and c: each structure that its settings can give it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rayrec.models.base import ClickModelConfig, ModelInputs

@@ -1,7 +1,5 @@
 """A click model of somebody's own, in one file as docs/extend.md says, and a recipe of it: what no file of rayrec's knows."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any, ClassVar

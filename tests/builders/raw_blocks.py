@@ -1,7 +1,5 @@
 """Blocks of raw rows made of plain Python values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

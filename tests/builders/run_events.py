@@ -1,7 +1,5 @@
 """The events of a run that lost a worker once, made up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

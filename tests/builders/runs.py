@@ -1,7 +1,5 @@
 """Runs of tests: trained without a word, and what their events tell."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Savers of a run's checkpoints, with settings that a test need not name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small data-parallel workload whose checkpoints score rows of a .npz file, and a checkpoint of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

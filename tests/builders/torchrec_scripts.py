@@ -1,7 +1,5 @@
 """TorchRec's own code for Criteo's logs, as its preprocessing scripts call it, without iopath, which only remote files need."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -2,8 +2,6 @@
 
 `RAYREC_GPU_TESTS_ON=cpu` runs the same on the CPU, to try the tests themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

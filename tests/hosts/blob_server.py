@@ -3,8 +3,6 @@
 It is no emulator: it knows block blobs in containers, and refuses what it does not know with 501.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Stores on loopback at s3://, gs:// and az:// for tests, which can be killed and started again with what they stored."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

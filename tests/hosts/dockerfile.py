@@ -1,7 +1,5 @@
 """Reads a Dockerfile and carries it out without Docker: each stage is a folder, each RUN a chroot (as root on Linux)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

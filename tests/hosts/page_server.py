@@ -5,8 +5,6 @@ A page's Python runs in one process and namespace, in order with the page's comm
 from a shell: its own folder, environment and `sys.argv`, no thread and no state of another block.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

@@ -4,8 +4,6 @@ The process is not connected to Ray, so its own size without data is measured, a
 `measured` starts a process for each size; run as a program, this file is that process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Free ports of this machine, for servers that tests start."""
 
-from __future__ import annotations
-
 import random
 import socket
 

@@ -1,7 +1,5 @@
 """Runs of `rayrec train` as processes that can be killed for real, in part or whole: for tests, the chaos run and benchmarks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ Standard input: a JSON list of programs a line, each with its text, arguments an
 time. Standard output: the exit status of each, as a JSON list.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -3,8 +3,6 @@
 Usage: python s3_server.py PORT KEY SECRET. Each line of standard input opens or closes it, and is answered when that is done.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import socket

@@ -3,8 +3,6 @@
 Needs root and Debian's packages slurmctld, slurmd, slurm-client and munge; `missing()` says what this machine lacks.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

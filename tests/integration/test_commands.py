@@ -1,7 +1,5 @@
 """The commands that prepare data, as a user calls them: what they print, where, and how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

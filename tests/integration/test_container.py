@@ -1,7 +1,5 @@
 """deploy/Dockerfile carried out for real, on a Debian that debootstrap makes (as root; needs debootstrap and a Debian mirror)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A student's run: it learns from its teacher, takes over its Preprocessor, and is the same after a crash, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ray, Spark and Spark on Ray make the same bytes, and lose no work in silence when an executor dies."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Whatever dies, the run finishes with the weights of one that nothing happened to: processes are killed for real."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

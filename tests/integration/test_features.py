@@ -1,7 +1,5 @@
 """Several labels, shared vocabularies, weighted and cut lists: the whole road, from a log to scores by HTTP."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What commands write if Ray does the work: the bytes that threads write, which are the same as ever."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

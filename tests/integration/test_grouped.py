@@ -1,7 +1,5 @@
 """Rows in groups: what training, evaluation and slices say of the order within them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From log files through Ray Data to batches, as a training run does it, on a local Ray."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import threading

@@ -1,7 +1,5 @@
 """What people install: the source archive builds with a plain compiler, and its wheel brings all that the command needs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

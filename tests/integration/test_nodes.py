@@ -1,7 +1,5 @@
 """A cluster of machines that share nothing but what is said: each an address, a host name, files and memory of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

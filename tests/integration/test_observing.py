@@ -1,7 +1,5 @@
 """A run looked at from elsewhere: trackers of it, steps of it recorded, one asked for a profile while it trains."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The oldest Ray that rayrec allows: its private names exist there, and a run on it learns what one without Ray does."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

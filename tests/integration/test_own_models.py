@@ -1,7 +1,5 @@
 """A model is one file and a recipe: what knows no other file of rayrec's goes the whole road, from training to HTTP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

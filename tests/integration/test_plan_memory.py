@@ -1,7 +1,5 @@
 """The memory that `rayrec plan` forecasts for a CPU worker, against that of a process that trains and saves."""
 
-from __future__ import annotations
-
 import pytest
 from hosts.planned_memory import SIZES, measured
 

@@ -1,7 +1,5 @@
 """Prepared data in place of the raw log: the same weights, bit for bit; and logs that are not Criteo's."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

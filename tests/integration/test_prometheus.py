@@ -1,7 +1,5 @@
 """Metrics of a run at Ray's own endpoint, and a dashboard that asks for nothing that is not there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """One run under many plans and numbers of workers: every weight and optimizer state comes over to the last bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Retrieval models go the whole road: train, resume, evaluate, predict, export, HTTP."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Logs, prepared data, checkpoints and what is made of them in an S3-compatible store, served on loopback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Paths in an S3-compatible store behave as local ones do, through its outages, and say in a line what is wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Files that are made of a run's events, and requests for a profile, where the run lies in an S3 store that may be out."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

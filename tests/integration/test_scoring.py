@@ -1,7 +1,5 @@
 """Rows of a workload of the user's own, in this process and through Ray: evaluated, predicted, and refused in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ray Serve's own tools start the server; and a server finds out how it can be reached on a cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

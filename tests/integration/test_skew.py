@@ -1,7 +1,5 @@
 """Training and serving cannot disagree: the same raw rows through every way to a score give the same score."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The files for Slurm, under a real Slurm: a job interrupted twice is requeued, resumes, and ends with the same weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A supervised run on a real head: its end, a user's error, signals, and the loss of the supervisor, then of the head."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

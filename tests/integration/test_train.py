@@ -1,8 +1,6 @@
 """Training end to end, with two workers on a local Ray and with one in this process: what a run leaves behind, determinism,
 going on after a crash, and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

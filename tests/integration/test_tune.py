@@ -1,7 +1,5 @@
 """A search in processes of Ray: it ends as one in this process does, and a trial whose process dies resumes in another one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@
 and plain tensors.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

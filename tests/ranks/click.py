@@ -1,7 +1,5 @@
 """What ranks of a process group do with a small click model in tests, each a process of its own."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

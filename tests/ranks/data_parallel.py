@@ -1,7 +1,5 @@
 """A small data-parallel workload, and what ranks of a process group do with it in tests, each a process of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What ranks of a process group do with metrics in tests, each a process of its own; imports little, as each rank does so."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ranks of a process group do with retrieval models in tests, each a process of its own."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

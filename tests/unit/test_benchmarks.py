@@ -1,7 +1,5 @@
 """Benchmarks: their rows, rounds in turn, and what those of starts, preemption and GPUs make of events."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The bits of tiny runs: what counts as a difference, and that those of the stored runs are still the same."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

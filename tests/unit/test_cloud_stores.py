@@ -4,8 +4,6 @@ gs:// is gcp-storage-emulator, az:// a small server of Blob REST calls (blob_ser
 Azurite too, s3:// moto.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

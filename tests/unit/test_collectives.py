@@ -1,7 +1,5 @@
 """How workers join their process group, and which GPU is whose."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

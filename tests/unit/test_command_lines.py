@@ -1,7 +1,5 @@
 """Command lines of the documentation, deploy/ and tests make the calls that they made before: tests/golden/command_lines.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

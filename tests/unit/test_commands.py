@@ -1,7 +1,5 @@
 """Commands: help, errors and results in one line or one document, and what each loads."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Configurations are checked when built, changed by name only, and come back from YAML as they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

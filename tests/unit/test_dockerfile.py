@@ -1,7 +1,5 @@
 """What deploy/Dockerfile promises, read from its text; tests/integration/test_container.py carries it out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

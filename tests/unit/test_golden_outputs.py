@@ -1,7 +1,5 @@
 """Bytes of what commands write, ids of exports, data reports, losses and orders of rows: the same as ever."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

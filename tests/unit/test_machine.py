@@ -1,7 +1,5 @@
 """This machine, and numbers as texts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Mistakes that are certain before anything starts: one line, exit status 2, and no Ray."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The schedule has the values computed by hand, every optimizer trains, and the fused kernels follow their formulas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Recipes are found by name or in a file of the user's own, and configurations are laid over them."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

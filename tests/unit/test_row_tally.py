@@ -1,7 +1,5 @@
 """A tally knows which rows it was given: losses and repetitions are counted, and exchanged rows are noticed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

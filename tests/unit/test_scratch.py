@@ -1,7 +1,5 @@
 """Temporary folders of processes that are killed: which go, and which stay."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

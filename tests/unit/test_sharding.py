@@ -1,7 +1,5 @@
 """Sharding plans: data-parallel only where allowed, balanced, the same every time, readable, and refused when they do not fit."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any, Literal

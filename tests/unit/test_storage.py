@@ -1,7 +1,5 @@
 """Files are found in numeric order, read in pieces, and appear whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The check of words reads prose, and prose only, in files of each kind."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

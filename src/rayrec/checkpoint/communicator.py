@@ -1,7 +1,5 @@
 """The processes that save and restore together, and how they agree on what to do and on what failed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta

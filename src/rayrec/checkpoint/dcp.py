@@ -4,8 +4,6 @@ dcp.save(state_dict, storage_writer=CheckpointWriter("runs/mine/checkpoints/step
 dcp.load(state_dict, storage_reader=CheckpointReader("runs/demo/checkpoints/step_00000628"))
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any, final

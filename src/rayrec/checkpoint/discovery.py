@@ -1,7 +1,5 @@
 """Where a run's checkpoints lie, which of them are complete, and which one to resume from."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the files of a checkpoint look like: their names, the sealed manifest, checksums by block. Loads no torch."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

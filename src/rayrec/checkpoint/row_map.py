@@ -1,7 +1,5 @@
 """Which rows of a stored table the rows of a new one start with. Loads no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files of weights that other tools write and read: safetensors, and torch's own without anything executable in them."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Tries again what storage refuses, for as long as an outage may last, and says in the end what to do about it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

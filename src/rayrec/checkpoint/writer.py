@@ -1,7 +1,5 @@
 """Writes checkpoints: each rank's file with its checksums, then, on rank 0, what belongs with it and the manifest last."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

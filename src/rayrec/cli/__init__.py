@@ -1,7 +1,5 @@
 """The command `rayrec`: finds the command, calls its function and shows the result. Imports nothing heavy before it is known."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import gc

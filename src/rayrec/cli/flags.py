@@ -1,7 +1,5 @@
 """Flags of a command: its arguments, and the settings of configurations with the values that they have. No parser is needed."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

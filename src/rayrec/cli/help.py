@@ -1,7 +1,5 @@
 """Help: the overview of all commands, and the arguments and flags of one."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Results of commands on standard output: text on a terminal, JSON with --json or into a pipe."""
 
-from __future__ import annotations
-
 import sys
 from typing import IO, Any
 

@@ -1,7 +1,5 @@
 """The arguments and flags of one command, and the call that its words make. The only module that parses."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import inspect

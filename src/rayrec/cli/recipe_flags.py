@@ -1,7 +1,5 @@
 """Flags of a recipe: its settings, short names of some, and the few that its help shows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

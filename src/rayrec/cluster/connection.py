@@ -1,7 +1,5 @@
 """Reaches a Ray cluster, or starts a local one, and decides what of it trains and what of it prepares data."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -8,8 +8,6 @@ The server of a local Ray ends when its standard input does, that is with the pr
 the node manager, and when it has been idle for long. Its templates end with it, and workers with Ray.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

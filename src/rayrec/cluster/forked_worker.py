@@ -6,8 +6,6 @@ job's Python (`python_of_a_job`); it asks the node's server, started if need be.
 Run by its path, with the worker's command as arguments. Imports next to nothing, since it runs once for every process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

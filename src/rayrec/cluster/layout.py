@@ -1,7 +1,5 @@
 """Who gets which CPUs of a cluster or of this machine, and which process this is of those that torchrun has started."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Ray's processes get the environment of `ray start`, not that of the command, so 
 missing on the nodes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

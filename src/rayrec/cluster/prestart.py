@@ -5,8 +5,6 @@ Ray's node manager starts processes on request (`PrestartWorkers`). They wait id
 whose job and runtime environment are the same. A hook in the environment imports the modules.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

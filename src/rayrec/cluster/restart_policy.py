@@ -1,7 +1,5 @@
 """What to do when a supervised run's job has ended: pure, so that every case of it is tested without a cluster."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass, field
 from typing import Literal

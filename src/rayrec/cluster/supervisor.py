@@ -1,7 +1,5 @@
 """Keeps a run alive from outside its cluster: submits it as a job of Ray Jobs, follows it, and submits it again."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

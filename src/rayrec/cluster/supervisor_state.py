@@ -1,7 +1,5 @@
 """What a supervisor is told, and what it remembers and writes down, so that a new one resumes where it stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Declarations of commands: what the command line must know of a public function beyond its signature. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import inspect

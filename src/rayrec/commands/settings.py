@@ -1,7 +1,5 @@
 """Settings of a configuration as users give them: short names, data by its path, a schema by its file, a model by its name."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar

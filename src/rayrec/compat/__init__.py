@@ -1,7 +1,5 @@
 """Private names of Ray, torch and TorchRec that rayrec uses: `ray_compat` and `torch_compat`. No other module uses any."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Arrow arrays made of NumPy arrays, bytes and texts, and back, by way of their buffers and without a copy where there is none to
 make. pyarrow's own conversions (`pa.array`, `to_numpy`) import pandas, which takes longer than a small command's work."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

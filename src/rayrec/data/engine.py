@@ -1,7 +1,5 @@
 """What runs data tasks: the same functions over the same items, whatever distributes them."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import deque

@@ -5,8 +5,6 @@ marker of each task that is done, and what tasks hand to later ones. Then it get
 renamed, it is made below OUT itself if one of its files, written last, says that it is complete, else copied from OUT.partial.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

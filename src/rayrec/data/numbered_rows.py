@@ -1,7 +1,5 @@
 """Rows that can be read in any order, by number: images of idx files, blocks of tokens in shards."""
 
-from __future__ import annotations
-
 import math
 import posixpath
 import zlib

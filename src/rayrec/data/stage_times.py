@@ -1,7 +1,5 @@
 """How long each stage of making rows takes: measured where the rows are made, told where they are used."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

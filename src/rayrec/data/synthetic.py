@@ -1,7 +1,5 @@
 """A synthetic click log in Criteo's format with a planted truth, so that quality and speed can be measured anywhere."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import datetime

@@ -6,8 +6,6 @@ The slots also carry the value's share of the true logit, so a row costs a few t
 are rounded statistics of the genuine logs: cardinality, popularity of the top tokens, quantiles, missing rates.
 """
 
-from __future__ import annotations
-
 import statistics
 import threading
 from collections.abc import Iterator

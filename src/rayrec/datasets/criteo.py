@@ -1,7 +1,5 @@
 """Criteo's click logs: Kaggle Display Advertising (one file) and the 1TB click logs (a file a day), same columns."""
 
-from __future__ import annotations
-
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.published_files import RemoteFile
 from rayrec.schema import Schema

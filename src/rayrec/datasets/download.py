@@ -4,8 +4,6 @@ The bytes go to NAME.partial. NAME.partial.json beside it says which version of 
 with `If-Range`), so that a later process can go on, and a file that changed meanwhile starts again.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import contextlib

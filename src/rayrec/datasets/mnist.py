@@ -1,7 +1,5 @@
 """MNIST's four files of handwritten digits: where they are and how to tell them."""
 
-from __future__ import annotations
-
 from rayrec.datasets.published_files import RemoteFile
 
 

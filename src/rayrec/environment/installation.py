@@ -1,7 +1,5 @@
 """Finds out what is installed, whether it imports, what the machine has, and where a result comes from; judges nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

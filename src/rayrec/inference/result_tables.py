@@ -1,7 +1,5 @@
 """The result of an evaluation or a comparison as a table for people; programs read the JSON that it is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches of one worker: of click logs, sliced from a stream of encoded rows, and of numbered rows of any kind."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

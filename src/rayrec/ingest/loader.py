@@ -1,7 +1,5 @@
 """The batches of one worker, from a position on: of any rows, in any order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Generic, final
 

@@ -3,8 +3,6 @@
 An order is pure: it is the same on every node, for any number of workers. No array has an entry a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar

@@ -3,8 +3,6 @@
 Runs in RayDP's environment too, so it imports nothing but Spark and the data layer.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

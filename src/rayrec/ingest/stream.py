@@ -1,7 +1,5 @@
 """Encoded rows of a click log, in a given order: made by an engine's tasks, or read from mapped files; and reading ahead."""
 
-from __future__ import annotations
-
 import functools
 import queue
 import threading

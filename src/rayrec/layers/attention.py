@@ -1,7 +1,5 @@
 """Attention of a target over a sequence (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

@@ -1,7 +1,5 @@
 """Batch normalization over the global batch, whatever rows each worker gets."""
 
-from __future__ import annotations
-
 from typing import Final, final
 
 import torch

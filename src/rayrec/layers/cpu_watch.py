@@ -1,7 +1,5 @@
 """Shorter OpenMP waits if other processes use the CPUs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

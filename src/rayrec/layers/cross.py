@@ -1,7 +1,5 @@
 """Cross layers, which multiply what they compute by the features that the first of them got, and an MLP after or next to them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, Unpack, final
 

@@ -5,8 +5,6 @@ A sharded collection delivers its features table by table, worker by worker. Eac
 features' own order (the dot product by the choice of pairs, at no cost), so that the result never depends on the plan.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """DLRM's interaction: the dot products of all pairs of a row's vectors, with their gradients."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import lru_cache
 from typing import Any, Final

@@ -1,8 +1,6 @@
 """Numbers and categories as one list of fields, each a vector, as FuxiCTR's models take them, and first-order weights: a scalar
 for each category, stored next to its embedding in one row of a table, and for each number."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Final, final
 

@@ -1,7 +1,5 @@
 """Native kernels in the threads of torch's operators."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache, lru_cache
 from typing import Any

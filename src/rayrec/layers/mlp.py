@@ -4,8 +4,6 @@ On CPU the products go through oneDNN, which on AMD Zen 5 gives 250 GFLOP/s a co
 which adds bias and ReLU while the product is still in cache. Everywhere else the same steps use plain torch operators.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial

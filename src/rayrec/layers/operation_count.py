@@ -1,7 +1,5 @@
 """What one row costs a model to compute, by torch's own formulas."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Linear layers with batch norm, activation and dropout, as FuxiCTR's MLP_Block has them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, final
 

@@ -1,7 +1,5 @@
 """How sure the metrics of a click model are: bootstrap intervals, and whether two models differ on the same rows."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Models, one file each: ranking models in `ranking`, retrieval models in `retrieval`; and what all of them are made of."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from functools import cache

@@ -1,7 +1,5 @@
 """What a click model's network costs: multiply-adds of a row, weights, and memory that a row takes until the backward pass."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

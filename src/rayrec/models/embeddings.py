@@ -1,7 +1,5 @@
 """The embedding tables of a click model, and start values that no sharding plan and no number of workers changes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """Several networks as one model, whose logits are averaged (Lakshminarayanan et al., "Simple and Scalable Predictive
 Uncertainty Estimation using Deep Ensembles", NIPS 2017)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate

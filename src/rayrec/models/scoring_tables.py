@@ -1,7 +1,5 @@
 """Embedding tables for scoring: plain rows, quantised or not, looked up for all columns of a batch at once."""
 
-from __future__ import annotations
-
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The compiled kernels, reached through ctypes (which releases the GIL while they run)."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Attempts of a run: when workers were started, why each attempt ended, and what it cost to begin again. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, final

@@ -1,7 +1,5 @@
 """What limits the speed of a run, in words. Pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final, Literal

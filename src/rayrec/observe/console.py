@@ -1,7 +1,5 @@
 """What a person sees of a run: notes, progress of the preparation, and training as one live panel."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

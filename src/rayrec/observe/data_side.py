@@ -1,7 +1,5 @@
 """The data side of a run: what its events of kind data add up to, and what each stage of making rows did and could do. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What an event is as a line of JSON: written so that nothing tears, shows a secret or fails; read so that damage shows."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Events in an object store, which has no appending: uploaded in the background as small objects, and read from them."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

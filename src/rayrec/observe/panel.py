@@ -1,7 +1,5 @@
 """A run in progress in a terminal: what an event is worth telling, the panel of figures, and `rayrec top`."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """What the events of a run add up to: how it stands, its attempts and curves, where the time went, what it cost. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final

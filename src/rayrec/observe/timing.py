@@ -1,7 +1,5 @@
 """Where the time of a run went, added up from its events, and the stages of its start, from the command to the first step."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Training of tables that every worker holds whole, by the rules of the fused kernels, so that a plan changes no rule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Optimizers for large batches, whose updates of each parameter are scaled by the parameter's norm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, final
 

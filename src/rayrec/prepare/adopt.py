@@ -1,7 +1,5 @@
 """Makes data that another program prepared usable as it is: checks it, and writes what a run must know next to it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence

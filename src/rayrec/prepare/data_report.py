@@ -1,7 +1,5 @@
 """A data report, for programs and for people: the gates that a log must pass, and warnings."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Times and (user, time) events of a log's rows, kept on disk for tasks that choose by them: the last rows of each user, and the
 times at given places among all."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final

@@ -4,8 +4,6 @@ The folder is that of a resumable job, whose last file is split.json. The bytes 
 the engine or the number of tasks at a time.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

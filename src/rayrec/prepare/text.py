@@ -4,8 +4,6 @@ The folder is that of a resumable job, whose last file is manifest.json. The byt
 on the engine.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The data report: what to know about a log before training on it, and gates that it must pass."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Recipes: functions that return the complete configuration of a run. One file a family, found by being in this folder."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import pkgutil

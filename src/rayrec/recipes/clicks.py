@@ -1,7 +1,5 @@
 """Click models on any log of clicks."""
 
-from __future__ import annotations
-
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig

@@ -1,7 +1,5 @@
 """DLRM on Criteo's click logs."""
 
-from __future__ import annotations
-
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.presets import MLPERF_V1, RAYREC, TORCHREC_2024
 from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_SPLIT, SCHEMA, SMALL_DAYS, TERABYTE_SPLIT

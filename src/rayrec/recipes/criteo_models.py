@@ -3,8 +3,6 @@
 The rows differ: the published results have a random split, these recipes hold out the last rows in the order of the log.
 """
 
-from __future__ import annotations
-
 from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
 from rayrec.models.base import ClickModelConfig, TableStart

@@ -1,7 +1,5 @@
 """FinalNet on Criteo's click logs."""
 
-from __future__ import annotations
-
 from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig

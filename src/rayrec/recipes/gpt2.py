@@ -1,7 +1,5 @@
 """GPT-2 on texts: a model of a laptop's size, and the one of 124 million parameters."""
 
-from __future__ import annotations
-
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.language import GPT2Config, LanguageWorkload

@@ -1,7 +1,5 @@
 """Retrieval models on logs of interactions: which user chose which item, and when."""
 
-from __future__ import annotations
-
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.base import TableStart
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig

@@ -1,7 +1,5 @@
 """ResNet18 on MNIST and on data sets in its format."""
 
-from __future__ import annotations
-
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import DataConfig, ScalingConfig

@@ -1,7 +1,5 @@
 """How a model is served over HTTP: address, limits, replicas."""
 
-from __future__ import annotations
-
 import hashlib
 import ipaddress
 import os

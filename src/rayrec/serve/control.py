@@ -5,8 +5,6 @@ register, an actor of the deployment, keeps what was accepted. Replicas report t
 meanwhile, or that a call did not reach, follows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

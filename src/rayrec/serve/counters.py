@@ -1,7 +1,5 @@
 """Metrics of one server process, and their sum over all replicas as Prometheus text."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A request before its rows are read: format and number of rows, and the errors that clients get."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

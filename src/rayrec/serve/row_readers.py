@@ -1,7 +1,5 @@
 """The rows of requests, read by the parsers that read the training log, and what is wrong with them."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Bytes that the workers of a click model send each other in a step, and the rows/s that the links between them carry."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal

@@ -1,7 +1,5 @@
 """The cache folder, and what is kept there: files fetched from a store, for all processes of a node, and unpacked gzip files."""
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import hashlib

@@ -1,7 +1,5 @@
 """Single files by path or URL: whether they are there, their bytes, and writing them whole or not at all."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Folders by path or URL: the files in them, and making, copying, writing and removing them."""
 
-from __future__ import annotations
-
 import glob as local_glob
 import os
 import posixpath

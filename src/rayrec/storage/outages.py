@@ -1,7 +1,5 @@
 """Tells trouble of a store that passes from trouble that the user must fix, and waits for the former to pass."""
 
-from __future__ import annotations
-
 import contextvars
 import logging
 import os

@@ -1,7 +1,5 @@
 """Reads many ranges of files at once: a store answers each request slowly, but many requests at the same time."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence

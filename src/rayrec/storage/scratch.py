@@ -1,7 +1,5 @@
 """Temporary folders that do not outlast their processes for long, even those that are killed."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Opens the file system that a path belongs to, once for each store and process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Takes paths and URLs apart and puts them together; opens nothing."""
 
-from __future__ import annotations
-
 import os
 import posixpath
 import re

@@ -10,8 +10,6 @@ the order of passes, accumulation, clipping and the optimizer's step, through ac
 evaluation, logging and checkpoints are off, and it leaves no file behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

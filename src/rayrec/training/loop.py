@@ -1,7 +1,5 @@
 """The one training loop. It runs in segments; between segments nothing is in flight, so what was pulled was trained."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Generator, Iterator

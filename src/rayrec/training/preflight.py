@@ -1,7 +1,5 @@
 """Refuses a run on the driver, before Ray starts, for mistakes that are certain: its data, its storage and its workers."""
 
-from __future__ import annotations
-
 import os
 
 from rayrec import storage

@@ -1,7 +1,5 @@
 """A profile of a running run is requested by a file in its folder: the driver finds it and sends it to the workers."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

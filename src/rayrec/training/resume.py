@@ -1,7 +1,5 @@
 """Decides which settings of a run may change between its start and a resume, and whether a finished run had the same data."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Counts and logs the steps of a worker: rows, losses and times, what the data side does, and what the device can do at best."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

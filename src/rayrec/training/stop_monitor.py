@@ -1,7 +1,5 @@
 """How a worker learns that its run is to save and end: worker 0 reads the channel now and then, and looks for preemptions."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

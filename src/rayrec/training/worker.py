@@ -1,7 +1,5 @@
 """What one training worker does, from its process group being up to its last checkpoint."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping

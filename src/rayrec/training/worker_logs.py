@@ -1,7 +1,5 @@
 """Where the libraries of a training worker write their logs: a file of the run, not the terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """What a search found, as a table for people and as a page. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A search: the data prepared once, trials, the best of them, and how sure that is."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

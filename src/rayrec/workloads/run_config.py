@@ -1,7 +1,5 @@
 """Settings of a run that every kind of training has, one class for each group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 

@@ -1,7 +1,5 @@
 """What serving and a workload agree on, so that the same processes score clicks, images and texts."""
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Mapping

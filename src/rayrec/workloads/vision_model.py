@@ -1,7 +1,5 @@
 """What happens to images on the device, before, in and behind the network; apart from `vision`, for it needs torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """What the set-up of every worker needs: how a step begins, and what a worker whose GPU is full says."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Several processes save and restore together: any number of them, asynchronously, through trouble of one of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from contextlib import closing

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint saves and loads in rayrec's format, and rayrec reads what it saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

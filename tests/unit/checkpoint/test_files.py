@@ -1,7 +1,5 @@
 """The files of a checkpoint: complete or not at all, damage found by file name, free of pickle; hashes, versions, URLs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

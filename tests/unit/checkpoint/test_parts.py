@@ -1,7 +1,5 @@
 """Small parts of saving: which checkpoints are kept, what ranks write, leases of folders, copies on the host."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Rows of a chunk are read by blocks: whatever rows are asked for, in ranges of whatever size."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Saving while training continues, by one process: what is saved, what is late, what is removed, what is refused."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """Which stored tensors a row-wise state is read from, and what it becomes (all plans: integration/test_resharding.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Storage that fails while a checkpoint is written: it is retried, reported, and in the end given up in one line."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """How a cluster is shared out: how many workers, what they reserve, what is left for data tasks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

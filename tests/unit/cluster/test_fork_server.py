@@ -1,7 +1,5 @@
 """The fork servers of a local Ray and of a node: what a process that they fork has, and what happens without them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

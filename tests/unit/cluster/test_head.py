@@ -1,7 +1,5 @@
 """Whether a Ray head answers, and takes this user's token: asked of a server that speaks the protocol of Ray's head."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

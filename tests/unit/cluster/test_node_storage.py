@@ -1,7 +1,5 @@
 """What nodes of a running cluster need to reach a store, and how credentials get there."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

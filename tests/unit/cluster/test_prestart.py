@@ -1,7 +1,5 @@
 """Processes that Ray starts ahead of workers: which modules they import, and for which workers and tasks Ray takes them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

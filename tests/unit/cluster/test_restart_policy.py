@@ -1,7 +1,5 @@
 """What a supervisor does after each way an attempt can end: tables, without a cluster."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A supervisor against a stand-in for Ray Jobs that loses answers, forgets jobs and refuses: no cluster, some seconds."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The private names of Ray, torch and TorchRec exist in the installed versions and take the arguments that rayrec gives them."""
 
-from __future__ import annotations
-
 import inspect
 from types import ModuleType
 from typing import Any

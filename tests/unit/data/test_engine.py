@@ -1,7 +1,5 @@
 """Data tasks as threads: their order, how far they run ahead of the reader, and how they end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator

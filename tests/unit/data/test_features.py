@@ -1,7 +1,5 @@
 """What a schema declares beyond one value a column: several labels, shared vocabularies, cut and weighted lists, times."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

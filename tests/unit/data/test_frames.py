@@ -1,7 +1,5 @@
 """Frames, Arrow arrays and groups of rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Regenerate knowingly: RAYREC_WRITE_GOLDEN=1.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

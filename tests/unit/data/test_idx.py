@@ -1,7 +1,5 @@
 """Files in the idx format are read as they are meant, and damaged or missing ones refused in one clear line."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

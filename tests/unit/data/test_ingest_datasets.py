@@ -1,7 +1,5 @@
 """Streams of many pieces: a bounded number of tasks a Dataset, the next of which starts before the one before is read."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Sequence
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """A folder that tasks make: complete or not there, resumed after a kill, never made by two at once."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

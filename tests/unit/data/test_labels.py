@@ -1,7 +1,5 @@
 """Labels other than 0 and 1: found in the first scan, with the values and a fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Opening a log of many files: few calls to the store, many at the same time, none for files that have not changed."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from pathlib import Path

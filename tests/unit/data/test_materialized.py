@@ -1,7 +1,5 @@
 """Preprocessed rows are the encoded raw rows, bit for bit, in every order; damaged folders are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Preprocessing resumes where it stopped, with the same bytes, and says what stands in its way."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Encoding and counting of raw columns against plain Python, row by row."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

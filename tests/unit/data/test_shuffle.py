@@ -1,7 +1,5 @@
 """A full shuffle is one permutation of the training rows, in any portions and tasks; how evenly orders mix days."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace

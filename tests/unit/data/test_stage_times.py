@@ -1,7 +1,5 @@
 """Times of stages: measured in one thread, carried by a table, added up where blocks are used."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

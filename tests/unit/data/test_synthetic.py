@@ -1,7 +1,5 @@
 """The synthetic click log: format, determinism, the truth it plants, and files that are whole or absent."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

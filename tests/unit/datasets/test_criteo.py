@@ -1,7 +1,5 @@
 """The published files are described as they were published, and a folder is asked for them by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

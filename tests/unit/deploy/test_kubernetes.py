@@ -3,8 +3,6 @@
 RAYREC_CRDS=FOLDER with KubeRay's CRDs (`ray-operator/config/crd/bases` of its repository) also validates against those.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The files for Slurm decide rightly what to do when a run ends; Slurm's commands are stand-ins (tests/integration/test_slurm.py
 has the real ones)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The files for spot machines: Ray's launcher accepts the cluster, rayrec the command, and a notice reaches Ray."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

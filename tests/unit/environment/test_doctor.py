@@ -1,7 +1,5 @@
 """The doctor names what does not fit and the command that fixes it, and survives imports that end the process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

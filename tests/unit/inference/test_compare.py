@@ -1,7 +1,5 @@
 """Several checkpoints on the same rows: one table, which of them differ, an ensemble of them, and gates."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several checkpoints as one model: it scores as their mean, and is used as any checkpoint is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The served model gives what the network that was trained gives, whatever its make, and needs nothing of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

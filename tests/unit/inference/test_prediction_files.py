@@ -1,7 +1,5 @@
 """Predictions on their way to Parquet: whatever way they come, and whenever their writer is killed, the same bytes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is decided before scoring, and scoring by threads of this process: order, loads of the model, the process as it was."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Metrics by slices: each row in one slice, named as the log names it; and what is reported of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pytest

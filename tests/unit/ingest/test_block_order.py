@@ -1,7 +1,5 @@
 """Every row of an epoch is dealt once, to any sequence of worker numbers, evenly and always the same way."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

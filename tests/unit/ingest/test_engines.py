@@ -1,7 +1,5 @@
 """Ray and Spark as engines, without either."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Batches of all workers together hold every row of an epoch once; any step can be gone on from exactly."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Rows are dealt out as DistributedSampler does, each once an epoch, from any position, to any number of workers."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a thread makes ahead: in order, few at a time, errors in their place; and no wait for data tasks in a run that stops."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator

@@ -1,7 +1,5 @@
 """Contention for CPUs is detected, and OpenMP waits are short while it lasts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The kernel of pairwise dot products against torch's operators."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,7 +1,5 @@
 """Linear stacks, towers and batch norms against torch: same outputs, same gradients, every time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Metrics agree with scikit-learn on hard cases, and with themselves however the rows are split over processes."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

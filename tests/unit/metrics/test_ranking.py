@@ -1,7 +1,5 @@
 """Order within groups: as scikit-learn has it group by group, and the same however rows are split over processes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Intervals hold the truth as often as they say, and two models differ only where they do."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Start values of tables: the same whichever worker holds which part, and within their bound."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

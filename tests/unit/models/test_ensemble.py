@@ -1,7 +1,5 @@
 """An ensemble in one model: what it predicts, and that each member learns as if it were alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

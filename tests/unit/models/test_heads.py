@@ -1,7 +1,5 @@
 """What a network of no label gives to the loop, and what outputs become for those who use them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Retrieval models on two workers, on one, and in plain PyTorch: the same weights within float error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

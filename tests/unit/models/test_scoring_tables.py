@@ -1,7 +1,5 @@
 """Tables for scoring: the kernel's sums against NumPy's, the packed formats against PyTorch's, and torch's way against both."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

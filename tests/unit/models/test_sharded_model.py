@@ -1,7 +1,5 @@
 """What a network of anybody's may return, and what is refused before it trains wrongly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

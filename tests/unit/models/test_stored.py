@@ -1,7 +1,5 @@
 """A file chooses among rayrec's own networks, and no other code."""
 
-from __future__ import annotations
-
 import pytest
 
 from rayrec import models, recipes

@@ -1,7 +1,5 @@
 """What holds a run back, told from events in which each bottleneck was planted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Charts and tables of a report: round ticks, short lines, pictures."""
 
-from __future__ import annotations
-
 import base64
 import re
 import struct

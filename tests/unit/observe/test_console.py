@@ -1,7 +1,5 @@
 """A console that nobody can read any more never ends a run."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """The event file keeps every line whole, tells what is torn, hides secrets and never stops training."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Events at a URL: parts uploaded in the background, merged, followed, each told once, and never in training's way."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a run in progress shows: figures kept up by events, the panel, `rayrec top`, and lines where there is no terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

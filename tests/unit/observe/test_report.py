@@ -1,7 +1,5 @@
 """A report is whole, needs nothing else, shows what happened, and runs nothing that a run's events hold."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

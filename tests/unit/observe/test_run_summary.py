@@ -1,7 +1,5 @@
 """What the events of a run add up to: restarts, attempts, curves, starts and cost; what was done again counts once."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stages of a start are consecutive."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

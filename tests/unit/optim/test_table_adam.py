@@ -1,7 +1,5 @@
 """Adam of tables against torch's own, over many steps with rows that no batch touches for long."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Arrays of TorchRec's own scripts train as the same rows do when they are given raw; what cannot be trained on is refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

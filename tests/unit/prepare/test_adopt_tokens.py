@@ -1,7 +1,5 @@
 """Shards that MosaicML's own writer made are read and trained on as they are; what cannot be is refused in one line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which engine prepares a log; decided without a Ray."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

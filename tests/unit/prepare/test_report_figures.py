@@ -1,7 +1,5 @@
 """Tallies against plain Python, in any division of the rows; the arithmetic against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`rayrec split`: each row is in one part, unchanged and in its order; the same parts for any engine, block and cut."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

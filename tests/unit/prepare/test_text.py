@@ -1,7 +1,5 @@
 """Text becomes rows of tokens: all of it, in order, held-out text apart, the same bytes whatever happened on the way."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

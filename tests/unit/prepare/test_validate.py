@@ -1,7 +1,5 @@
 """The data report of small logs, worked out by hand; every planted fault is found, and every gate passes and fails."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The Preprocessor of a log's training rows, counted while the log is indexed: every segment of text is parsed once for both."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

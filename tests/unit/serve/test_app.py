@@ -1,7 +1,5 @@
 """What the HTTP application answers: scores, what is wrong with a request, counts; never a failure of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import hashlib

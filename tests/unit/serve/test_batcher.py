@@ -1,7 +1,5 @@
 """Requests gather while the model is at work, go in order, and are refused where too many wait."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """Changes of a server's models, with all processes in this one: any order of events, replicas that start or die, lost
 registers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

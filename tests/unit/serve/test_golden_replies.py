@@ -1,7 +1,5 @@
 """Status and bytes of the replies to many request bodies, good and damaged: the same as ever, whatever is read together."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A process that listens itself: real connections, several at one port, and an end that answers what is in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

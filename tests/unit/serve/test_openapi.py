@@ -1,7 +1,5 @@
 """The OpenAPI document and the counters."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import Any

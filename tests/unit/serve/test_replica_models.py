@@ -1,7 +1,5 @@
 """Models of a replica come and go while requests are answered: the swap, the way back, the shadow."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

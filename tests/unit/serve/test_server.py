@@ -1,7 +1,5 @@
 """A server's start, the address that it is reached at, the run that it follows; and Ray Serve's builder."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Training on a DataFrame or a Dataset is training on the Parquet files of its rows, written once into the run's folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

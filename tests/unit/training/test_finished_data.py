@@ -1,7 +1,5 @@
 """A finished run under the same name: its summary if the data are the same, else one line and status 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A forecast, computed from made-up measurements."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

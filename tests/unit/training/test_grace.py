@@ -1,7 +1,5 @@
 """How a worker is asked to stop: grace and signals."""
 
-from __future__ import annotations
-
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The loop of HuggingFace's Trainer: the steps, boundaries and events of rayrec's own, to the last bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """Bottlenecks planted in a real loop over real loaders: its events make the verdict name them."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator

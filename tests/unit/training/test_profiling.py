@@ -1,7 +1,5 @@
 """How a run in progress is asked for a profile: the request's way to the workers, and the answer to the caller."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

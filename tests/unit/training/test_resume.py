@@ -1,7 +1,5 @@
 """Where a worker resumes from: the newest checkpoint that can be read, whenever its damage shows."""
 
-from __future__ import annotations
-
 import errno
 import os
 import weakref

@@ -1,7 +1,5 @@
 """Which settings of a run may differ when it resumes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Training on each kind of split without test rows, by the commands a user calls: the final metrics are those of validation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

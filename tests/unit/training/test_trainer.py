@@ -1,7 +1,5 @@
 """What the summary of a run says, and that no trouble with its events costs it."""
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Callable

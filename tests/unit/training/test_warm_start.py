@@ -1,7 +1,5 @@
 """A new run starts with the weights and optimizer state of another one: by category, under any plan, and once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How a worker ends, and what it measures before it trains."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files of workers' logs, and the steps that are logged."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

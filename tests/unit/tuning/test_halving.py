@@ -1,7 +1,5 @@
 """Which trials train on: shares, how many go on, and that the result depends on no timing, kill or failure."""
 
-from __future__ import annotations
-
 import errno
 import random
 from pathlib import Path

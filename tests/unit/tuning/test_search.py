@@ -1,7 +1,5 @@
 """A whole search in this process: trials that share one reading of the log, that pause, and one that fails."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a search tries: from a file to the settings of each trial."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

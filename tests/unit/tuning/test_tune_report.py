@@ -1,7 +1,5 @@
 """What a search tells: its table and its page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rayrec.tuning.report import render, table_text

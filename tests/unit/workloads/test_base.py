@@ -1,7 +1,5 @@
 """What a change of the number of workers does to batches and learning rates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What travels with the weights of a click model: whole, and hashed where the run has it from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicated models learn the same whatever spreads them over workers, and resume from each other's checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """GPT-2's sizes: what is built is HuggingFace's model, with the parameters computed and the layers asked for."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

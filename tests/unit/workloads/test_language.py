@@ -1,7 +1,5 @@
 """Language models: the loss of a row, text that continues prompts, weights that travel, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """ResNet has torchvision's names, shapes, arithmetic and start values, and takes torchvision's weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole training steps by Adam for tables: under every plan as one torch.optim.Adam over all weights, and from a checkpoint."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

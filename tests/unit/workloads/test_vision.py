@@ -1,7 +1,5 @@
 """Images on their way from the files through the network to predictions and exports, and what is refused on that way."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import pickle

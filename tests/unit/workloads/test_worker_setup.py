@@ -1,7 +1,5 @@
 """What a worker says whose GPU has no memory left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

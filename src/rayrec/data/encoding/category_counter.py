@@ -1,7 +1,5 @@
 """Counts of one column's tokens: in a growing table and, where all tables together outgrow memory, on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

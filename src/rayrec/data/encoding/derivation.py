@@ -1,7 +1,5 @@
 """Changes of a block between the parser and the encoder: integers as categories, numbers counted from their file's least one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

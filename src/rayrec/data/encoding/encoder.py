@@ -1,7 +1,5 @@
 """Encodes blocks to model inputs by the rules of one Preprocessor: lookup tables, kernels, and bags of synthetic ids."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 
 A category's id gives how often: a handful of numbers a column are kept for it, since ids go by falling frequency."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, pairwise

@@ -1,7 +1,5 @@
 """Profiles: what exactly becomes of missing values, integers and categories, one small description a published pipeline."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 An export's `encode.py` contains this module's text, and the kernels are tested against it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Parquet files whose row groups are small enough to be read one by one: the user's own, or rewritten from them or CSV."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

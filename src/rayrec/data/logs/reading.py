@@ -1,7 +1,5 @@
 """Rows of raw logs in any format, where their lines stand, and the values of single columns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Ranges of a log's rows: those for training, validation and the final test, and those of each day."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A row group is the least that can be read alone. So Parquet files are read where
 enough to be shuffled, and otherwise, as CSV files always, written again once, with row groups of the size of a segment.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 

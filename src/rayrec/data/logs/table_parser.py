@@ -1,7 +1,5 @@
 """Arrow tables as raw columns: numbers, categories and lists of many types, every faulty row counted and left out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """Tab-separated logs: cut into segments of whole lines, unpack, index, read."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Turns the bytes of a tab-separated log into a RawBlock, counting every line that is refused."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

@@ -4,8 +4,6 @@ Its index has the raw log's segments: the same rows in each, grouped into files 
 orders and positions are the same, and rows are a matter of looking them up.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What rows of the model's inputs look like in each preprocessed format: matrices of fixed width, or named columns."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io

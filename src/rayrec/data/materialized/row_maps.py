@@ -1,7 +1,5 @@
 """Rows of the mapped formats, gathered in any order from files that are mapped into memory or held there."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """What the tasks of `preprocess` do: encode the rows of some segments, or gather shuffled ones, and write them in place."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterator, Sequence

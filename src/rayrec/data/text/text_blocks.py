@@ -1,7 +1,5 @@
 """Text as rows of tokens: what a prepared folder says of itself, and text that is tokenised in memory."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Nothing is looked for on a hub: what a tokenizer needs lies in its folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@
 This file is part of an export of rayrec and imports nothing from it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

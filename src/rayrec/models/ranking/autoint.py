@@ -1,7 +1,5 @@
 """AutoInt (Song et al., "AutoInt: Automatic Feature Interaction Learning via Self-Attentive Neural Networks", CIKM 2019)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 """DCN V2 (Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems",
 WWW 2021), and its settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """DCNv3 (Li et al., "DCNv3: Towards Next Generation Deep Cross Network for CTR Prediction", 2024), and its settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """DeepFM (Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """DIN (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018), and its settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """FinalMLP (Mao et al., "FinalMLP: An Enhanced Two-Stream MLP Model for CTR Prediction", AAAI 2023), and its settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -1,7 +1,5 @@
 """FinalNet (Zhu et al., "FINAL: Factorized Interaction Layer for CTR Prediction", SIGIR 2023), and its settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal

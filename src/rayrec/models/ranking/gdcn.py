@@ -1,7 +1,5 @@
 """GDCN (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network for CTR Prediction", CIKM 2023)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

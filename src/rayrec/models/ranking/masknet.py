@@ -1,7 +1,5 @@
 """MaskNet (Wang et al., "MaskNet: Introducing Feature-Wise Multiplication to CTR Ranking Models", DLP-KDD 2021)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

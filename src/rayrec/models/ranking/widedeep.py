@@ -1,7 +1,5 @@
 """Wide & Deep (Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016), and its settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

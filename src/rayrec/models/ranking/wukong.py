@@ -1,7 +1,5 @@
 """Wukong (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation", ICML 2024), and its settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

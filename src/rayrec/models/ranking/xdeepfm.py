@@ -1,7 +1,5 @@
 """xDeepFM (Lian et al., "xDeepFM: Combining Explicit and Implicit Feature Interactions for Recommender Systems", KDD 2018)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Several runs on one page: numbers side by side, curves over each other, and what differs in the configurations."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

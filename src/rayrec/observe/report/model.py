@@ -1,7 +1,5 @@
 """Sections of a report on what was learnt and how it is kept: metrics, calibration, categories, tables, samples. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An HTML page that needs no other file and runs no script: templates, sections and tables. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

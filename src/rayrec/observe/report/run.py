@@ -1,7 +1,5 @@
 """A run on one page: everything its events tell, as an HTML file that needs no other file and runs no script."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Sections of a report on how a run went: curves, where its time went, attempts, checkpoints, what it cost. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Which trackers show a run, and what each needs: TensorBoard, Prometheus, MLflow, Weights & Biases, and two old kinds of log."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Logs of a run in other programs' formats: MLPerf's, and the iteration lines of the first DLRM."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, final

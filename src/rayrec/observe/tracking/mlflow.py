@@ -1,7 +1,5 @@
 """A run as a run of MLflow: parameters, metrics, tags and how it ended. Needs the extra `mlflow`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final

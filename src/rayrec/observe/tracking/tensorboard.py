@@ -1,7 +1,5 @@
 """Curves of a run for TensorBoard, as files of its own format in the run's folder."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any, Final, final

@@ -1,7 +1,5 @@
 """Trackers read the events of a run, each in a thread of its own, so that none of them delays training or another tracker."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

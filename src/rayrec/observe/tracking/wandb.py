@@ -1,7 +1,5 @@
 """A run as a run of Weights & Biases, online or kept in the run's folder. Needs the extra `wandb`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an attempt failed with, told in a line, and how many failed attempts a run takes."""
 
-from __future__ import annotations
-
 from typing import final
 
 import ray

@@ -1,7 +1,5 @@
 """One process of a group of one or several: how the processes find each other, and the worker of each."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 """What Ray Train runs in a run's workers. Driver and controller import this module, and through it no torch: `TorchTrainer` would
 make both import it, seconds before a worker starts."""
 
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import closing

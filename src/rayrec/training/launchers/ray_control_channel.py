@@ -1,7 +1,5 @@
 """Control channel of a run on Ray: an actor on the driver's node."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs on a Ray cluster: a running one, or a local one of the run's own."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

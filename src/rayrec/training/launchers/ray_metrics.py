@@ -1,7 +1,5 @@
 """A run as Prometheus metrics, by way of Ray, whose endpoint on the driver's node exports them with its own."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from typing import Any, Final, final

@@ -1,7 +1,5 @@
 """A training worker inside Ray Train."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

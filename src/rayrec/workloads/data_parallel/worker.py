@@ -1,7 +1,5 @@
 """A data-parallel workload on one worker: the model under DDP or FSDP, its optimizer, its steps and its batches."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Settings of a click workload, what follows from them alone, and what the driver hands to its workers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Counts against collections.Counter; they depend on the rows alone, not on how these were divided or spilled."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

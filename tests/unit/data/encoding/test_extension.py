@@ -1,7 +1,5 @@
 """A Preprocessor that is extended gives every old category its old id, and the new ones further ids."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

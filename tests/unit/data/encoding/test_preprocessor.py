@@ -1,7 +1,5 @@
 """Encoding against plain Python, and a Preprocessor that is loaded as it was saved or not at all."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json

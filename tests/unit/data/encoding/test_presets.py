@@ -1,7 +1,5 @@
 """Every preset against rows computed by hand from the published pipelines' rules, and against TorchRec's own code."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One rule of ids and numbers (data/encoding/rules.py): the kernels, the Arrow path and an export's encode.py agree on it."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import itertools

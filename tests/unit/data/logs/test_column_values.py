@@ -1,7 +1,5 @@
 """Tokens against published hashes and plain Python; look-up tables against a dict."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """However a log is cut, every line is read once, in order; changed, damaged and faulty files are refused by name."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import re

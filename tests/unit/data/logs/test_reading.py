@@ -1,7 +1,5 @@
 """Where good rows stand among all lines of a log, and the values of a column as the log has them."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Splits cover every row once, in order, with the chunk sizes of the reference implementations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parquet and CSV logs against plain Python and against the same log as text; faults are counted, located and left out."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import datetime

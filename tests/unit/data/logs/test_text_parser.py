@@ -1,7 +1,5 @@
 """The parser against a slow, obvious one; a catalogue of bad lines: each is counted and located, none is a row."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Rows of tokens in MDS shards: what is read is what was written, also next to other readers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Parts of a text hold all of it, once, in order; they begin where lines do; a tokenizer learns the same on any threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A small click model and its exports, made once."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model repository for Triton: its configuration by the documented schema, its graph by the runtime that Triton embeds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

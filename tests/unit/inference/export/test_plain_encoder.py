@@ -1,7 +1,5 @@
 """encode.py of an export: it encodes raw rows as the Preprocessor does, or the export is not written."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Exports and checkpoints that were damaged or forged are refused in one line, and nothing in them is run."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

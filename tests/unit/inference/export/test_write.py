@@ -1,7 +1,5 @@
 """An exported click model: it scores as its checkpoint does, or is not written."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

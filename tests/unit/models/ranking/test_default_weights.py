@@ -1,7 +1,5 @@
 """Default settings of every click model: new settings must change neither their weights' names nor what they learn."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DIN: its sequences, training and settings. Its formula: test_formulas.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

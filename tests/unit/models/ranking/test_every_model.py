@@ -1,7 +1,5 @@
 """What holds for every click model of rayrec: it learns, scores what it was trained to, and refuses what makes no network."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

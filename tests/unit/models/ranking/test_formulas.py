@@ -3,8 +3,6 @@
 Dropout is replaced by a multiplication with 1 - share, so that its places and shares are compared too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

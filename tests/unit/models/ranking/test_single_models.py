@@ -1,7 +1,5 @@
 """What only one click model has: DLRM's cost and settings, start values, a bias that moved, a context."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

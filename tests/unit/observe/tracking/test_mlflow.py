@@ -1,7 +1,5 @@
 """A run in MLflow: what it receives, that drivers share one run of it, and that an unreachable server costs nothing."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

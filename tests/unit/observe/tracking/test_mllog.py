@@ -1,7 +1,5 @@
 """MLPerf's log and DLRM's lines of a run, read by the grammar and the rules of those who read them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What TensorBoard reads of a run, by its own format: the curves of the event file, once each, from any driver."""
 
-from __future__ import annotations
-
 import math
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trackers follow events whatever happens to them, and neither hold up a run nor end it; files of a run grow whole."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

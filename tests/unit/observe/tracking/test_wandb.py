@@ -1,7 +1,5 @@
 """A run of Weights & Biases that is kept offline, read back from the file that `wandb sync` would send."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """What a run trains on: its own process, or Ray; decided without either being started."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

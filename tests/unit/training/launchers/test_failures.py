@@ -1,7 +1,5 @@
 """Which failures count, for how long, and what is said of them: an attempt by the error it ended with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole runs in this process: how they end, what they leave in their folder, and that the process is as it was before."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 import os

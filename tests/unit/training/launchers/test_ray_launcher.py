@@ -1,7 +1,5 @@
 """From attempt to attempt: where the next one gets its workers from, and when there is none."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The object store is watched through short outages, and no longer where there is no answer at all."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

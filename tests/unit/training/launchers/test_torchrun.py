@@ -1,7 +1,5 @@
 """Processes that torchrun has started: which one this is, what they leave for each other, and a run of a single one."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Scoring any rows: all of them once and in order, by the weights that were saved, and exact means."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

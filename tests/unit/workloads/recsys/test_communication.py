@@ -1,7 +1,5 @@
 """Bytes that workers send each other in a step, against numbers computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from rayrec import recipes

@@ -1,7 +1,5 @@
 """What a student is to score rows as: its teacher's probabilities and the labels, the same however a run is cut up."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

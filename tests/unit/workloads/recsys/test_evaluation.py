@@ -1,7 +1,5 @@
 """What an evaluation shows beside its metrics adds up, over batches and over reserved ids."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

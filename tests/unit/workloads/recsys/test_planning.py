@@ -1,7 +1,5 @@
 """Plans of click models for machines that are described, and the memory that workers need."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

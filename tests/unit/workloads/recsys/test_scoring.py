@@ -1,7 +1,5 @@
 """Loading a checkpoint: the same scores as the model it came from, and a clear refusal of everything else."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a forecast measures a click model by: tables as the cluster would hold them, cut where this machine cannot."""
 
-from __future__ import annotations
-
 import queue
 from pathlib import Path
 from typing import Any

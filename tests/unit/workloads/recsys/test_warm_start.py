@@ -1,7 +1,5 @@
 """Which row of an old table each row of a new one starts with."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A click model on workers of unequal machines: one plan, every table trained and saved, the weights of a single worker."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
