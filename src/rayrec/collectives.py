@@ -1,4 +1,4 @@
-"""Exchanges of tensors between workers, and which device and backend they use. Loads torch when one is called."""
+"""Tensor collectives between workers, and their device and backend. Imports torch on the first call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def group_arguments(device: torch.device, *, timeout_s: float) -> dict[str, Any]:
-    """Arguments of `torch.distributed.init_process_group` for a worker on `device`, which has an index if it is a GPU.
+    """Return the arguments of `torch.distributed.init_process_group` for a worker on `device`, which has an index if it is a GPU.
 
-    With NCCL the group is bound to the GPU. NCCL then connects at once, so that a network or a GPU that does not work fails the
-    start and not a later step. And no collective has to guess the GPU from the rank, which is wrong on machines of unequal size.
+    With NCCL the group is bound to the GPU. NCCL then connects at once, so a broken network or GPU fails the start, not a later
+    step. Collectives also need not guess the GPU from the rank, which is wrong on machines of unequal size.
     """
     on_gpu = device.type == "cuda"
     return {
@@ -30,7 +30,7 @@ def group_arguments(device: torch.device, *, timeout_s: float) -> dict[str, Any]
 
 
 def use_device(device: torch.device) -> None:
-    """Makes a GPU the calling thread's own; a new thread has the first one."""
+    """Set the calling thread's current GPU; new threads start with the first one."""
     if device.type == "cuda":
         import torch
 
@@ -38,14 +38,14 @@ def use_device(device: torch.device) -> None:
 
 
 def num_workers(group: ProcessGroup | None = None) -> int:
-    """Return the workers of a group (None: all); 1 without torch.distributed."""
+    """Return the number of workers in a group (None: all), or 1 without torch.distributed."""
     from torch import distributed
 
     return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def group_device(group: ProcessGroup | None = None) -> torch.device:
-    """Return the device whose tensors a group (None: all workers) exchanges: the CPU if its backends serve it."""
+    """Return the device of the tensors that a group (None: all workers) exchanges: the CPU if its backends support it."""
     import torch
     from torch import distributed
 
@@ -54,7 +54,7 @@ def group_device(group: ProcessGroup | None = None) -> torch.device:
 
 
 def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Return each worker's values, of one shape everywhere, by rank, on the device of the group; collective."""
+    """Return the values of each worker by rank, on the group's device. All shapes must be equal. Collective."""
     import torch
     from torch import distributed
 
@@ -67,13 +67,13 @@ def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[to
 
 
 def gathered_rows(values: torch.Tensor, group: ProcessGroup | None = None) -> tuple[torch.Tensor, slice]:
-    """Gather the rows of all workers in rank order, with gradient to their owners, and return also the slice of own rows.
+    """Gather the rows of all workers in rank order, with gradient to their owners; return them and the slice of own rows.
 
-    Workers may have different numbers of rows, also none. The gradient of a row is the sum of all workers' gradients, added in
-    rank order. Collective, as is its backward pass.
+    Workers may have different numbers of rows, or none. The gradient of a row is the sum of all workers' gradients, added in rank
+    order. Collective, as is its backward pass.
 
     Args:
-        values: float32 or bfloat16 [rows, ...], equal on all workers but for the rows.
+        values: float32 or bfloat16 [rows, ...], with the same dtype and trailing shape on all workers.
     """
     import torch
 
@@ -84,7 +84,7 @@ def gathered_rows(values: torch.Tensor, group: ProcessGroup | None = None) -> tu
 
 
 def distributed_rank(group: ProcessGroup | None = None) -> int:
-    """Return the rank in a group (None: all workers); 0 without torch.distributed."""
+    """Return the rank in a group (None: all workers), or 0 without torch.distributed."""
     from torch import distributed
 
     return distributed.get_rank(group) if num_workers(group) > 1 else 0
@@ -96,7 +96,7 @@ def _gathered_rows() -> type[torch.autograd.Function]:
     from torch import distributed
 
     class GatheredRows(torch.autograd.Function):
-        """See `gathered_rows`."""
+        """Autograd function behind `gathered_rows`."""
 
         @staticmethod
         def forward(ctx: Any, values: torch.Tensor, counts: list[int], group: ProcessGroup | None) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _gathered_rows() -> type[torch.autograd.Function]:
             received = sent.new_empty(len(counts) * rows, *ctx.own[1:])
             distributed.all_to_all_single(received, sent, [rows] * len(counts), counts, group=ctx.group)
             total, *others = received.split(rows) if rows else [received]
-            for other in others:  # in rank order, so that the sum does not depend on timing
+            for other in others:  # In rank order, so that the sum does not depend on timing
                 total = total + other
             return total.to(gradient.device), None, None
 
@@ -126,7 +126,7 @@ def _gathered_rows() -> type[torch.autograd.Function]:
 
 
 def over_workers(*values: float) -> tuple[list[float], list[float]]:
-    """(means, maxima) of the values over the workers, added in a fixed order; collective."""
+    """Return (means, maxima) of the values over the workers, added in a fixed order; collective."""
     import torch
 
     stacked = torch.stack(gathered(torch.tensor(values, dtype=torch.float64)))
@@ -134,7 +134,7 @@ def over_workers(*values: float) -> tuple[list[float], list[float]]:
 
 
 def sum_over_workers(counts: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the sum of the arrays of all workers; collective."""
+    """Return the sum of all workers' arrays; collective."""
     import torch
     from torch import distributed
 
@@ -146,7 +146,7 @@ def sum_over_workers(counts: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def all_reduce_sum(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each part (values,) added up over the workers, with gradient, in one exchange in which every worker takes part."""
+    """Sum each part, [values], over the workers in one exchange, with gradient; collective."""
     if num_workers() == 1:
         return parts
     import torch
@@ -157,7 +157,8 @@ def all_reduce_sum(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def global_means(values: torch.Tensor) -> torch.Tensor:
-    """(rows, columns) -> (columns,): means over the rows of all workers, of which this one may have none; 0 without any row."""
+    """Return the column means, [columns], over the rows of all workers, 0 if there are none. `values`: [rows, columns];
+    collective."""
     count, total = all_reduce_sum(values.new_ones(1).mul_(len(values)), values.sum(0))
     return total / count.detach().clamp(min=1)
 
@@ -170,17 +171,17 @@ class Collectives:
         self._group, self.num_ranks = process_group, num_workers(process_group)
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Each rank's values, equally many everywhere, in rank order."""
+        """Return the values of each rank in rank order. All ranks must pass the same number of values."""
         return [part.tolist() for part in self.gather(np.array(values, dtype=np.float64))]
 
     def gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """Each rank's array, equally long everywhere, in rank order."""
+        """Return the array of each rank in rank order. All lengths must be equal."""
         import torch
 
         return [part.cpu().numpy() for part in gathered(torch.from_numpy(np.ascontiguousarray(values)), self._group)]
 
     def exchange(self, values: npt.NDArray[Any], send_counts: list[int], receive_counts: list[int]) -> npt.NDArray[Any]:
-        """All to all: `send_counts[r]` of the values go to rank r; what comes is concatenated in rank order."""
+        """Send `send_counts[r]` of the values to each rank r (all-to-all); return the received values in rank order."""
         import torch
         import torch.distributed as dist
 

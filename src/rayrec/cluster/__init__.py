@@ -1,1 +1,1 @@
-"""Reaches, starts and supervises clusters; never loads torch."""
+"""Cluster connection, resource layout and run supervision; never imports torch."""

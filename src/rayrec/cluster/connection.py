@@ -1,4 +1,4 @@
-"""Reaches a Ray cluster, or starts a local one, and decides what of it trains and what of it prepares data."""
+"""Connection to a running or local Ray cluster, and its nodes for workers and data tasks."""
 
 import contextlib
 import dataclasses
@@ -18,33 +18,33 @@ from rayrec.config import Config, InputError
 from rayrec.data.engine import TaskPlacement
 
 IN_PROCESS: Final = "none"
-"""The address that asks for no Ray: all work in the command's own process."""
+"""Address for training without Ray, in the command's own process."""
 
 
 _LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_worker_maximum_startup_concurrency": "64"}
-"""Of the processes of a local Ray. Its only node is not drained, so a process that watches for that would be in vain. By default
-a process waits while as many others start as there are CPUs."""
+"""Environment of a local Ray's processes. Its only node is never drained, so no process needs to watch for preemption. By default
+Ray starts only as many processes at a time as there are CPUs."""
 _SUBMITTED: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""The variable in which Ray gives a submitted job its configuration, as JSON."""
+"""Variable with the configuration of a submitted Ray job, as JSON."""
 _OWN_PYTHON: Final = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
-"""Fields of a runtime environment that say which Python runs."""
+"""Runtime environment fields that select the Python interpreter."""
 _started: set[str] = set()
 """Addresses of the local Rays that this process started."""
 _fork_server: ForkServer | None = None
-"""Of all of them."""
+"""Fork server shared by all local Rays of this process."""
 _PROBE_S = 2.0
 
 
 def is_in_process(address: str | None) -> bool:
-    """Whether what one process can do is done without Ray: the address asks for that, or nothing names a Ray: no address, no
-    RAY_ADDRESS, no connection that this process has."""
+    """Return whether to run without Ray: the address is `none`, or there is no address, no RAY_ADDRESS and no connection to
+    Ray."""
     if address is not None:
         return address == IN_PROCESS
     return not is_connected() and not os.environ.get("RAY_ADDRESS")
 
 
 def is_connected() -> bool:
-    """Whether this process has a connection to Ray; does not import Ray."""
+    """Return whether this process is connected to Ray, without importing Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized()
 
@@ -52,15 +52,15 @@ def is_connected() -> bool:
 def connect(
     address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, ahead: Sequence[str] = ()
 ) -> str:
-    """Connects this process to Ray and returns the address of its head: of the existing connection, of the cluster at `address`
-    or RAY_ADDRESS (None: RAY_ADDRESS), or of a new local Ray, which imports the modules `ahead` for processes that name them.
+    """Connect this process to Ray and return the address of its head: an existing connection, else the cluster at `address` or
+    RAY_ADDRESS, else a new local Ray, which imports the modules `ahead` once for all processes that name them.
 
-    Raises InputError within some 20 s if the address does not answer, and if the cluster refuses this user or this environment;
-    OSError if a local Ray does not start.
+    Raises InputError within some 20 s if the address does not answer or the cluster rejects this user or environment; OSError if
+    a local Ray does not start.
     """
     if address == IN_PROCESS:
         raise InputError(f"address {IN_PROCESS}: this needs Ray; leave the address out, or give local or HOST:PORT")
-    # Ray 2.60 turns token authentication on for clusters it starts; the token file serves this user alone.
+    # Ray 2.60 enables token authentication for clusters that it starts; the token file is valid for this user only.
     import ray
 
     require_direct(address)
@@ -72,15 +72,15 @@ def connect(
         _join(address, source, log_to_driver=log_to_driver)
     else:
         _start(num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver, ahead=ahead)
-    import ray.data  # sets up its own logger, which is then quietened
+    import ray.data  # sets up its own logger, whose level is raised below
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     return ray.get_runtime_context().gcs_address
 
 
 def require_direct(address: str | None) -> None:
-    """Raise InputError if this process is connected to Ray, or by this address (None: RAY_ADDRESS) would be, through Ray's client
-    server: then it has no node of the cluster, as rayrec needs."""
+    """Check that the connection to Ray, or the address (None: RAY_ADDRESS), does not use Ray's client server, because rayrec
+    needs a node of the cluster. Raises InputError."""
     named, source = _named(address)
     if is_connected():
         from ray.util.client import ray as client
@@ -94,7 +94,7 @@ def require_direct(address: str | None) -> None:
 
 
 def _named(address: str | None) -> tuple[str, str]:
-    """The address that is given or that RAY_ADDRESS names, or nothing; and what to call it."""
+    """Return the given address or RAY_ADDRESS (may be empty), and its name for error messages."""
     of_environment = os.environ.get("RAY_ADDRESS", "")
     return (address, address) if address else (of_environment, f"RAY_ADDRESS={of_environment}")
 
@@ -116,8 +116,8 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
 
 
 def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of a job's runtime environment that has the nodes fork its processes (`forked_worker.py`). Empty in a job that was
-    submitted with a Python of its own. Pure."""
+    """Return the runtime environment fields with which nodes fork a job's processes (`forked_worker.py`). Empty if the job was
+    submitted with its own Python. Pure."""
     submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
     if not _OWN_PYTHON.isdisjoint(submitted):
         return {}
@@ -144,7 +144,7 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
                 include_dashboard=False,
             )
         _started.add(ray.get_runtime_context().gcs_address)
-    except ValueError as error:  # of too small an object store, for one
+    except ValueError as error:  # e.g. the object store is too small
         raise InputError(f"a local Ray does not start: {_in_one_line(error)}") from None
     except Exception as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
         raise OSError(
@@ -154,21 +154,21 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
 
 
 def is_own() -> bool:
-    """Whether the Ray that this process is connected to is one of this machine alone that it started itself."""
+    """Return whether this process started the local Ray that it is connected to."""
     import ray
 
     return is_connected() and ray.get_runtime_context().gcs_address in _started
 
 
 def train_environment() -> dict[str, str]:
-    """The variables that Ray Train's controller has from the start of the connected Ray, beside this process's own, and hands on
-    to its workers."""
+    """Return the environment variables that Ray Train's controller gets when the connected Ray starts, in addition to this
+    process's own, and passes to its workers."""
     return {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name.startswith("RAY_TRAIN_") and is_own()}
 
 
 @contextlib.contextmanager
 def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within it processes that are started have these variables, except those that are set already."""
+    """Set environment variables within the context for started processes to inherit, except variables that are already set."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -183,14 +183,14 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def connect_for_data(address: str | None) -> TaskPlacement:
-    """Connects to Ray for work that has no training beside it; returns where its data tasks may run."""
+    """Connect to Ray for data work without training; return the placement of its data tasks."""
     connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     return TaskPlacement(num_cpus=1.0)
 
 
 def ship_code(config: Config) -> None:
-    """Makes Ray send the user's own modules as code to its processes, whose nodes then do not need the files: the modules of the
-    classes of `config` and of the configurations nested in it, but not what these modules import."""
+    """Make Ray pickle the modules of the classes of `config` and its nested configurations by value, so that nodes do not need
+    the user's files. Modules imported by these are not included."""
     modules = own_modules(config)
     if modules:
         import ray
@@ -200,8 +200,8 @@ def ship_code(config: Config) -> None:
 
 
 def own_modules(config: Config) -> set[str]:
-    """Names of the modules outside rayrec that define the class of `config` or of a configuration nested in it. Without
-    `__main__`, because pickle sends its classes as code already."""
+    """Return the names of the modules outside rayrec that define `config` and its nested configurations. Excludes `__main__`,
+    because pickle already sends its classes by value."""
     nested = (getattr(config, field.name) for field in dataclasses.fields(config))
     modules = set().union(*(own_modules(value) for value in nested if isinstance(value, Config)))
     module = type(config).__module__
@@ -209,9 +209,9 @@ def own_modules(config: Config) -> set[str]:
 
 
 def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
-    """The nodes that Ray believes alive, less those that it was told will go; with `probe` those that also take a connection.
-    Ray needs some 15 s to see that one is gone, and a reservation of workers on it waits in vain. With `free` their
-    resources are those that nobody holds now."""
+    """Return the alive nodes of the cluster, without nodes that are about to be drained. With `free`, their resources are the
+    unreserved ones. With `probe`, they must also accept a TCP connection: Ray needs some 15 s to notice a lost node, and a
+    placement group on a lost node waits in vain."""
     import ray
 
     from rayrec.compat.ray_compat import state
@@ -228,13 +228,13 @@ def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
 
 
 def data_nodes(shares: Layout, *, probe: bool = False) -> list[Node]:
-    """The nodes that can run data tasks of a run with this layout now, with the CPUs that are left for such tasks.
+    """Return the nodes that can run data tasks of a run with this layout now, with the CPUs available to such tasks.
 
-    A node counts if it is alive, is not about to be drained, is not kept for workers, and has the CPUs of one task beyond what
-    placement groups (the run's workers, and those of other jobs) reserve on it. CPUs that tasks hold at the moment count: tasks
-    end. With `probe` a node must also take a TCP connection: Ray needs some 15 s to see that a node is gone.
+    A node counts if it is alive, not about to be drained, not reserved for workers, and has the CPUs of one task beyond all
+    placement groups on it, also of other jobs. CPUs of running tasks count as available, because tasks end. With `probe` a node
+    must also accept a TCP connection: Ray needs some 15 s to notice a lost node.
 
-    If the list is empty, Ray queues the run's data tasks without an error until such a node joins. Needs a connection to Ray;
+    If the list is empty, Ray queues the run's data tasks without an error until such a node joins. Needs a connection to Ray and
     makes three short calls to its head, so poll it every few seconds at most. Call it on the driver.
     """
     from ray.util.placement_group import placement_group_table
@@ -261,11 +261,11 @@ class _Answer(Enum):
 
 
 def require_head(address: str, *, source: str) -> None:
-    """Returns if the head of a running Ray cluster answers at `address` (host:port or auto) and accepts this user; Ray then
-    presents the token that the cluster asks for.
+    """Check that the head of a running Ray cluster answers at `address` (host:port or auto) and accepts this user. From then on
+    Ray presents the token that the cluster requires.
 
-    Takes at most some 20 s. Raises InputError, which names the address as `source`, if nothing listens there, if what listens is
-    no head of this version of Ray, or if the cluster refuses the token.
+    Takes at most some 20 s. Raises InputError, with the address named as `source`, if nothing listens there, the listener is not
+    a head of this Ray version, or the cluster rejects the token.
     """
     host, port = _host_and_port(address, source)
     _require_listener(host, port, source)
@@ -324,7 +324,7 @@ def _require_listener(host: str, port: int, source: str) -> None:
 
 
 def _ask(target: str, source: str) -> _Answer:
-    """Asks a head whether it is alive, with a token if this process presents one."""
+    """Ask a head whether it is alive, with a token if this process presents one."""
     import grpc
     import ray
     from ray.exceptions import AuthenticationError
@@ -334,7 +334,7 @@ def _ask(target: str, source: str) -> _Answer:
     try:
         with init_grpc_channel(target) as channel:
             stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # protobuf makes it at run time
+            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # defined by protobuf at run time
             reply = stub.CheckAlive(request, timeout=_ANSWER_S)
     except grpc.RpcError as error:
         refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)

@@ -1,11 +1,11 @@
-"""A process that has imported large libraries, and forks the worker processes of one Ray node, so that none imports these again.
+"""Fork server: forks worker processes of one Ray node from a process that has already imported the large libraries.
 
-For each list of modules that a request names (`forked_worker.MODULES`) it forks a template, which imports them and forks the
-processes that want them; it forks the others itself. Neither has imported Ray, whose random identifiers and settings must not be
-shared. A server or template whose modules have changed on disk ends: what it has imported is old.
+For each list of modules in a request (`forked_worker.MODULES`), the server forks a template process. It imports the modules and
+forks the workers that need them. Other workers are forked from the server itself. Neither process imports Ray, whose random
+identifiers and settings must not be shared. A server or template ends when its imported modules change on disk.
 
-The server of a local Ray ends when its standard input does, that is with the process that started Ray; that of a node ends with
-the node manager, and when it has been idle for long. Its templates end with it, and workers with Ray.
+The server of a local Ray ends when its standard input closes, with the process that started Ray. The server of a cluster node
+ends with the node manager, or after a long idle time. Templates end with their server, and workers with Ray.
 """
 
 import atexit
@@ -38,9 +38,9 @@ LIBRARIES: Final = (
     "google.protobuf.descriptor_pb2", "packaging.version", "multiprocessing.connection", "unittest.mock",
     "http.server", "rayrec.data.logs.text_parser",
 )  # fmt: skip
-"""What Ray, Ray Data and Ray Train import."""
+"""Modules that Ray, Ray Data and Ray Train import."""
 _FILES: Final = 4
-"""Of a request: what `forked_worker.ask` sends."""
+"""Number of file descriptors that `forked_worker.ask` sends with a request."""
 _REQUEST_S: Final = 10.0
 _LOOK_S: Final = 2.0
 _WAITING: Final = 1024
@@ -48,27 +48,28 @@ _WAITING: Final = 1024
 _logger = logging.getLogger(__name__)
 
 _Next = Callable[[], Any]
-"""What a process does once it has left the frames of the one that it was forked from."""
+"""Continuation of a forked process, called after it has left its parent's stack frames."""
 
 
 class ForkServer:
-    """The server of local Rays that this process starts. It ends with `close`, or with this process."""
+    """Fork server of the local Rays that this process starts. Ends with `close` or with this process."""
 
     def __init__(self, ahead: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES) -> None:
-        """`ahead`: modules whose template is made at once. `libraries`: what every process has imported."""
+        """Start the server. `ahead`: modules of a template to create at once. `libraries`: modules that every process has
+        imported."""
         self._folder = Scratch("fork")
         self.address = os.path.join(self._folder.path, "fork")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(_WAITING)  # requests wait while the server imports
             command = [sys.executable, "-m", __name__, str(listener.fileno()), "0", "0", ",".join(ahead), *libraries]
-            # Of this session, so that it is found with it; not of this process's group, to which Ctrl-C goes.
+            # In this session, but not in this process's group, which receives Ctrl-C.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0)
         self._owner = os.getpid()
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Does nothing in a process that was forked from the one that started it."""
+        """Stop the server; does nothing in forked copies of the owner process."""
         atexit.unregister(self.close)
         if os.getpid() != self._owner:
             return
@@ -79,12 +80,12 @@ class ForkServer:
 
 
 def main() -> None:
-    """The arguments: the number of the listening socket; that of a file that becomes readable when the server is to end; the
-    seconds without a request after which it ends, and also ends when its socket's file is gone, 0 for neither; the modules of a
-    template to be made ahead; libraries, by default `LIBRARIES`."""
+    """Run a server. Arguments: file descriptors of the listening socket and of a file that becomes readable when the server must
+    end; the idle time in seconds after which it ends (it then also ends if its socket file is gone; 0 disables both); the modules
+    of a template to create at once; the libraries, by default `LIBRARIES`."""
     _, listening, watched, idle_s, ahead, *libraries = sys.argv
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave nothing
-    # Since Python 3.12. The threads are those of OpenBLAS, which ends them before a fork and starts its own after it.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
+    # Python 3.12 warns of OpenBLAS threads, which OpenBLAS stops before a fork and restarts after it.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     with socket.socket(fileno=int(listening)) as listener:
         imported = _Imported(libraries or LIBRARIES)
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def import_all(modules: Iterable[str]) -> None:
-    """Imports them. One that cannot be imported is left to the worker, whose error says more."""
+    """Import modules. Failures are only logged: the worker imports the module again and reports its error."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -104,10 +105,10 @@ def import_all(modules: Iterable[str]) -> None:
 
 
 class _Imported:
-    """The modules that this process has imported."""
+    """Modules imported by this process, with the versions of their files."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """Imports them. Ends this process if one imports Ray."""
+        """Import the modules. Exits this process if one of them imports Ray."""
         gc.disable()
         import_all(modules)
         if "ray" in sys.modules:
@@ -115,16 +116,16 @@ class _Imported:
         files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
         self._versions = {file: _version(file) for file in files if isinstance(file, str)}
         gc.collect()
-        gc.freeze()  # a collection writes to all that it visits, which would copy the memory that processes share
+        gc.freeze()  # a collection would write to, and so copy, the memory shared by processes
         gc.enable()
 
     def is_old(self) -> bool:
-        """Whether a file was changed, replaced or removed since."""
+        """Return whether a module file was changed, replaced or removed after the import."""
         return any(_version(file) != then for file, then in self._versions.items())
 
 
 def _version(file: str) -> tuple[int, int, int] | None:
-    """Its time, size and inode, since packages may have a fixed time; None if it is not there."""
+    """Return a file's modification time, size and inode (packages may have fixed times), or None if it does not exist."""
     try:
         found = os.stat(file)
     except OSError:
@@ -133,7 +134,7 @@ def _version(file: str) -> tuple[int, int, int] | None:
 
 
 class _Server:
-    """Hands requests on to templates, or forks their processes itself."""
+    """Server loop: passes requests to templates, or forks processes itself."""
 
     def __init__(self, listener: socket.socket, imported: _Imported, *, watched: int, idle_s: float | None) -> None:
         self._listener, self._imported = listener, imported
@@ -141,8 +142,8 @@ class _Server:
         self._templates: dict[str, socket.socket] = {}
 
     def run(self, ahead: str) -> _Next:
-        """Serves until it is to end. Returns in a forked process, what it does."""
-        with contextlib.suppress(OSError):  # then the first request for it makes it
+        """Serve requests until the server must end. Returns only in a forked process, with its continuation."""
+        with contextlib.suppress(OSError):  # the first request for the template then creates it
             if ahead and (following := self._new_template(ahead)):
                 return following
         asked_s = time.monotonic()
@@ -171,17 +172,17 @@ class _Server:
             _close(files)
 
     def _end(self) -> NoReturn:
-        if self._idle_s is None:  # that of local Rays, whose owner may have been killed
+        if self._idle_s is None:  # a local Ray's server, whose owner may have been killed
             shutil.rmtree(os.path.dirname(self._listener.getsockname()), ignore_errors=True)
-        os._exit(0)  # to take all libraries down would need seconds
+        os._exit(0)  # an orderly exit of all libraries takes seconds
 
     def _is_done(self, asked_s: float) -> bool:
-        """Whether nobody asks any more, or can."""
+        """Return whether the server has been idle for too long or its socket file is gone."""
         assert self._idle_s is not None
         return time.monotonic() - asked_s >= self._idle_s or not os.path.exists(self._listener.getsockname())
 
     def _answer(self, connection: int, files: list[int]) -> _Next | None:
-        """Raises OSError if no process can be made."""
+        """Fork a process or pass on a request. Raises OSError if no process can be forked."""
         modules = _request(files[0])["modules"]
         if not modules and os.fork() == 0:
             self._leave()
@@ -194,31 +195,32 @@ class _Server:
         return None
 
     def _handed_on(self, modules: str, files: Sequence[int]) -> bool:
-        """Whether there is a template with these modules, to which a request goes."""
+        """Pass a request to the template with these modules. Returns False without such a template."""
         if modules not in self._templates:
             return False
         try:
             socket.send_fds(self._templates[modules], [b"r"], files)
-        except OSError:  # it ended
+        except OSError:  # the template ended
             self._templates.pop(modules).close()
             return False
         return True
 
     def _new_template(self, modules: str) -> _Next | None:
-        """None in this process, in the new one what it does. Raises OSError if no process can be made."""
+        """Fork a template. Returns None in this process, and the continuation in the new one. Raises OSError if it cannot be
+        forked."""
         self._templates[modules], theirs = socket.socketpair()
         try:
             if os.fork() == 0:
                 self._leave()
                 return partial(_template, theirs, modules)
         except OSError:
-            theirs.close()  # so the next request finds that the template ended
+            theirs.close()  # so that the next request notices that the template ended
             raise
         theirs.close()
         return None
 
     def _leave(self) -> None:
-        """Closes what only the server has."""
+        """Close the file descriptors of the server in a forked process."""
         for each in (self._listener, *self._templates.values()):
             each.close()
         if self._watched:
@@ -226,7 +228,7 @@ class _Server:
 
 
 def _template(requests: socket.socket, modules: str) -> _Next:
-    """Forks a process for each request until the server ends. Returns in a forked process, what it does."""
+    """Fork a process for each request until the server ends. Returns only in a forked process, with its continuation."""
     _raise_oom_score(os.environ)
     imported = _Imported(modules.split(","))
     while True:
@@ -243,14 +245,14 @@ def _template(requests: socket.socket, modules: str) -> _Next:
 
 
 def _decline(connection: int, error: OSError) -> None:
-    """Let the process that waits start without a copy."""
-    with contextlib.suppress(OSError):  # it does not wait any more
+    """Let the waiting process start without a fork."""
+    with contextlib.suppress(OSError):  # the requester no longer waits
         os.write(connection, f"the fork server cannot fork: {error}".encode())
 
 
 def _raise_oom_score(environment: Mapping[str, str]) -> None:
-    """Set the score that Ray's node manager gives to processes that it starts itself, so that Linux, if memory is short, kills
-    workers before Ray's own processes. Like the node manager, do nothing where it cannot be set."""
+    """Set the OOM score of workers started by Ray's node manager, so that Linux kills workers before Ray's processes. Like the
+    node manager, ignores errors."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
         score = max(int(file.read()), min(int(environment.get("RAY_worker_oom_score_adjustment", 1000)), 1000))
         file.seek(0)
@@ -258,7 +260,7 @@ def _raise_oom_score(environment: Mapping[str, str]) -> None:
 
 
 def _worker(connection: int, request: int, *standard: int) -> None:
-    """Becomes the process of a request."""
+    """Become the worker process of a request."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     wanted = _request(request)
     if wanted["leads_group"]:
@@ -274,16 +276,16 @@ def _worker(connection: int, request: int, *standard: int) -> None:
     os.environ.update(expanded(wanted["added"], os.environ))
     time.tzset()
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # not as its siblings
-    os.write(connection, STARTED)  # it stays open until this process ends
+        numpy.random.seed()  # differs from its siblings
+    os.write(connection, STARTED)  # the connection stays open until this process ends
     program, *_ = sys.argv = wanted["arguments"]
     sys.path[0] = os.path.dirname(program)
     runpy.run_path(program, run_name="__main__")
 
 
 def expanded(added: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a runtime environment adds, with `${NAME}` replaced as Ray does: one after the other, and an unknown
-    name by nothing. Pure."""
+    """Return the variables that a runtime environment adds, with `${NAME}` expanded as in Ray: sequentially, and unknown names to
+    nothing. Pure."""
     known = dict(environment)
     for name, value in added.items():
         known[name] = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: known.get(found[1] or found[2], _kept(found)), value)

@@ -1,9 +1,10 @@
-"""Starts a worker process of Ray as a copy of a process that has imported the large libraries (`fork_server.py`), and lives as
-long as that copy. A worker of another language than Python starts as it does without rayrec. The node manager of a local Ray runs
-this program in place of Ray's `setup_worker.py`; it asks the server of the command that started Ray. On a running Ray it is the
-job's Python (`python_of_a_job`); it asks the node's server, started if need be.
+"""Worker process of Ray that is forked from a process with the large libraries imported (`fork_server.py`), and lives as long as
+its fork. Workers in languages other than Python start as without rayrec.
 
-Run by its path, with the worker's command as arguments. Imports next to nothing, since it runs once for every process.
+On a local Ray, the node manager runs this program instead of Ray's `setup_worker.py`, and it asks the fork server of the command
+that started Ray. On a running Ray it is the job's Python (`python_of_a_job`) and asks the node's fork server, started on demand.
+
+Run by its path, with the worker's command as arguments. Imports very little, since it runs once per process.
 """
 
 import json
@@ -16,32 +17,32 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 SOCKET = "RAYREC_FORK_SERVER"
-"""The variable that names the Unix socket of a local Ray's fork server."""
+"""Variable with the Unix socket of a local Ray's fork server."""
 MODULES = "RAYREC_TEMPLATE_MODULES"
-"""The variable that names the modules of a worker's template, with commas between them. They must not import Ray."""
+"""Variable with the modules of a worker's template, separated by commas. They must not import Ray."""
 STARTED = b"s"
-"""What a copy answers before it runs the worker's program; anything else is the reason why there is none."""
+"""First answer of a fork, before it runs the worker's program; any other answer is the reason for a failure."""
 IDLE_S = 600
-"""That a node's fork server waits for another request before it ends."""
+"""Idle time after which a node's fork server ends."""
 MOST_SERVERS = 3
-"""Of a node manager: jobs whose variables differ have one each, such as those submitted with a folder of code."""
+"""Maximum number of fork servers per node manager. Jobs with different variables, e.g. with uploaded code, have one each."""
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 _READ_AT_START = (
     "PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "KINETO_", "TORCH_", "PYTORCH_",
 )  # fmt: skip
-"""Beginnings of the names of variables that a process reads when it starts or imports libraries."""
+"""Prefixes of variables that a process reads when it starts or imports libraries."""
 _COMMAND = r"""if [ -x {own} ] && [ -r {program} ]; then exec {own} -S {program} "$@"; fi
 rays=$(tr '\0' '\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=//p')
 case $rays in '"'*) rays=${{rays#?}} rays=${{rays%%'"'*}} ;; *) rays=${{rays%% *}} ;; esac
 exec "$rays" "$@" """
-"""What bash runs: this program, or the Python that the node manager, its parent, would run."""
+"""Bash command that runs this program, or the Python that its parent, the node manager, would run."""
 
 
 def main() -> None:
     if any(each.startswith(_LANGUAGE) and each != f"{_LANGUAGE}PYTHON" for each in sys.argv):
         _become(sys.argv[1:])
-    # Flags that Ray means for Python
+    # Ray passes these flags to Python
     arguments = [argument for argument in sys.argv[1:] if argument not in ("-s", "-S")]
     context: dict[str, Any] = next((json.loads(each[len(_CONTEXT) :]) for each in arguments if each.startswith(_CONTEXT)), {})
     reason = misfit(context, os.environ)
@@ -51,7 +52,7 @@ def main() -> None:
                 ask(server, [each for each in arguments if not each.startswith((_CONTEXT, _LANGUAGE))], context)
                 answer = server.recv(500)
                 if answer == STARTED:
-                    server.recv(1)  # nothing, when the process has ended
+                    server.recv(1)  # returns when the process has ended
                     return
                 reason = answer.decode(errors="replace") or "the fork server ended"
         except OSError as error:
@@ -61,15 +62,19 @@ def main() -> None:
 
 
 def python_of_a_job() -> str:
-    """The `py_executable` of a runtime environment whose workers start through this program. Ray's agent gives it to bash. A node
-    that lacks this Python or program runs the Python that its Ray runs."""
+    """Return the `py_executable` of a runtime environment whose workers start through this program. Ray's agent passes it to
+    bash. Nodes without this Python or program use Ray's own Python."""
     own, program = (shlex.quote(path) for path in (sys.executable, os.path.abspath(__file__)))
     return f"bash -c {shlex.quote(_COMMAND.format(own=own, program=program))} rayrec"
 
 
 def misfit(context: dict[str, Any], environment: Mapping[str, str]) -> str:
-    """Why a process with this runtime environment, as Ray's agent resolved it, and these variables, among which a running Ray has
-    added those of the former, cannot be a copy; empty where it can. Pure."""
+    """Return the reason why a process with this runtime environment cannot be forked, or "" if it can. Pure.
+
+    Args:
+        context: Runtime environment, as resolved by Ray's agent.
+        environment: Environment variables; a running Ray has already added the runtime environment's.
+    """
     if any(context.get(name) for name in ("command_prefix", "override_worker_entrypoint", "java_jars")):
         return "its runtime environment has a command of its own"
     if context.get("py_executable", sys.executable) not in (sys.executable, python_of_a_job()):
@@ -86,7 +91,7 @@ def _modules(context: dict[str, Any], environment: Mapping[str, str]) -> str:
 
 
 def ask(server: socket.socket, arguments: list[str], context: dict[str, Any]) -> None:
-    """Sends what the copy must have of this process: a file that holds it as JSON, and the three standard files."""
+    """Send the state that the fork must copy from this process: a file with JSON, and the three standard files."""
     added = context.get("env_vars", {})
     request = {
         "arguments": arguments,
@@ -104,7 +109,7 @@ def ask(server: socket.socket, arguments: list[str], context: dict[str, Any]) ->
 
 
 def _server(arguments: list[str]) -> socket.socket:
-    """A connection to the fork server. Raises OSError if there is none, or if another user could read what is sent to it."""
+    """Connect to the fork server. Raises OSError without a server, or if other users could read the request."""
     if address := os.environ.get(SOCKET):
         return _connection(address)
     import fcntl
@@ -114,7 +119,7 @@ def _server(arguments: list[str]) -> socket.socket:
         return _connection(address)
     except OSError:
         with open(f"{address}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one of all processes that start now starts the server
+            fcntl.flock(lock, fcntl.LOCK_EX)  # only one of the starting processes starts the server
             try:
                 return _connection(address)
             except OSError:
@@ -133,7 +138,7 @@ def _connection(address: str) -> socket.socket:
 
 
 def _private_folder(arguments: list[str]) -> str:
-    """In that of Ray's session, which a worker's arguments name."""
+    """Return a private folder in the folder of Ray's session, which the worker's arguments name."""
     named = dict(each[2:].split("=", 1) for each in arguments if each.startswith("--") and "=" in each)
     if not named.keys() >= {"temp-dir", "session-name"}:
         raise FileNotFoundError("its arguments name no folder of Ray's session")
@@ -146,7 +151,7 @@ def _private_folder(arguments: list[str]) -> str:
 
 
 def _name_of_server(raylet: int) -> str:
-    """Its processes serve one node manager, whose process id is `raylet`, and have the variables that count at a start."""
+    """Return the server name, unique per node manager (process id `raylet`) and variables that are read at start."""
     import hashlib
 
     with open(f"/proc/{raylet}/stat") as file:
@@ -157,7 +162,7 @@ def _name_of_server(raylet: int) -> str:
 
 
 def _start_server(address: str, *, raylet: int) -> None:
-    """It ends with the node manager, `IDLE_S` after its last request, and when its socket is removed. What it prints is in
+    """Start a server that ends with the node manager, when idle for `IDLE_S`, or when its socket is removed. Its output goes to
     `address`.log."""
     import subprocess
 
@@ -181,8 +186,7 @@ def _start_server(address: str, *, raylet: int) -> None:
 
 
 def leave_newest(address: str, *, raylet: int) -> None:
-    """Removes the sockets of the oldest servers of the node manager with this process id, and one at `address`, so that one more
-    is `MOST_SERVERS`."""
+    """Remove the sockets of the node manager's oldest servers, and any at `address`, so that one more makes `MOST_SERVERS`."""
     import glob
 
     if os.path.lexists(address):
@@ -193,7 +197,7 @@ def leave_newest(address: str, *, raylet: int) -> None:
 
 
 def _become(arguments: list[str]) -> NoReturn:
-    """Becomes the process that Ray would have started."""
+    """Replace this process with the one that Ray would have started."""
     through = []
     if any(argument.startswith((_CONTEXT, _LANGUAGE)) for argument in arguments):
         import ray

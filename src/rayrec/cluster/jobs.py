@@ -1,4 +1,4 @@
-"""Ray Jobs over HTTP, in a way that a head which is gone, or half gone, cannot make anyone wait for ever."""
+"""Ray Jobs client over HTTP with timeouts, so that a lost or hanging head never blocks the caller."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from rayrec.config import InputError
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _PROBE_TIMEOUT_S = 3.0
 _TIMEOUT_S = (5.0, 30.0)
-"""To connect, and for an answer; submitting waits up to 10 s for the head's agent."""
+"""Timeouts to connect and to answer. Submission waits up to 10 s for the head's agent."""
 _UPLOAD_TIMEOUT_S = (5.0, 600.0)
 _REOPEN_S = 2.0
 
 
 class Unreachable(Exception):
-    """The head gave no good answer; says why in one line."""
+    """No valid answer from the head; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job as the head knows it."""
+    """Job record of the head."""
 
     submission_id: str
     status: str
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
     exit_status: int | None
-    """Of its command, as a shell counts it."""
+    """Exit status of its command in shell convention, or None if unknown."""
     message: str
-    """Of a failed job with the last lines of its log."""
+    """Status message; for failed jobs, it includes the last lines of the log."""
     metadata: Mapping[str, str]
 
     @property
@@ -51,7 +51,7 @@ class Job:
 
 
 def dashboard_url(address: str | None) -> str:
-    """The URL of a head's dashboard: `address`, RAY_API_SERVER_ADDRESS, or the one of this machine. Raises InputError."""
+    """Return the dashboard URL of a head: `address`, RAY_API_SERVER_ADDRESS or this machine's. Raises InputError."""
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
     url = urlsplit(address if "://" in address else f"http://{address}")
     try:
@@ -64,7 +64,7 @@ def dashboard_url(address: str | None) -> str:
 
 
 class _Client(JobSubmissionClient):
-    """Ray's own client, which would wait without limit, and let RAY_ADDRESS override the address it is given."""
+    """Ray's client with timeouts, and without RAY_ADDRESS overriding its address."""
 
     def __init__(self, url: str) -> None:
         SubmissionClient.__init__(self, url)
@@ -75,18 +75,17 @@ class _Client(JobSubmissionClient):
 
 
 class Jobs:
-    """The jobs of one head. Every method raises Unreachable where the head gives no good answer, and InputError where it
-    refuses this user."""
+    """Jobs of one head. All methods raise Unreachable without a valid answer, and InputError if the head rejects this user."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        for logger in ("ray", "ray.dashboard.modules.job.sdk"):  # the second has a level of its own
+        for logger in ("ray", "ray.dashboard.modules.job.sdk"):  # the second has a separate level
             logging.getLogger(logger).setLevel(logging.ERROR)
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as ray.init does; the client does not
         self._client = _Client(url)
 
     def probe(self) -> None:
-        """Returns if the head answers. TCP comes first: HTTP takes much longer to find an address dead."""
+        """Check that the head answers. TCP comes first, because HTTP takes much longer to detect a dead address."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         if not requests.utils.get_environ_proxies(self.url):
@@ -98,18 +97,18 @@ class Jobs:
         self.all()
 
     def find(self, submission_id: str) -> Job | None:
-        """None where the head knows of no such job."""
+        """Return a job, or None if the head does not know it."""
         answer = self._request("GET", f"/api/jobs/{quote(submission_id)}", may_lack=True)
         return None if answer is None else _job(answer.json())
 
     def all(self) -> list[Job]:
-        """Every job that was submitted, ended ones too."""
+        """Return all submitted jobs, including ended ones."""
         answer = self._request("GET", "/api/jobs/")
         assert answer is not None
         return [_job(fields) for fields in answer.json() if fields["submission_id"]]
 
     def submit(self, submission_id: str, entrypoint: str, *, runtime_env: dict[str, Any], metadata: dict[str, str]) -> None:
-        """Submits a job. Where it is not known whether this succeeded (Unreachable), `find` knows."""
+        """Submit a job. After Unreachable, use `find` to learn whether it was submitted."""
         try:
             self._client.submit_job(
                 entrypoint=entrypoint, submission_id=submission_id, runtime_env=runtime_env, metadata=metadata
@@ -124,16 +123,16 @@ class Jobs:
             raise InputError(f"the job cannot be submitted: {_last_line(str(error))}") from None
 
     def stop(self, submission_id: str) -> None:
-        """Has the job's processes sent SIGTERM, and SIGKILL once RAY_JOB_STOP_WAIT_TIME_S of its environment are over."""
+        """Send SIGTERM to the job's processes, then SIGKILL after RAY_JOB_STOP_WAIT_TIME_S of its environment."""
         self._request("POST", f"/api/jobs/{quote(submission_id)}/stop", may_lack=True)
 
     def log(self, submission_id: str) -> str:
-        """All that the job printed; empty where that is gone."""
+        """Return the job's full output, or "" if it is gone."""
         answer = self._request("GET", f"/api/jobs/{quote(submission_id)}/logs", may_lack=True)
         return "" if answer is None else answer.json()["logs"]
 
     def follow_log(self, submission_id: str, show: Callable[[str], None], *, skip: int) -> LogFollower:
-        """Shows what the job prints, in a thread, but for the first `skip` characters."""
+        """Show the job's output in a thread, without its first `skip` characters."""
         return LogFollower(self._client, submission_id, show, skip=skip)
 
     def _request(self, method: str, endpoint: str, *, may_lack: bool = False) -> requests.Response | None:
@@ -143,7 +142,7 @@ class Jobs:
             raise Unreachable(_why(error)) from None
         except AuthenticationError as error:
             raise _refused(self.url, error) from None
-        # A proxy whose head is gone says 404 as well, though in other words.
+        # A proxy without its head also returns 404, with a different text.
         if may_lack and answer.status_code == 404 and "does not exist" in answer.text:
             return None
         if answer.status_code != 200 or "json" not in answer.headers.get("Content-Type", ""):
@@ -152,7 +151,7 @@ class Jobs:
 
 
 class LogFollower:
-    """Shows a job's log while it grows, opening it again where the connection breaks."""
+    """Thread that shows a growing job log, and reconnects when the connection breaks."""
 
     def __init__(self, client: JobSubmissionClient, submission_id: str, show: Callable[[str], None], *, skip: int) -> None:
         self._client, self._submission_id, self._show = client, submission_id, show
@@ -162,7 +161,7 @@ class LogFollower:
         self._thread.start()
 
     def finish(self, *, timeout_s: float) -> None:
-        """Waits for the last lines of a job that has ended, and shows no more after that."""
+        """Wait for the last lines of an ended job, then stop showing."""
         self._thread.join(timeout=timeout_s)
         self._ended.set()
 
@@ -170,7 +169,7 @@ class LogFollower:
         while not self._ended.is_set():
             try:
                 asyncio.run(self._read())
-            except Exception:  # the connection broke, in one of the many ways of aiohttp; who polls the job will tell
+            except Exception:  # aiohttp has many errors for a lost connection; polling the job detects its end
                 self._ended.wait(_REOPEN_S)
             else:
                 return

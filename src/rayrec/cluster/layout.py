@@ -1,4 +1,4 @@
-"""Who gets which CPUs of a cluster or of this machine, and which process this is of those that torchrun has started."""
+"""Assignment of cluster and machine resources to workers and data tasks, and this process's place among torchrun's processes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,38 +10,38 @@ from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement
 
 DataNodes = Literal["auto", "any", "separate"]
-"""Where data tasks run: see `layout`."""
+"""Placement of data tasks; see `layout`."""
 _OBJECT_STORE_SHARE = 0.25
-"""Part of the cluster's object store that ingest may fill ahead of training; the rest holds vocabularies and slack."""
+"""Fraction of the object store for prefetched training data; the rest is for vocabularies and slack."""
 _ENOUGH_CPUS = 4.0
-"""CPUs for each worker's data tasks that are enough to keep them off the workers' nodes."""
+"""CPUs per worker for data tasks that suffice to keep these off the workers' nodes."""
 _ROUNDING = 1e-4
-"""Ray counts resources in ten-thousandths."""
+"""Resolution of Ray's resource counts."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """Which of several processes this is, by the variables that torchrun sets."""
+    """Rank of this process in its group, from torchrun's variables."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     restarts: int
-    """How often torchrun has started all of them again."""
+    """Number of restarts of the group by torchrun."""
     is_torchrun: bool = field(default=True, kw_only=True)
-    """False: a process that trains alone."""
+    """Whether torchrun started this process. If not, it trains alone."""
     num_cpus: int | None = field(default=None, kw_only=True)
-    """CPUs of this machine that were granted; None: all that the process may use."""
+    """Granted CPUs of this machine. None for all usable ones."""
 
     @classmethod
     def alone(cls, num_cpus: int | None) -> Self:
-        """Return a process that is the only one, and may use so many CPUs."""
+        """Return the only process of a run, limited to `num_cpus` CPUs."""
         return cls(0, 1, 0, 1, 0, is_torchrun=False, num_cpus=num_cpus)
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """None if this process was started in another way. Raises InputError for variables that contradict each other."""
+        """Return this process by its variables, or None without torchrun. Raises InputError if they are inconsistent."""
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(name not in environment for name in needed):
             return None
@@ -62,18 +62,18 @@ class Launched:
 
     @property
     def cpus(self) -> int:
-        """Of this machine, for this process."""
+        """CPUs for this process."""
         return max(1, self.usable_cpus // self.local_world_size)
 
     @property
     def usable_cpus(self) -> int:
-        """Of this machine, for all of its processes."""
+        """CPUs for all processes of this machine."""
         return machine.usable_cpus(granted=self.num_cpus)
 
 
 @dataclass(frozen=True)
 class Node:
-    """One alive node of a cluster."""
+    """Alive node of a cluster."""
 
     node_id: str
     resources: dict[str, float]
@@ -81,25 +81,25 @@ class Node:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run shares out a cluster."""
+    """Allocation of cluster resources to a run."""
 
     num_workers: int
     cpus_per_worker: float
     worker_resources: dict[str, float]
-    """What each training worker reserves."""
+    """Resources reserved by each training worker."""
     per_worker: TaskPlacement
-    """What each worker's data pipeline may use while training."""
+    """Placement of each worker's data tasks during training."""
     driver: TaskPlacement
-    """What data tasks may use while no worker runs."""
+    """Placement of data tasks while no worker runs."""
     workers_only: frozenset[str] = frozenset()
-    """Ids of the nodes that data tasks stay off; nodes that join later take data tasks."""
+    """Ids of nodes without data tasks. Nodes that join later accept data tasks."""
     num_nodes: int = 1
-    """Nodes of the cluster."""
+    """Number of cluster nodes."""
     idle_cpus: float = 0.0
-    """CPUs of nodes that cannot hold workers, if data tasks nevertheless run on all nodes."""
+    """CPUs of nodes that are unsuitable for workers, if data tasks nevertheless run on all nodes."""
 
     def text(self) -> str:
-        """One line: the workers, what each reserves, and where their data tasks run."""
+        """Return one line: workers, their resources, and the nodes of their data tasks."""
         reserved = ", ".join(f"{amount:g} {name}" for name, amount in self.worker_resources.items())
         num_data = self.num_nodes - len(self.workers_only)
         where = f"{num_data} of {self.num_nodes} nodes, without workers" if self.workers_only else f"all {self.num_nodes} nodes"
@@ -122,13 +122,12 @@ def layout(
     resources_per_worker: dict[str, float],
     data_nodes: DataNodes,
 ) -> Layout:
-    """Assigns a cluster's resources: the number of workers (between a least and a most), what each reserves, where data tasks may
-    run and how many CPUs each worker's data pipeline gets. Pure.
+    """Allocate a cluster's resources: number of workers (from a minimum to a maximum), their resources, the nodes of data tasks,
+    and the data CPUs per worker. Pure.
 
-    If some nodes have what workers need (GPUs, or named resources) and others do not, `data_nodes` chooses where data tasks run:
-    with auto on the others alone if those have enough CPUs for each worker, with separate on the others alone in any case, with
-    any on all nodes. Raises InputError if (the least) workers do not fit, if they would leave data tasks no CPU, and for separate
-    if there are no other nodes.
+    If only some nodes have the workers' special resources (GPUs, custom resources), `data_nodes` places data tasks: auto on the
+    other nodes if they have enough CPUs for each worker, separate always on the other nodes, any on all nodes. Raises InputError
+    if the minimum number of workers does not fit or leaves data tasks no CPU, and for separate without other nodes.
     """
     least, most = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
     wanted = dict(resources_per_worker)
@@ -177,7 +176,7 @@ def layout(
     takes_data = others if apart else nodes
     store = sum(node.resources.get("object_store_memory", 0) for node in takes_data)
     workers_only = frozenset(node.node_id for node in training) if apart else frozenset()
-    # Not the ids of the others: nodes that join later take data tasks too.
+    # Excludes workers' nodes instead of listing the others, so that nodes that join later accept data tasks.
     selector = {"ray.io/node-id": f"!in({','.join(sorted(workers_only))})"} if apart else None
     return Layout(
         num_workers=chosen,
@@ -197,8 +196,8 @@ def layout(
 
 
 def has_enough_cpus(others: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
-    """Whether nodes without workers, with `others` CPUs in all, suffice for the data tasks of so many workers: each worker gets 4
-    CPUs, or half of what it would get if data tasks ran on all nodes. Pure."""
+    """Return whether `others` CPUs on nodes without workers suffice for the data tasks: 4 CPUs per worker, or half of its share
+    if data tasks ran on all nodes. Pure."""
     if others <= 0:
         return False
     shared = (all_cpus - cpus_per_worker * workers) / workers
@@ -210,8 +209,8 @@ def _cpus(nodes: list[Node]) -> float:
 
 
 def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, float]) -> str | None:
-    """Why so many workers do not fit on the nodes; None where they do."""
-    for name, each in sorted(worker_resources.items(), key=lambda item: item[0] == "CPU"):  # what is scarce first
+    """Return why the workers do not fit on the nodes, or None."""
+    for name, each in sorted(worker_resources.items(), key=lambda item: item[0] == "CPU"):  # scarce resources first
         have = sum(node.resources.get(name, 0) for node in nodes)
         if have < each * num_workers:
             return (
@@ -230,7 +229,7 @@ def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, flo
 
 
 def with_room_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], shares: Layout) -> list[Node]:
-    """The nodes of `nodes` that can run data tasks, with the resources that placement groups (as in Ray's table) leave. Pure."""
+    """Return the nodes that can run data tasks, with the resources that placement groups (as in Ray's table) leave. Pure."""
     left = {node.node_id: dict(node.resources) for node in nodes if node.node_id not in shares.workers_only}
     for group in placement_groups:
         if group["state"] == "REMOVED":

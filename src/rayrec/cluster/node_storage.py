@@ -1,7 +1,6 @@
-"""Checks that the nodes of a running cluster can reach the stores of a command's URLs, and sends them credentials on request.
+"""Check that cluster nodes can reach a command's object stores, and send them credentials on request.
 
-Ray's processes get the environment of `ray start`, not that of the command, so that credentials that the command has may be
-missing on the nodes.
+Ray's processes inherit the environment of `ray start`, not the command's, so the nodes may lack its credentials.
 """
 
 import os
@@ -17,20 +16,20 @@ from rayrec.storage.stores import SENT_SETTINGS
 from rayrec.storage.urls import in_object_store, split_options
 
 SEND: Final = "RAYREC_SEND_CREDENTIALS"
-"""Environment variable that has a command send its stores' settings to the nodes of a running cluster."""
+"""Variable that makes a command send its store settings to the nodes of a running cluster."""
 _PATIENCE_S: Final = 5.0
-"""For a store that does not answer a node: a node without settings looks for the store in the wrong place."""
+"""Timeout for a store on a node. Nodes without settings try the wrong endpoint."""
 _ANSWER_S: Final = 60.0
-"""For all nodes together: each may have to start a process first."""
+"""Timeout for all nodes together. Each may have to start a process first."""
 
 
 def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The runtime environment of a job whose processes get the command's settings of stores; None unless
-    `RAYREC_SEND_CREDENTIALS` is 1.
+    """Return the runtime environment that sets the store settings in a job's processes, or None unless `RAYREC_SEND_CREDENTIALS`
+    is 1.
 
-    The settings travel in the pickled setup hook, in the memory of Ray's head, as functions do. They are in no command line, no
-    log and no page of the dashboard, unlike `env_vars`. All code that runs on the cluster can read them.
-    Raises InputError for another value, and if there are no settings to send.
+    The settings are sent in the pickled setup hook, in the memory of Ray's head, like functions. Unlike `env_vars`, they do not
+    appear in command lines, logs or the dashboard. All code on the cluster can read them. Raises InputError for other values, and
+    without settings to send.
     """
     asked = environment.get(SEND, "")
     if asked in ("", "0"):
@@ -48,11 +47,11 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def require_reachable(paths: Iterable[str | None]) -> None:
-    """Returns if every node of the connected cluster that can run tasks reaches the object stores of `paths`, of which None and
-    local paths are ignored; at once if this process started Ray, whose processes have its environment.
+    """Check that every node that can run tasks reaches the object stores of `paths`. Ignores None and local paths, and returns at
+    once if this process started Ray, whose processes inherit its environment.
 
-    Raises InputError, within some seconds, which names the first node that does not, if this process itself reaches the store.
-    A store that this process does not reach either is left to the command, and so is a node that starts no task in 60 s.
+    Raises InputError within seconds, naming the first node that fails, if this process itself reaches the store. Skips stores
+    that this process cannot reach, and nodes that start no task in 60 s.
     """
 
     urls = sorted({_folder(path) for path in paths if path is not None and in_object_store(path)})
@@ -67,9 +66,9 @@ def require_reachable(paths: Iterable[str | None]) -> None:
 
 
 def refusal(address: str, trouble: str, environment: Mapping[str, str]) -> str:
-    """The line that names a node, what is wrong there, and what to do about it."""
+    """Return the error line with the node, the problem there and its fix."""
     names = [name for name in SENT_SETTINGS if environment.get(name)]
-    trouble = trouble.partition(";")[0]  # without the advice for this machine
+    trouble = trouble.partition(";")[0]  # without the fix, which is for this machine
     if environment.get(SEND) == "1":
         return f"node {address} does not reach the store: {trouble}"
     settings = f"set {', '.join(names)} as here when you start Ray there" if names else "give the nodes credentials"
@@ -78,7 +77,7 @@ def refusal(address: str, trouble: str, environment: Mapping[str, str]) -> str:
 
 
 def trouble_with(urls: Sequence[str], *, patience_s: float) -> str | None:
-    """Why this process does not reach one of the URLs, which need not exist; None if it reaches all."""
+    """Return the error of the first URL that this process cannot reach, or None. The URLs need not exist."""
     with storage.patience(patience_s):
         for url in urls:
             try:
@@ -89,7 +88,7 @@ def trouble_with(urls: Sequence[str], *, patience_s: float) -> str | None:
 
 
 def _folder(url: str) -> str:
-    """The URL, or the folder above the first name with a wildcard."""
+    """Return the URL up to its first wildcard."""
     body, options = split_options(url)
     names = body.split("/")
     plain = next((place for place, name in enumerate(names) if re.search(r"[*?\[]", name)), len(names))
@@ -97,14 +96,14 @@ def _folder(url: str) -> str:
 
 
 def _ask_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:
-    """The address of each node that answered, and its trouble."""
+    """Return (address, error or None) of each node that answered."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     check: Callable[..., str | None] = trouble_with
     task = ray.remote(check)
     asked = {
-        # No CPU: a cluster that others use is asked as well.
+        # Without a CPU, so that busy clusters answer too.
         task.options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(urls, patience_s=_PATIENCE_S): node["NodeManagerAddress"]
@@ -118,9 +117,9 @@ def _ask_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:
         for reference in done:
             try:
                 answers.append((asked[reference], ray.get(reference)))
-            except ray.exceptions.RayError:  # the node went meanwhile
+            except ray.exceptions.RayError:  # the node was lost
                 continue
-            if answers[-1][1] is not None:  # one is enough to refuse
+            if answers[-1][1] is not None:  # one failure suffices
                 pending = []
     for reference in pending:
         ray.cancel(reference, force=True)

@@ -1,8 +1,8 @@
-"""Python processes that Ray starts ahead of the workers that will run in them, with a worker's modules imported.
+"""Idle Python processes that Ray prestarts for future workers, with a worker's modules imported.
 
-Importing torch, TorchRec and Ray Train takes a worker's process some 5 s of CPU, most of what a start or a restart waits for.
-Ray's node manager starts processes on request (`PrestartWorkers`). They wait idle, and Ray gives them to the next actors or tasks
-whose job and runtime environment are the same. A hook in the environment imports the modules.
+Importing torch, TorchRec and Ray Train takes some 5 s of CPU per worker process, most of the wait in a start or restart. Ray's
+node manager prestarts processes on request (`PrestartWorkers`) and assigns them to the next actors or tasks of the same job and
+runtime environment. A setup hook in the environment imports the modules.
 """
 
 import json
@@ -24,30 +24,30 @@ _logger = logging.getLogger(__name__)
 
 
 def importing(modules: Sequence[str], *, without_ray: Sequence[str] = ()) -> dict[str, str]:
-    """Variables of a runtime environment whose processes import all these modules when they start. Those `without_ray`, which do
-    not import Ray, are imported once for all processes of a local Ray."""
+    """Return the variables of a runtime environment whose processes import these modules when they start. `without_ray` are
+    modules that do not import Ray; a local Ray imports them once for all processes."""
     return {HOOK: _IMPORT_MODULES, _MODULES: ",".join((*modules, *without_ray)), MODULES: ",".join(without_ray)}
 
 
 def import_modules() -> None:
-    """The hook."""
+    """Import a worker's modules; the setup hook of prestarted processes."""
     import_all(os.environ[_MODULES].split(","))
 
 
 def imports_ahead(variables: Mapping[str, str]) -> bool:
-    """Whether processes with these variables import a worker's modules when they start."""
+    """Return whether processes with these variables import a worker's modules when they start."""
     return variables.get(HOOK) == _IMPORT_MODULES
 
 
 def for_tasks_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the tasks of a worker that has these, which they inherit: their processes import nothing ahead. A hook of
-    the job's own stays."""
+    """Return variables for the tasks of a worker with `variables`, so that their processes import nothing early. Keeps a hook of
+    the job."""
     return {HOOK: "", MODULES: ""} if imports_ahead(variables) else {}
 
 
 def is_possible() -> bool:
-    """Whether this process is connected to Ray and its job has no runtime environment, which all processes of the job inherit
-    and which may have another hook, but the Python that rayrec gives it."""
+    """Return whether this process is connected to Ray and its job's runtime environment contains at most the Python set by
+    rayrec. A job environment is inherited by all processes and may have another hook."""
     import ray
 
     return ray.is_initialized() and _of_job() in ({}, {"py_executable": python_of_a_job()})
@@ -60,8 +60,8 @@ def _of_job() -> dict[str, Any]:
 
 
 def of_train_workers(variables: Mapping[str, str]) -> str:
-    """The runtime environment of Ray Train's workers that were given `variables`, as Ray writes it: they inherit that of the job,
-    which has no variables (`is_possible`), and what Ray Train gives its controller."""
+    """Return the serialized runtime environment of Ray Train's workers with `variables`. They inherit the job's environment,
+    without variables (`is_possible`), and the variables of Ray Train's controller."""
     from rayrec.compat.ray_compat import get_env_vars_to_propagate
 
     of_controller = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **train_environment(), **get_env_vars_to_propagate()}
@@ -69,8 +69,8 @@ def of_train_workers(variables: Mapping[str, str]) -> str:
 
 
 def start_actors_of_data() -> None:
-    """Starts the actors that Ray Data has one of in a cluster. If the first Dataset were that of a worker, they would inherit its
-    environment, and import what they do not need."""
+    """Start the cluster-wide actors of Ray Data. If a worker's Dataset started them, they would inherit its environment and
+    import unneeded modules."""
     from rayrec.compat.ray_compat import default_autoscaling_coordinator, get_or_create_stats_actor
 
     get_or_create_stats_actor()
@@ -78,15 +78,15 @@ def start_actors_of_data() -> None:
 
 
 def prestart(node: Mapping[str, Any], runtime_env: str, *, num_processes: int, keep_s: float) -> bool:
-    """Asks the node manager of `node` (an entry of `ray.nodes()`) for idle processes of this job with the serialized
-    `runtime_env`, which it keeps for `keep_s` seconds and ends with the job. Does not wait for them. False if it refuses: then
-    the workers' processes are started when they are needed, which only takes longer."""
+    """Request idle processes of this job with the serialized `runtime_env` on `node`, an entry of `ray.nodes()`, without waiting
+    for them. They are kept for `keep_s` seconds, or until the job ends. Returns False if the node manager rejects the request:
+    workers' processes then start on demand, which only takes longer."""
     import grpc
     import ray
 
     from rayrec.compat.ray_compat import common_pb2, init_grpc_channel, node_manager_pb2, node_manager_pb2_grpc
 
-    request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]  # protobuf makes it at run time
+    request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]  # defined by protobuf at run time
         language=common_pb2.PYTHON,  # type: ignore[attr-defined]
         job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
         keep_alive_duration_secs=int(keep_s),

@@ -1,4 +1,4 @@
-"""What to do when a supervised run's job has ended: pure, so that every case of it is tested without a cluster."""
+"""Restart policy: the next action after a supervised job ends. Pure, so that all cases are tested without a cluster."""
 
 import signal
 from dataclasses import dataclass, field
@@ -8,78 +8,77 @@ from rayrec.bounds import Amount, Limit
 from rayrec.config import Config
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
-"""Between short-lived attempts."""
+"""First and longest pause between short-lived attempts."""
 FINISHED = "finished already"
-"""Words of the error for a finished run whose data changed. The supervisor looks for them: another attempt would not help."""
+"""Text in the error for a finished run whose data changed. The supervisor does not retry after it."""
 _NOT_STARTED = (126, 127)
-"""What a shell ends with where it cannot run, or find, the program."""
+"""Exit statuses of a shell that cannot run or find the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Config):
-    """When to give up."""
+    """Limits after which supervision gives up."""
 
     max_failures: Limit = 5
-    """Failures in a row that are followed by another attempt; -1: without limit. One is an attempt that was short-lived or ended
-    with an error of the user's."""
+    """Maximum number of consecutive failures, i.e. attempts that were short-lived or ended with a user error. -1 for no limit."""
     healthy_after_s: Amount = 300.0
-    """An attempt that ran for fewer seconds was short-lived."""
+    """Minimum duration of a healthy attempt, in seconds. Shorter ones are short-lived."""
     max_wait_s: Amount = 86_400.0
-    """Seconds to wait for a head that does not answer, or answers and takes no job."""
+    """Maximum wait in seconds for a head that does not answer, or answers without accepting jobs."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What is remembered of a run's attempts."""
+    """Attempt counts of a run."""
 
     attempts: int = 0
-    """Jobs submitted so far; the newest one's number."""
+    """Number of submitted jobs, and number of the latest one."""
     short_lived: int = 0
-    """How many of the latest, in a row, were that or ended with an error of the user's."""
+    """Number of consecutive latest attempts that were short-lived or ended with a user error."""
     accepted: bool = False
-    """Whether an attempt lived long, or ran and did not end with an error of the user's: the flags are good then."""
+    """Whether an attempt was healthy, or ran without a user error, which proves the flags valid."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one attempt ended."""
+    """Result of one attempt."""
 
     outcome: Literal["succeeded", "failed", "stopped", "lost"]
-    """As Ray Jobs has it; lost: its record went with the head."""
+    """Status in Ray Jobs. lost: the head lost its record."""
     status: int | None = None
-    """Exit status of the command, as a shell counts it; None where it has none."""
+    """Exit status of the command in shell convention, or None without one."""
     lived_s: float = 0.0
-    """From first seen running to last seen running."""
+    """Seconds between the first and last observation as running."""
     ran: bool = False
     told_to: bool = False
-    """Whether a supervisor had told it to stop."""
+    """Whether a supervisor requested the stop."""
     run_finished: bool = False
-    """Whether it ended with an error because the run had finished before, on other data."""
+    """Whether it failed because the run had already finished with other data."""
 
 
 @dataclass(frozen=True)
 class Resubmit:
-    """Another attempt is due."""
+    """Decision to submit another attempt."""
 
     wait_s: float
 
 
 @dataclass(frozen=True)
 class Quit:
-    """The supervisor ends."""
+    """Decision to end the supervision."""
 
     status: int
-    """Its own exit status."""
+    """Exit status of the supervisor."""
     cause: str
 
 
 def shell_status(status: int | None) -> int | None:
-    """An exit status as a shell counts it: that of a process which died of signal n is 128 + n."""
+    """Return an exit status in shell convention: 128 + n after signal n."""
     return 128 - status if status is not None and status < 0 else status
 
 
 def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tuple[Tally, Resubmit | Quit]:
-    """Whether to go on after an attempt. `jitter` is a random number from 0 to 1. Pure."""
+    """Return the updated counts and the decision after an attempt. `jitter`: random number in [0, 1]. Pure."""
     status = ending.status
     if ending.outcome == "succeeded":
         return tally, Quit(0, "finished")
@@ -105,8 +104,8 @@ def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tup
 
 
 def pause_s(times: int, *, first_s: float, longest_s: float, jitter: float) -> float:
-    """Seconds to wait after so many failures in a row: doubled each time, and spread by a quarter, so that many supervisors
-    do not come back at once. Pure."""
+    """Return the seconds to wait after `times` consecutive failures: doubled each time, with 25 % jitter so that supervisors do
+    not return simultaneously. Pure."""
     if times == 0:
         return 0.0
     doubled = min(first_s * 2.0 ** min(times - 1, 30), longest_s)
@@ -114,7 +113,7 @@ def pause_s(times: int, *, first_s: float, longest_s: float, jitter: float) -> f
 
 
 def describe(ending: Ending) -> str:
-    """How an attempt ended, in words that follow "it"."""
+    """Describe the end of an attempt, as the predicate of a sentence."""
     status = ending.status
     if ending.outcome == "lost":
         return "was lost with the head"
@@ -133,18 +132,18 @@ def describe(ending: Ending) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SuperviseConfig(Config):
-    """How a run is supervised."""
+    """Supervision settings."""
 
     address: str | None = None
-    """URL of the dashboard of the cluster's head; None: RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265."""
+    """Dashboard URL of the cluster's head. None for RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265."""
     python: str = "python"
-    """The cluster's Python that has rayrec."""
+    """Python interpreter on the cluster that has rayrec installed."""
     env: tuple[str, ...] = ()
-    """Names of environment variables that the job gets, with the values they have here."""
+    """Names of environment variables to pass to the job with their values here."""
     working_dir: str | None = None
-    """Folder that the job begins in, uploaded from here, or URL of a zip; None: what the head was started in."""
+    """Working folder of the job: a local folder to upload, or the URL of a zip file. None for the head's working folder."""
     state: str | None = None
-    """File of what the supervisor remembers, with its log beside it; None: see `state_path`."""
+    """State file of the supervisor, with its log next to it. None for the default; see `state_path`."""
     detach_on_signal: bool = False
-    """Ctrl-C and SIGTERM end the supervisor alone, and the job goes on."""
+    """Whether Ctrl-C and SIGTERM end only the supervisor and leave the job running."""
     policy: Policy = field(default_factory=Policy)

@@ -1,4 +1,4 @@
-"""Keeps a run alive from outside its cluster: submits it as a job of Ray Jobs, follows it, and submits it again."""
+"""Supervisor that keeps a run alive from outside its cluster: submits it to Ray Jobs, follows it, and resubmits it."""
 
 import json
 import os
@@ -20,14 +20,14 @@ from rayrec.cluster.supervisor_state import Notebook, State, state_path
 from rayrec.config import InputError
 
 RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
-"""Metadata of a job: the run it trains, and the hash of what is trained."""
+"""Job metadata: name of the trained run, and hash of its configuration."""
 _POLL_S = 2.0
 _SEEN_EVERY_S = 30.0
-"""Between two writings of a state of which nothing but the time has changed."""
+"""Seconds between two writes of a state in which only the time changed."""
 _STOP_SLACK_S = 15.0
-"""For Ray to notice, beyond the time it gives a job to end."""
+"""Seconds for Ray to notice the end of a job, after the time that the job has to end."""
 _LAST_LINES_S = 5.0
-"""For the last lines of a log, which Ray looks at once a second."""
+"""Timeout for the last lines of a log, which Ray polls once a second."""
 _NO_JOB: dict[str, Any] = {"submission_id": None, "submitted": False, "running_since": None, "seen": None, "stopping": False}
 _OUTCOMES: dict[str, Literal["succeeded", "failed", "stopped"]] = {
     "SUCCEEDED": "succeeded",
@@ -38,16 +38,16 @@ _OUTCOMES: dict[str, Literal["succeeded", "failed", "stopped"]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the supervision of a run ended."""
+    """Result of a supervision."""
 
     name: str
     status: int
-    """0: finished; 2: the user can fix it; 130: someone stopped it; 1: given up."""
+    """0: finished; 1: gave up; 2: user error; 130: stopped by a user."""
     cause: str
     attempts: int
-    """Jobs it took, earlier supervisors' included."""
+    """Number of submitted jobs, including earlier supervisors'."""
     summary: dict[str, Any] | None = None
-    """What the run printed last; None where it did not finish, or its log is gone."""
+    """Summary printed by the run. None if it did not finish, or its log is gone."""
 
 
 def supervise(
@@ -60,11 +60,11 @@ def supervise(
     note: Callable[[str], None],
     show: Callable[[str], None] | None,
 ) -> Outcome:
-    """Keeps `rayrec train ARGUMENTS` going on a cluster until it has finished or the policy says that it is no use.
+    """Keep `rayrec train ARGUMENTS`, for the run `name`, going on a cluster until it finishes or the policy gives up.
 
-    `name` is the run's, which `arguments` must name too. A job that is told to stop gets `stop_wait_s` seconds. `note`
-    takes an event, a line; `show` what the job prints. SIGTERM and Ctrl-C (in the main thread) stop the job, unless
-    `config` says otherwise, before SystemExit(143) or KeyboardInterrupt. Raises InputError for what the user can fix.
+    A stopped job has `stop_wait_s` seconds to end. `note` is called with each event, a line, and `show` with the job's output.
+    SIGTERM and Ctrl-C (in the main thread) stop the job, unless `config` detaches, before SystemExit(143) or KeyboardInterrupt.
+    Raises InputError if the user can fix the problem.
     """
     jobs = Jobs(dashboard_url(config.address))
     notebook = Notebook(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
@@ -82,7 +82,7 @@ def supervise(
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise SystemExit(143) and KeyboardInterrupt, even if other handlers were installed."""
+    """Make SIGTERM and SIGINT raise SystemExit(143) and KeyboardInterrupt, replacing other handlers."""
 
     def handle(number: int, frame: FrameType | None) -> NoReturn:
         if number == signal.SIGTERM:
@@ -101,7 +101,7 @@ def _signals() -> Iterator[None]:
 
 
 class _Supervisor:
-    """The loop; what it must not forget is in its notebook before it acts."""
+    """Supervision loop. Writes its state before each action."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class _Supervisor:
         self._entrypoint = "exec " + shlex.join([config.python, "-m", "rayrec", "train", *arguments])
         self._log: LogFollower | None = None
         self._own: str | None = None
-        """The job that this process submitted or has said that it follows."""
+        """Job that this process has submitted or reported as followed."""
         self._outage = Outage(jobs, config.policy, say=notebook.say)
         self._written = 0.0
-        """Unix time when the state was last written for the time alone."""
+        """Unix time of the last write for the time only."""
 
     @property
     def _state(self) -> State:
@@ -137,7 +137,7 @@ class _Supervisor:
                 cause = self._outage.wait(str(error))
                 if cause is None:
                     continue
-                self._say(f"gave up: {cause}")  # the job is not forgotten: it may still run on an unreachable cluster
+                self._say(f"gave up: {cause}")  # keeps the job's id: it may still run on an unreachable cluster
                 return Outcome(self._state.name, 1, cause, self._state.tally.attempts)
             ending = _ending(job, self._state)
             tally, decision = judge(self._config.policy, self._state.tally, ending, jitter=random.random())
@@ -152,20 +152,22 @@ class _Supervisor:
     # One attempt ---------------------------------------------------------------------------------------------------
 
     def _current(self) -> Job | None:
-        """The job to follow: the one that is remembered, another live one of this run, or a new one. None where the
-        remembered one is gone."""
+        """Return the job to follow: the stored one, another live one of this run, or a new one. None if the stored one is
+        gone."""
         name, remembered, number = self._state.name, self._state.submission_id, 0
         if remembered is not None:
             job = self._jobs.find(remembered)
             if job is not None and self._state.submitted and self._own is None and job.status == "SUCCEEDED":
-                # An earlier supervisor's job. Whether the data are still those of the finished run, a new job finds out.
+                # An earlier supervisor's job. A new job checks whether the finished run's data is unchanged.
                 self._notebook.write(tally=Tally(self._state.tally.attempts), **_NO_JOB)
             elif job is not None and job.metadata.get(RUN_KEY) == name:
                 return self._known(job)
             elif self._state.submitted:
                 self._outage.over()
                 return None
-            number = self._state.tally.attempts if job is None else 0  # the same again, should the first yet arrive
+            number = (
+                self._state.tally.attempts if job is None else 0
+            )  # the same number, in case the first submission still arrives
         jobs = self._jobs.all()
         for job in jobs:
             if job.live and job.metadata.get(RUN_KEY) == name:
@@ -185,7 +187,7 @@ class _Supervisor:
         return job
 
     def _adopt(self, job: Job) -> Job:
-        """Follows a job that this supervisor does not remember."""
+        """Follow a job that is not in the state file."""
         if job.metadata.get(CONFIG_KEY) != self._state.config_hash:
             raise InputError(
                 f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with other flags; "
@@ -197,7 +199,7 @@ class _Supervisor:
         return self._known(job)
 
     def _submit(self, number: int) -> Job | None:
-        """Submits under a name that is remembered first: where the answer gets lost, it is known what to look for."""
+        """Submit a job, after storing its id so that it can be found if the answer is lost."""
         submission_id = f"{self._state.name}-{number:04d}"
         tally = replace(self._state.tally, attempts=number)
         self._notebook.write(tally=tally, **{**_NO_JOB, "submission_id": submission_id})
@@ -221,7 +223,7 @@ class _Supervisor:
         return {name: os.environ[name] for name in self._config.env}
 
     def _follow(self, job: Job) -> Job | None:
-        """Watches a job until it has ended; None where it is gone."""
+        """Poll a job until it ends; return None if it is gone."""
         found: Job | None = job
         while found is not None and found.live:
             if found.status == "RUNNING":
@@ -253,11 +255,11 @@ class _Supervisor:
         users_error = job is not None and job.exit_status == 2
         cause = last_said(job.message) if job is not None and users_error else decision.cause
         self._say(f"gave up: {decision.cause}" + (f": {cause}" if users_error else ""))
-        self._notebook.write(tally=Tally(attempts), **_NO_JOB)  # the same command, run again, starts a new count
+        self._notebook.write(tally=Tally(attempts), **_NO_JOB)  # running the same command again starts a new count
         return Outcome(self._state.name, decision.status, cause, attempts)
 
     def leave(self, why: str) -> None:
-        """After a signal: stops the job, or lets it resume where that is what the user wants."""
+        """Stop the job after a signal, or detach from it if configured."""
         submission_id = self._state.submission_id
         if submission_id is None:
             self._say(f"{why}: ending, while no job is there")
@@ -293,7 +295,7 @@ class _Supervisor:
             self._log = self._jobs.follow_log(submission_id, self._show, skip=skip)
 
     def _end_log(self, job: Job | None) -> None:
-        """Shows the last lines of a job that has ended, and keeps those of one that failed."""
+        """Show the last lines of an ended job, and log the message of a failed one."""
         if self._log is not None:
             self._log.finish(timeout_s=_LAST_LINES_S if job is not None else 0.0)
             self._log = None
@@ -323,13 +325,13 @@ def _ending(job: Job | None, state: State) -> Ending:
 
 
 def _number(submission_id: str, name: str) -> int:
-    """Of an attempt; 0 for a job of another kind."""
+    """Return the attempt number in a submission id, or 0 for another kind of job."""
     found = re.fullmatch(re.escape(name) + r"-(\d{4,})", submission_id)
     return int(found[1]) if found else 0
 
 
 def summary_of(log: str) -> dict[str, Any] | None:
-    """The summary that `rayrec train` prints last; what others printed after it does not matter."""
+    """Return the summary that `rayrec train` prints last, ignoring later output of other programs, or None."""
     start = f"\n{log}".rfind("\n{\n")
     if start < 0:
         return None
@@ -341,7 +343,7 @@ def summary_of(log: str) -> dict[str, Any] | None:
 
 
 def last_said(message: str) -> str:
-    """What rayrec said last in a failed job's log, else the last line of it."""
+    """Return rayrec's last line in a failed job's log, else the last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("rayrec train: ")]
     return (ours or lines or ["no more is known"])[-1].removeprefix("rayrec train: ")
@@ -349,12 +351,12 @@ def last_said(message: str) -> str:
 
 _FIRST_PROBE_S, _LONGEST_PROBE_S = 1.0, 30.0
 _FIRST_REPORT_S = 15.0
-"""Of an outage that goes on; the next reports come when it has lasted twice as long."""
+"""Delay of the first report of an outage. Each next report comes after twice the duration."""
 
 
 class Outage:
-    """From the first request that the head did not answer well until `over`, which answers in between do not end: a head
-    may answer and take no job."""
+    """Outage of the head, from the first failed request until `over`. Successful probes do not end it, because a head may answer
+    without accepting jobs."""
 
     def __init__(self, jobs: Jobs, policy: Policy, *, say: Callable[[str], None]) -> None:
         self._jobs, self._limit_s, self._say = jobs, policy.max_wait_s, say
@@ -363,7 +365,7 @@ class Outage:
         self._report_s = 0.0
 
     def wait(self, why: str) -> str | None:
-        """Returns when the head answers; with a cause where it has not for longer than the policy allows."""
+        """Wait until the head answers and return None, or return a cause once the policy's limit is exceeded."""
         if self._since_s is None:
             self._since_s, self._num_probes, self._report_s = time.monotonic(), 0, _FIRST_REPORT_S
             limit = span(self._limit_s)
@@ -392,7 +394,7 @@ class Outage:
 
 
 def span(seconds: float) -> str:
-    """A time, readable."""
+    """Format a duration."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""What a supervisor is told, and what it remembers and writes down, so that a new one resumes where it stopped."""
+"""Persistent state and log of a supervisor, from which its successor resumes."""
 
 import dataclasses
 import fcntl
@@ -16,39 +16,39 @@ from rayrec.storage import cache
 
 @dataclass(frozen=True)
 class State:
-    """What a supervisor remembers of a run."""
+    """Persistent record of a run's supervision."""
 
     name: str
     config_hash: str
-    """Of what is trained; another one is another run, for all that the name is the same."""
+    """Hash of the training configuration. Another hash means another run, even under the same name."""
     tally: Tally = field(default_factory=Tally)
     submission_id: str | None = None
-    """The job of the current attempt; None between attempts."""
+    """Job of the current attempt. None between attempts."""
     submitted: bool = False
-    """False while it is not known whether the head has got that job."""
+    """Whether the head is known to have received that job."""
     running_since: float | None = None
-    """Unix time when it was first seen to run."""
+    """Unix time when it was first seen running."""
     seen: float | None = None
-    """Unix time when it was last seen to."""
+    """Unix time when it was last seen running."""
     stopping: bool = False
-    """Whether it was told to stop by a supervisor that may have been cut short before it had."""
+    """Whether a supervisor, possibly interrupted since, requested its stop."""
 
     @property
     def lived_s(self) -> float:
-        """For how long the current attempt was seen to run."""
+        """Seconds for which the current attempt was seen running."""
         return 0.0 if self.running_since is None or self.seen is None else max(0.0, self.seen - self.running_since)
 
 
 def state_path(name: str) -> str:
-    """Where a run's supervisor remembers: in $RAYREC_CACHE, else in ~/.cache/rayrec."""
+    """Return the default state file of a run's supervisor, in $RAYREC_CACHE or ~/.cache/rayrec."""
     return os.path.join(cache.folder(), "supervise", f"{name}.json")
 
 
 class Notebook:
-    """The state file and the log of one supervisor, which it holds alone."""
+    """State file and log of one supervisor, locked for exclusive use."""
 
     def __init__(self, path: str, *, name: str, config_hash: str, note: Callable[[str], None]) -> None:
-        """Raises InputError where another supervisor holds it or the file is not one of a supervisor's."""
+        """Lock and read the files. Raises InputError if another supervisor uses them or the file is not a supervisor's."""
         self.path = path
         self._note = note
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -63,22 +63,22 @@ class Notebook:
         self.state = before if before is not None and same else State(name, config_hash)
 
     def remember(self, **changes: Any) -> None:
-        """Changes the state, in memory alone."""
+        """Change the state in memory only."""
         self.state = dataclasses.replace(self.state, **changes)
 
     def write(self, **changes: Any) -> None:
-        """Changes the state, also on disk, where it is the old one or the new one."""
+        """Change the state in memory and, atomically, on disk."""
         self.remember(**changes)
         storage.write_json(self.path, dataclasses.asdict(self.state))
 
     def say(self, text: str) -> None:
-        """One event: a line for the user and in the log."""
+        """Report an event to the user and to the log."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {self.state.name}  {text}"
         self._note(line)
         self.keep(line)
 
     def keep(self, text: str) -> None:
-        """In the log alone."""
+        """Write a line to the log only."""
         self._log.write(f"{text}\n")
         self._log.flush()
 
