@@ -1,4 +1,4 @@
-"""What a click model is to everything that trains, scores, exports, serves and plans it. Loads no torch."""
+"""Base configuration and interface of click models, for training, scoring, export, serving and planning. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The inputs and outputs of a click model."""
+    """Inputs and outputs of a click model."""
 
     num_dense: int
     """Number of dense features."""
     features: tuple[str, ...]
     """Names of the categorical features, each of which has a table."""
     label: str = "label"
-    """Name of the label that is predicted, of several the main one."""
+    """Name of the predicted label, or of the main one if there are several."""
     more_labels: tuple[Label, ...] = ()
-    """The other labels, if the model predicts several (`ClickModelConfig.SEVERAL_LABELS`)."""
+    """Other labels, if the model predicts several (`ClickModelConfig.SEVERAL_LABELS`)."""
     vocabularies: tuple[str, ...] = ()
-    """The vocabulary, and with it the table, of each feature; empty: each has its own, of its name."""
+    """Vocabulary of each feature, which determines its table. If empty, each feature has a separate one with its name."""
     weighted: bool = False
-    """Whether ids have weights, by which their embeddings are multiplied before they are summed."""
+    """Whether ids have weights that multiply their embeddings before the sum."""
     lists: tuple[tuple[str, int | None], ...] = ()
-    """The features that have any number of ids a row, each with the most that a row has; None: any number."""
+    """Features with any number of ids per row, each with its maximum per row. None is unlimited."""
     aligned: tuple[tuple[str, str], ...] = ()
-    """Features of `lists` and the one that each is aligned with (`Feature.aligned_with`): in a row, both have as many ids."""
+    """Features of `lists` with the feature they are aligned with (`Feature.aligned_with`): both have equally many ids in a
+    row."""
     label_kind: str = "binary"
     """Kind of the main label (`rayrec.schema.Label.kind`)."""
 
     @classmethod
     def of(cls, schema: Schema) -> ModelInputs:
-        """Of the model's columns (`Preprocessor.inputs`)."""
+        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`)."""
         has_own = schema.label is None and schema.labels
         return cls(
             len(schema.dense),
@@ -65,35 +66,34 @@ class ModelInputs:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """All labels, the main one first."""
+        """Names of all labels, the main one first."""
         return (self.label, *(label.name for label in self.more_labels))
 
     @property
     def table_of(self) -> dict[str, str]:
-        """The name of each feature's table, which features of one vocabulary share."""
+        """Table name of each feature. Features with the same vocabulary share a table."""
         return dict(zip(self.features, self.vocabularies or self.features, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClickModelConfig(Config):
-    """The settings of a click model. A model is a subclass in a file of `rayrec.models.ranking`, or of the user's."""
+    """Base configuration of click models. A model is a subclass, in a file of `rayrec.models.ranking` or in user code."""
 
     TRAINS_ON_TABLES: ClassVar[bool] = True
-    """Whether `full_tables` are read in training too, and not in evaluations alone."""
+    """Whether `full_tables` are read in training too, instead of only in evaluations."""
     SEVERAL_LABELS: ClassVar[bool] = False
     """Whether the network predicts each of `ModelInputs.label_names`; else only the main label."""
     LABELLED: ClassVar[bool] = True
-    """Whether the loss needs a label. False: the log may have none, and the network has a loss of its own."""
+    """Whether the loss needs a label. If False, the log may have no labels, and the network must define a loss."""
 
     embedding_dim: Count = 16
     """Width of every embedding."""
     embedding_penalty: float = 0.0
-    """L2 penalty on the embeddings of each trained example, on top of its loss: half of it times the squared norm of what every
-    feature gives the network, which is a category's embedding, of a list that is summed the sum, and of a list that is read one
-    by one each embedding. Holds rare categories back."""
+    """L2 penalty on the embeddings of each trained example, added to its loss: half this value times the squared norm of the
+    embeddings that the network receives (for a summed list, the norm of the sum). Regularizes rare categories."""
     members: Count = 1
-    """Networks that are trained side by side, each with embeddings of its own, and whose logits are averaged: an ensemble that is
-    one model. Time, tables and memory grow with it."""
+    """Number of networks in an ensemble, trained in parallel with separate embeddings, whose logits are averaged. Time, table
+    size and memory grow in proportion."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +106,7 @@ class ClickModelConfig(Config):
 
     @classmethod
     def item(cls, values: Mapping[str, Any], *, among: Sequence[Config], where: str) -> Config:
-        """A model of a list: `class` names it, one of rayrec's, or is the class of a model of the list `among`."""
+        """Build one model of a list. `class` is the name of a rayrec model, or the class of a model in the list `among`."""
         name = values.get(CLASS)
         if name is None:
             raise InputError(f"{where}{CLASS}: which model? rayrec's are {', '.join(models.names())}")
@@ -127,21 +127,21 @@ class ClickModelConfig(Config):
 
     @classmethod
     def in_place_of(cls, other: ClickModelConfig) -> Self:
-        """The defaults, with the settings of embeddings of the model whose place it takes in a recipe."""
+        """Return the defaults of this class with the embedding settings of the model that it replaces in a recipe."""
         return cls().replace(**other.embedding_settings())
 
     def embedding_settings(self) -> dict[str, Any]:
-        """The settings that every click model has."""
+        """Return the settings that all click models share."""
         return {field.name: getattr(self, field.name) for field in fields(ClickModelConfig)}
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """The features whose embeddings the network takes one by one (`Embedded.sequences`), not summed: none, unless a model
-        says otherwise. Pure, and the same for the same inputs. Raises InputError for inputs that the model cannot take."""
+        """Return the features whose embeddings the network takes unpooled (`Embedded.sequences`). Default: none. Pure. Raises
+        InputError for inputs that the model does not support."""
         del inputs
         return ()
 
     def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Return the features whose whole table the network reads (`Embedded.table`). Default: none."""
+        """Return the features whose full table the network reads (`Embedded.table`). Default: none."""
         del inputs
         return ()
 
@@ -152,45 +152,47 @@ class ClickModelConfig(Config):
         return label_heads(inputs.label, inputs.more_labels, kind=inputs.label_kind)
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """Return the value to maximize, for early stopping, the best checkpoint and searches. Default: AUROC; where the
-        validation rows are all of one class and have none, the negative log loss; of a main label that is a count or a number the
-        negative deviance or squared error; of a model without labels the negative loss."""
+        """Return the value to maximize in early stopping, best checkpoint and searches.
+
+        Default: AUROC, or the negative log loss if the validation rows have only one class. For a main label that is a count or a
+        number, the negative deviance or squared error. Without labels, the negative loss.
+        """
         if "auroc" not in metrics:
             return -next(metrics[name] for name in ("deviance", "mse", "loss") if name in metrics)
         return metrics["auroc"] if math.isfinite(metrics["auroc"]) else -metrics["logloss"]
 
     @property
     def width(self) -> int:
-        """Values of an embedding that one network takes."""
+        """Embedding width of one network."""
         return self.embedding_dim
 
     @property
     def table_width(self) -> int:
-        """Values of a table's row."""
+        """Row width of the tables, for all `members`."""
         return self.members * self.width
 
     @abstractmethod
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-        """The network without its tables: forward(dense, embedded) takes dense features (rows, num_dense) float32 and
-        `rayrec.layers.keyed_embeddings.Embedded`, and gives the values of each of `output_heads` by its name, in a dict, which
-        may hold more that the network's loss needs. A tensor alone is the value of the only head. Values of a label are logits,
-        float32 (rows,).
+        """Build the network without its tables.
 
-        The loss is that of the heads: binary cross entropy, and for several labels the sum of their losses: squared error for a
-        label that is a number, 0 for a missing label. The network may have these methods:
+        Its forward(dense, embedded) takes the dense features, float32 [rows, num_dense], and an
+        `rayrec.layers.keyed_embeddings.Embedded`. It returns a dict with the values of each of `output_heads` by name, and any
+        other values for the network's loss. A single tensor is the value of the only head. Label values are logits, float32
+        [rows]. `rows` may be 0. Initial values are drawn from torch's global generator.
 
-        - loss(outputs, batch): each row's loss, float32 (rows,), from what `forward` gave and the `rayrec.batch.Batch`; the
-          framework weights and averages. It may exchange tensors between workers. loss(outputs, labels) gets `batch.labels`.
-        - measures(outputs, batch): what evaluations average, float32 (rows,) by name; NaN leaves a row out.
-        - predict(outputs, embedded): the heads' values for use; `forward` then need not give them.
+        The default loss is the sum of the losses of the heads: binary cross entropy, squared error for a number label, and 0 for
+        a missing label. The network may have these methods:
 
-        Start values are drawn from torch's global generator. `rows` may be 0.
+        - loss(outputs, batch): loss of each row, float32 [rows], from the outputs of `forward` and the `rayrec.batch.Batch`,
+          before weighting and averaging. May communicate between workers. loss(outputs, labels) receives `batch.labels`.
+        - measures(outputs, batch): values that evaluations average, by name, float32 [rows]. NaN excludes a row.
+        - predict(outputs, embedded): values of the heads for inference. `forward` then need not return them.
         """
 
 
 def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[str, ...]:
-    """The features whose embeddings are looked up one by one in training: the model's sequences, those whose full table it reads,
-    and those that share a table with one. Raises InputError for a sequence with weights."""
+    """Return the features with unpooled lookups in training: sequences, full tables, and features that share a table with one.
+    Raises InputError for a sequence with weights."""
     table_of = inputs.table_of
     sequences = tuple(dict.fromkeys((*config.sequences(inputs), *config.full_tables(inputs))))
     unknown = [name for name in sequences if name not in table_of]
@@ -205,27 +207,27 @@ def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[st
 
 
 def table_key(feature: str) -> str:
-    """Return the key by which training looks up the full table of a feature, beside the keys of the features."""
+    """Return the lookup key of a feature's full table in training."""
     return f"table:{feature}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableStart(Config):
-    """Distribution of the start values of embedding tables."""
+    """Initial value distribution of embedding tables."""
 
     kind: Literal["uniform", "normal"] = "uniform"
-    """uniform: from -sqrt(1/n) to sqrt(1/n) for a table of n rows; normal: with mean 0 and standard deviation `std`."""
+    """Distribution: uniform from -sqrt(1/n) to sqrt(1/n) for a table of n rows, or normal with mean 0 and standard deviation
+    `std`."""
     std: Annotated[float, Gt(0), Lt(math.inf)] = 1e-4
-    """Standard deviation (normal)."""
+    """Standard deviation of the normal distribution."""
 
 
 def stored_model(values: Mapping[str, Any], *, where: str, own: type[ClickModelConfig] | None = None) -> ClickModelConfig:
-    """The settings that `ClickModelConfig.to_dict` gave: a file chooses among rayrec's own models, and no other code. `own`: the
-    class of a model that is not rayrec's, where one was given; `where`: the file, for messages. Raises InputError
-    for a class that is neither, and for settings that do not fit it."""
+    """Load a configuration from `ClickModelConfig.to_dict`. Only imports code of rayrec's models. `where`: file name for error
+    messages. `own`: class of a model outside rayrec. Raises InputError for an unknown class or invalid settings."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where}: its network must be a mapping of settings, got {str(values)[:40]!r}")
-    name = str(values.get(CLASS) or f"{models.__name__}.ranking.dlrm.DLRMConfig")  # early files name no class
+    name = str(values.get(CLASS) or f"{models.__name__}.ranking.dlrm.DLRMConfig")  # Early files have no class name
     if own is not None and own.__qualname__.rpartition(".")[2] == name.rpartition(".")[2]:
         cls: type[ClickModelConfig] = own
     else:

@@ -1,4 +1,4 @@
-"""The embedding tables of a click model, and start values that no sharding plan and no number of workers changes."""
+"""Embedding tables of a click model, with initial values that do not depend on the sharding plan or worker count."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -17,41 +17,37 @@ from rayrec.config import InputError
 from rayrec.models.base import TableStart
 from rayrec.models.scoring_tables import table_name, table_of_weight
 
-# Rows drawn from one seed. Small enough that a shard wastes little at its edges, large enough to cost nothing.
+# Rows drawn from one seed. Small enough to waste little at shard edges, large enough to add no cost.
 _BLOCK_ROWS = 65_536
-_MOST_THREADS = 8  # that fill one table: each has a block in host memory, and together they are as fast as a copy to a GPU
+_MOST_THREADS = 8  # Threads that fill one table. Each has a block in host memory, and 8 are as fast as a copy to a GPU.
 
 
 def feature_names(num_sparse: int) -> list[str]:
-    """cat_0, cat_1, ...: the names of sparse features that were given none."""
+    """Return default names for sparse features: cat_0, cat_1, ..."""
     return [f"cat_{index}" for index in range(num_sparse)]
 
 
 def _block_seed(seed: int, table: str, block: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # torch wants a signed 64-bit seed
+    return int.from_bytes(digest, "little") >> 1  # torch requires a signed 64-bit seed
 
 
 @dataclass(frozen=True)
 class TableValues:
-    """Start values of a table.
-
-    Row r, column c gets the same value of the distribution `start` in any shard: it depends on (seed, table, r, c, shape of the
-    table) alone.
-    """
+    """Initial values of a table. The value in row r and column c depends only on (seed, table, r, c, table shape) and the
+    distribution, not on the shard."""
 
     seed: int
     table: str
     num_embeddings: int
     embedding_dim: int
     start: TableStart | None = None
-    """Distribution; None: the default."""
+    """Distribution, or None for the default."""
 
     def fill(self, part: torch.Tensor, *, row_offset: int = 0, column_offset: int = 0, threads: int | None = None) -> None:
-        """Write the start values of one part of the table into `part`, in place.
+        """Write the initial values of one part of the table into `part`, in place.
 
-        `threads` draw them; None: one for a table in host memory, and for one on a device, which is too large for one thread to
-        fill soon, as many as there are CPUs, up to 8.
+        `threads`: None uses one for a table in host memory, and one per CPU, up to 8, for a table on a device, which is larger.
         """
         distribution = self.start or TableStart()
         bound = self.num_embeddings**-0.5
@@ -88,11 +84,8 @@ class TableValues:
                 pass
 
     def fill_whole(self, parameter: torch.Tensor) -> None:
-        """Write all start values into a parameter that is the whole table.
-
-        TorchRec also calls this on row- and column-wise shards, without saying which part they are: those are left to
-        `initialize_shards`, which must follow.
-        """
+        """Write all initial values into a parameter that contains the full table. Skip row-wise and column-wise shards, which
+        TorchRec passes without their offsets: `initialize_shards` must follow."""
         if tuple(parameter.shape) == (self.num_embeddings, self.embedding_dim):
             self.fill(parameter.data)
 
@@ -107,11 +100,16 @@ def build_embeddings(
     weighted: bool = False,
     start: TableStart | None = None,
 ) -> EmbeddingBagCollection:
-    """One table per vocabulary, sum-pooled per feature, float32; on `meta` until DistributedModelParallel places the shards.
+    """Build float32 tables, one per vocabulary, with sum pooling per feature.
 
-    `num_embeddings`: rows of each feature's table. `table_of`: the vocabulary of each feature, which names its table; None:
-    features without names, with a table each. `weighted`: ids have weights. `start`: distribution of the start values; None: the
-    default. Raises InputError for a table without rows, and for two sizes of one table.
+    Tables on `meta` have no values until DistributedModelParallel places the shards. Raises InputError for a table without rows,
+    or with two sizes.
+
+    Args:
+        num_embeddings: Row count of each feature's table.
+        table_of: Vocabulary of each feature, which determines its table. None for unnamed features with separate tables.
+        weighted: Whether ids have weights.
+        start: Distribution of initial values. None for the default.
     """
     names = table_of or {feature: feature for feature in feature_names(len(num_embeddings))}
     settings = _table_settings(num_embeddings, names, embedding_dim=embedding_dim, seed=seed, start=start)
@@ -128,7 +126,7 @@ def build_sequences(
     device: str = "meta",
     start: TableStart | None = None,
 ) -> EmbeddingCollection:
-    """The same, for features whose embeddings are given one by one, not summed."""
+    """Build the tables of features with unpooled lookups. See `build_embeddings`."""
     settings = _table_settings(num_embeddings, table_of, embedding_dim=embedding_dim, seed=seed, start=start)
     tables = [EmbeddingConfig(**of_table) for of_table in settings]
     return EmbeddingCollection(tables=tables, device=torch.device(device))
@@ -137,7 +135,7 @@ def build_sequences(
 def _table_settings(
     num_embeddings: Sequence[int], table_of: Mapping[str, str], *, embedding_dim: int, seed: int, start: TableStart | None
 ) -> list[dict[str, Any]]:
-    """Of each table, as TorchRec's configurations have them."""
+    """Return TorchRec's settings of each table."""
     tables: dict[str, dict[str, Any]] = {}
     for (feature, vocabulary), rows in zip(table_of.items(), num_embeddings, strict=True):
         if vocabulary in tables:
@@ -162,11 +160,8 @@ def _table_settings(
 
 
 def initialize_shards(model: nn.Module, *, seed: int, start: TableStart | None = None) -> None:
-    """Give this worker's row- and column-wise shards their start values, of the distribution that `build_embeddings` got; call
-    once after sharding `model`.
-
-    Whole (table-wise) tables have theirs already, from when they were placed, and are not touched.
-    """
+    """Set the initial values of this worker's row-wise and column-wise shards. Call once after sharding `model`. Skips full
+    (table-wise) tables, which got their values on placement. `start` must match `build_embeddings`."""
     for key, value in model.state_dict().items():
         table = table_of_weight(key)
         if not isinstance(value, ShardedTensor) or table is None:

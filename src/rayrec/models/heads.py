@@ -1,4 +1,4 @@
-"""What the outputs of a network mean: loss, columns, metrics and JSON of each kind. Loads no torch by itself."""
+"""Output heads of networks: loss, columns, metrics and JSON of each kind. Does not import torch itself."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
     Outputs = Mapping[str, torch.Tensor]
 
 Tokens = Callable[[str], np.ndarray]
-"""By the name of a feature, int64 (num_embeddings,): the token that each id stands for."""
+"""Function from a feature name to the category of each id, int64 [num_embeddings]."""
 
 
 @dataclass(frozen=True)
 class Head(ABC):
-    """An output of a network. Its class says of which kind."""
+    """Output of a network. Each subclass is one kind."""
 
     kind: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
-    """Of the tensors that hold its values, by the order of `names`."""
+    """Dtypes of the head's tensors, in the order of `names`."""
     called: ClassVar[tuple[str, str]] = ("values", "head")
-    """What errors call its values, and itself."""
+    """Nouns for the values and the head in error messages."""
 
     name: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors that hold its values."""
+        """Names of the head's tensors."""
         return (self.name,)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one row's value."""
+        """Shape of the value of one row."""
         return ()
 
     def check(self, outputs: Outputs, *, rows: int, where: str) -> None:
-        """Raises InputError for values that are missing, and for those of another shape or dtype. What broadcasts would train
-        without an error, and what is not float32 would be refused by scoring, after training."""
+        """Check that all values are present and have the right shape and dtype. Raises InputError. Values that broadcast would
+        train without an error, and scoring would reject other dtypes only after training."""
         shape, (what, of) = (rows, *self.shape), self.called
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             values = outputs.get(name)
@@ -65,12 +65,12 @@ class Head(ABC):
                 )
 
     def columns(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
-        """Return the columns of a prediction, (rows, ...) each."""
+        """Return the prediction columns, [rows, ...] each."""
         del tokens
         return {name: values[name] for name in self.names}
 
     def answer(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
-        """Return the fields of a server's answer, (rows, ...) each."""
+        """Return the fields of a server's answer, [rows, ...] each."""
         return self.columns(values, tokens)
 
     @abstractmethod
@@ -80,21 +80,21 @@ class Head(ABC):
 
 @dataclass(frozen=True)
 class LabelHead(Head):
-    """Predicts a label of the log, in a tensor of its name, (rows,) float32."""
+    """Prediction of a label of the log, in a tensor with its name, float32 [rows]."""
 
     called = ("logits", "label")
     of_logits: ClassVar[str] = "What the network gives."
 
     main: bool = False
-    """Whether it predicts the main label, which every row has."""
+    """Whether this is the main label, which every row has."""
 
     @property
     def suffix(self) -> str:
-        """Of the names of its columns."""
+        """Suffix of the column names."""
         return "" if self.main else f"_{self.name}"
 
     def losses(self, outputs: Outputs, labels: Outputs, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Return each row's loss times its weight, float32 (rows,); 0 for rows that lack the label."""
+        """Return the weighted loss of each row, 0 for rows without the label, float32 [rows]."""
         values, wanted = outputs[self.name], labels[self.name]
         if not self.main:
             there = ~wanted.isnan()
@@ -106,12 +106,12 @@ class LabelHead(Head):
     def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor: ...
 
     def prediction(self, values: np.ndarray) -> np.ndarray:
-        """Return what is predicted, float32, from the tensor's values."""
+        """Return the predictions for the tensor's values, float32."""
         return values
 
     @abstractmethod
     def accumulator(self) -> Accumulator:
-        """Return the exact metrics of predictions against the label."""
+        """Return a new accumulator of the exact metrics of predictions against the label."""
 
     def columns(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
         logits = values[self.name]
@@ -132,7 +132,7 @@ class LabelHead(Head):
 
 @dataclass(frozen=True)
 class BinaryHead(LabelHead):
-    """The logit of a label that is 1 or 0."""
+    """Logit of a label that is 1 or 0."""
 
     kind = "binary"
     of_logits = "Logit of the score."
@@ -155,7 +155,7 @@ class BinaryHead(LabelHead):
 
 @dataclass(frozen=True)
 class NumberHead(LabelHead):
-    """A label that is any number, by squared error."""
+    """Prediction of a numeric label, trained with squared error."""
 
     kind = "number"
 
@@ -169,7 +169,7 @@ class NumberHead(LabelHead):
 
 @dataclass(frozen=True)
 class CountHead(LabelHead):
-    """The logarithm of the mean of a label that is a count, by the loss of a Poisson distribution."""
+    """Logarithm of the mean of a count label, trained with the Poisson loss."""
 
     kind = "count"
 
@@ -186,7 +186,7 @@ class CountHead(LabelHead):
 
 @dataclass(frozen=True)
 class VectorHead(Head):
-    """A vector of a row, such as of a user or an item, in a tensor of its name, (rows, width) float32."""
+    """Vector of a row, such as of a user or item, in a tensor with its name, float32 [rows, width]."""
 
     kind = "vector"
 
@@ -203,15 +203,15 @@ class VectorHead(Head):
 
 @dataclass(frozen=True)
 class ItemsHead(Head):
-    """The best categories of a feature, the best first: their ids in a tensor of its name, (rows, k) int64, and what they were
-    chosen by in `scores`, (rows, k) float32."""
+    """Best categories of a feature, in descending order. Their ids are in a tensor with the head's name, int64 [rows, k], and
+    their scores in `scores`, float32 [rows, k]."""
 
     kind = "items"
     dtypes = ("int64", "float32")
 
     k: int
     feature: str
-    """Whose ids they are."""
+    """Feature of the ids."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -237,7 +237,7 @@ def many(of: dict[str, Any], description: str) -> dict[str, Any]:
 
 
 def label_heads(main: str, others: Sequence[Label] = (), *, kind: str = "binary") -> tuple[LabelHead, ...]:
-    """Return the head of each label, the main one, of this kind, first."""
+    """Return the head of each label, the main one first. `kind` is for the main label."""
     classes: dict[str, type[LabelHead]] = {head.kind: head for head in (BinaryHead, NumberHead, CountHead)}
     return (classes[kind](main, main=True), *(classes[label.kind](label.name) for label in others))
 
@@ -245,15 +245,14 @@ def label_heads(main: str, others: Sequence[Label] = (), *, kind: str = "binary"
 def labels_accumulator(
     heads: Sequence[Head], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS
 ) -> LabelsAccumulator | None:
-    """Return the metrics of the labels that heads predict; None if they predict none. `grouped`, `ks`: of the main label, see
-    `LabelsAccumulator`."""
+    """Return the metrics of all label heads, or None without any. `grouped` and `ks` are for the main label
+    (`LabelsAccumulator`)."""
     of_labels = {head.name: head.accumulator() for head in heads if isinstance(head, LabelHead)}
     return LabelsAccumulator(of_labels, grouped=grouped, ks=ks) if of_labels else None
 
 
 def named_outputs(outputs: object, heads: Sequence[Head], *, where: str) -> Outputs:
-    """Return what a network gave, by name. Raises InputError for anything else than tensors by name, or the tensor of the only
-    head."""
+    """Return the outputs of a network by name. Raises InputError unless they are a dict or the only head's tensor."""
     if isinstance(outputs, Mapping):
         return outputs
     if len(heads) == 1 and len(heads[0].names) == 1 and hasattr(outputs, "dtype"):
@@ -262,7 +261,7 @@ def named_outputs(outputs: object, heads: Sequence[Head], *, where: str) -> Outp
 
 
 def own_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:
-    """Return the network's loss(outputs, batch), None without one. One whose second parameter is `labels` gets the labels."""
+    """Return the network's loss(outputs, batch), or None without one. If its second parameter is `labels`, pass the labels."""
     loss = getattr(network, "loss", None)
     if loss is None or list(inspect.signature(loss).parameters)[1:2] != ["labels"]:
         return loss
@@ -270,8 +269,8 @@ def own_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:
 
 
 def measured(network: Any, outputs: Outputs, batch: Batch, losses: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Return the row values that an evaluation averages, NaN in rows that it leaves out: what the network measures, and for one
-    with a loss of its own `loss`. `losses`: known already."""
+    """Return the row values that an evaluation averages: the network's measures, and `loss` if it defines one. NaN excludes a
+    row. `losses`: row losses if already computed."""
     measures, loss = getattr(network, "measures", None), own_loss(network)
     if losses is None and loss is not None:
         losses = loss(outputs, batch)

@@ -1,4 +1,4 @@
-"""A click model as it is trained: a network and TorchRec's tables, which DistributedModelParallel shards."""
+"""Click model for training: a network and TorchRec tables, sharded by DistributedModelParallel."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
 
 _NETWORK = "head.network."
-"""What torch puts before the names of a network's weights; they are saved under the network's own names."""
+"""Prefix that torch adds to the names of a network's weights. Files store the names without it."""
 
 
 class ClickModel(nn.Module):
-    """A network and its tables. `state_dict` has the tables under `embeddings.` and the network's weights under the names that
-    the network gives them, as scoring uses the network alone."""
+    """Network with its tables. `state_dict` has the tables under `embeddings.` and the network's weights without prefix, because
+    scoring uses the network alone."""
 
     def __init__(
         self,
@@ -42,8 +42,7 @@ class ClickModel(nn.Module):
         dim: int,
         embedding_penalty: float,
     ) -> None:
-        """`embeddings`: the tables whose embeddings are summed; `sequences`: those whose embeddings are given one by one; None:
-        there are no such tables. `dim`: width of all."""
+        """Build from tables with sum pooling and tables with unpooled lookups (None without any), of embedding width `dim`."""
         super().__init__()
         self.embeddings, self.sequences = embeddings, sequences
         tables = [] if sequences is None else sequences.embedding_configs()
@@ -51,14 +50,14 @@ class ClickModel(nn.Module):
         self.head = _Head(network, inputs, heads, dim=dim, penalty=embedding_penalty, one_by_one=one_by_one)
         self.register_state_dict_post_hook(_with_own_names)
 
-    # TorchRec's sparse-dist pipeline traces this method, down to its tables and `head`: no branches on values here.
+    # TorchRec's sparse-dist pipeline traces this method, down to its tables and `head`, so it must not branch on values.
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
-        """The batch's weighted loss (a scalar, 0 for a batch without rows), and the step's outputs."""
+        """Return the weighted loss of the batch, a scalar that is 0 without rows, and the outputs of the step."""
         pooled = one_by_one = None
         if isinstance(self.embeddings, EmbeddingBagCollection):
             pooled = self._pooled(batch.sparse_features)
         elif self.embeddings is not None:
-            pooled = self.embeddings(batch.sparse_features)  # starts the exchange between workers
+            pooled = self.embeddings(batch.sparse_features)  # Starts the exchange between workers
         if isinstance(self.sequences, EmbeddingCollection):
             one_by_one = self._one_by_one(batch.sequence_features)
         elif self.sequences is not None:
@@ -71,15 +70,15 @@ class ClickModel(nn.Module):
         sparse_features: KeyedJaggedTensor | None,
         sequence_features: KeyedJaggedTensor | None = None,
     ) -> torch.Tensor:
-        """Logits (rows,), float32, of the main label, of dense features (rows, num_dense) and one list of ids per row and
-        feature, as a Batch has them. Not under sharding."""
+        """Return the main label's logits with unsharded tables, float32 [rows]. Takes dense features [rows, num_dense], and one
+        list of ids per row and feature as in a Batch."""
         pooled = None if self.embeddings is None else self._pooled(sparse_features)
         one_by_one = None if self.sequences is None else self._one_by_one(sequence_features)
         outputs = self.head.outputs(dense_features, pooled, one_by_one, sequence_features)
         return outputs[self.head.inputs.label]
 
     def table_modules(self) -> list[nn.Module]:
-        """What holds the tables."""
+        """Return the modules that contain the tables."""
         return [tables for tables in (self.embeddings, self.sequences) if tables is not None]
 
     def _pooled(self, sparse_features: KeyedJaggedTensor | None) -> KeyedTensor:
@@ -87,7 +86,7 @@ class ClickModel(nn.Module):
         assert self.embeddings is not None
         if sparse_features.stride():
             return self.embeddings(sparse_features)
-        # An unsharded collection refuses a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
+        # Unsharded collections reject a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
         features, dim = list(sparse_features.keys()), self.head.dim
         nothing = torch.zeros(0, dim * len(features), device=sparse_features.device())
         return KeyedTensor(keys=features, length_per_key=[dim] * len(features), values=nothing)
@@ -105,7 +104,8 @@ class ClickModel(nn.Module):
 
 
 class _Head(nn.Module):
-    """From pooled embeddings to the loss. Without a sharded part, it is not traced by TorchRec: a network may be any code."""
+    """Path from pooled embeddings to the loss. TorchRec does not trace it because it is not sharded, so networks may run any
+    code."""
 
     def __init__(
         self, network: nn.Module, inputs: ModelInputs, heads: Sequence[Head], *, dim: int, penalty: float, one_by_one: set[str]
@@ -143,7 +143,7 @@ class _Head(nn.Module):
         *,
         penalty: float = 0.0,
     ) -> Mapping[str, torch.Tensor]:
-        """What the network gives, by name."""
+        """Return the outputs of the network by name."""
         embedded = Embedded(
             self.inputs.features,
             self.dim,
@@ -163,27 +163,27 @@ class _Head(nn.Module):
         if one_by_one is None:
             return {}
         found = {}
-        for name in self._unpooled:  # sharded: the first one waits for the exchange between workers
+        for name in self._unpooled:  # If sharded, the first one waits for the exchange between workers
             jagged = one_by_one[name]
-            lengths = jagged.lengths().long()[:rows]  # a batch without rows has one of empty lists
+            lengths = jagged.lengths().long()[:rows]  # A batch without rows has one of empty lists
             found[name] = Sequences(_penalised(jagged.values(), penalty), lengths)
         return found
 
     def _deliver(self, dense: torch.Tensor, pooled: KeyedTensor | None, penalty: float) -> Delivery:
         if pooled is None:
             return dense.new_zeros(len(dense), 0), ()
-        keys = pooled.keys()  # sharded: waits for the exchange between workers
+        keys = pooled.keys()  # If sharded, waits for the exchange between workers
         if keys != self._keys:
             self._keys, self._order = list(keys), tuple(self._number[key] for key in keys)
         return _penalised(pooled.values(), penalty), self._order
 
     def _summed_loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sum over the rows of each row's loss times its weight; and the network's own loss of each row, if it has one."""
+        """Return the sum of weighted row losses, and the row losses if the network defines its loss."""
         if self._loss is None:
             of_labels = (head.losses(outputs, batch.labels, batch.weights).sum() for head in self._labels)
             return reduce(add, of_labels), None
         losses, rows = self._loss(outputs, batch), len(batch)
-        if losses.shape != (rows,):  # a mean, say, which the sum below would leave too small
+        if losses.shape != (rows,):  # Such as a mean, which would make the sum below too small
             raise InputError(
                 f"{type(self.network).__name__}: loss gave shape {tuple(losses.shape)} for {rows} rows; give each row's loss, "
                 f"({rows},), unweighted: rayrec averages them"
@@ -208,8 +208,8 @@ def _penalised(values: torch.Tensor, penalty: float) -> torch.Tensor:
 
 
 class _Penalised(torch.autograd.Function):
-    """Passes values on; adds `weight` times them to their gradient, as a loss of weight / 2 * |values|^2 would. Of a summed list
-    the values are the sum: those of its rows do not leave the worker that has the table."""
+    """Identity that adds `weight` times the values to their gradient, as a loss of weight / 2 * |values|^2 would. For a summed
+    list the values are the sum, because its rows stay on the worker that owns the table."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weight: float) -> torch.Tensor:
@@ -224,7 +224,7 @@ class _Penalised(torch.autograd.Function):
 
 
 def own_name(name: str) -> str:
-    """The name under which a weight of a ClickModel is saved, from its name among `named_parameters`."""
+    """Return the saved name of a ClickModel weight from its name in `named_parameters`."""
     return name.removeprefix(_NETWORK)
 
 
@@ -243,10 +243,10 @@ def build_click_model(
     embedding_device: str = "meta",
     start: TableStart | None = None,
 ) -> ClickModel:
-    """The model with its network on CPU and its tables on `embedding_device`.
+    """Build the model with its network on CPU and its tables on `embedding_device`.
 
-    Tables on "meta" hold no values until they are sharded; "cpu" gives a whole model in one process. All start values depend on
-    `seed` alone; `start` is the distribution of those of tables. `num_embeddings`: rows of each feature's table. Raises
+    Tables on "meta" have no values until they are sharded. "cpu" builds a full model in one process. Initial values depend only
+    on `seed`. `num_embeddings`: row count of each feature's table. `start`: initial value distribution of the tables. Raises
     InputError for a table without rows.
     """
     unpooled, rows_of = unpooled_features(config, inputs), dict(zip(inputs.features, num_embeddings, strict=True))
@@ -257,7 +257,7 @@ def build_click_model(
         of_sequences[table_key(feature)], rows_of[table_key(feature)] = table_of[feature], rows_of[feature]
     shared: dict[str, Any] = {"embedding_dim": config.table_width, "seed": seed, "device": embedding_device, "start": start}
     with torch.random.fork_rng(devices=[]):
-        # Inside: constructing tables on "cpu" also draws from the global generator, before our own values go in.
+        # Inside, because building tables on "cpu" also draws from the global generator before our values replace theirs.
         embeddings = sequences = None
         if of_bags:
             sizes = [rows_of[feature] for feature in of_bags]
