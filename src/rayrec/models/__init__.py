@@ -1,4 +1,4 @@
-"""Models, one file each: ranking models in `ranking`, retrieval models in `retrieval`; and what all of them are made of."""
+"""Ranking models in `ranking` and retrieval models in `retrieval`, one file each, and their common code."""
 
 import importlib
 import pkgutil
@@ -6,17 +6,17 @@ from functools import cache
 from typing import Any, Final
 
 FAMILIES: Final = ("ranking", "retrieval")
-"""Folders of models."""
+"""Model folders."""
 
 
 def names(*families: str) -> list[str]:
-    """Return the names of the models, those of their files; of all families if none is named."""
+    """Return the names of all models of the families, which are their file names. Default: all families."""
     return sorted(name for name, family in _families().items() if family in (families or FAMILIES))
 
 
 def config_class(name: object) -> type[Any] | None:
-    """Return the class of a model's configuration, by the model's name (`finalnet`) or its own with its module, as configurations
-    are stored; None if rayrec has no such model. Imports nothing but a file of a family's folder."""
+    """Return a model's configuration class from its name (`finalnet`) or stored class path, or None if rayrec has no such model.
+    Only imports files in the families' folders."""
     known = _families()
     if name in known:
         module = importlib.import_module(f"{__name__}.{known[str(name)]}.{name}")
@@ -32,7 +32,7 @@ def config_class(name: object) -> type[Any] | None:
 
 @cache
 def _families() -> dict[str, str]:
-    """The family of each model."""
+    """Return the family of each model."""
     found: dict[str, str] = {}
     for family in FAMILIES:
         folder = importlib.import_module(f"{__name__}.{family}")

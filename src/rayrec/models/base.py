@@ -89,8 +89,8 @@ class ClickModelConfig(Config):
     embedding_dim: Count = 16
     """Width of every embedding."""
     embedding_penalty: float = 0.0
-    """L2 penalty on the embeddings of each trained example, added to its loss: half this value times the squared norm of the
-    embeddings that the network receives (for a summed list, the norm of the sum). Regularizes rare categories."""
+    """L2 penalty on the embeddings of each trained example: half this value times the squared norm of the embeddings that the
+    network receives is added to its loss. A summed list counts as its sum. Regularizes rare categories."""
     members: Count = 1
     """Number of networks in an ensemble, trained in parallel with separate embeddings, whose logits are averaged. Time, table
     size and memory grow in proportion."""
@@ -168,7 +168,7 @@ class ClickModelConfig(Config):
 
     @property
     def table_width(self) -> int:
-        """Row width of the tables, for all `members`."""
+        """Width of the tables' rows, which contain the embeddings of all `members`."""
         return self.members * self.width
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a click model's network costs: multiply-adds of a row, weights, and memory that a row takes until the backward pass."""
+"""Cost of a click model's network: multiply-adds per row, weights, and activation memory per row."""
 
 import copy
 from collections.abc import Sequence
@@ -14,20 +14,22 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import own_loss
 
 _FEW_ROWS: Final = 16
-"""Of a batch whose memory is measured, and twice as many: their difference is what rows take."""
+"""Row count of the batch whose memory is measured, and of its increase. The difference is the memory of the rows."""
 
 
 USUAL_LENGTH: Final = 20
-"""Of a sequence whose feature has no max_length."""
+"""Assumed sequence length for features without max_length."""
 
 
 @torch.no_grad()
 def network_multiply_adds(
     network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
 ) -> float | None:
-    """Multiply-adds of one row's forward pass through a click model's network, its sequences as long as they may be (20 without a
-    max_length), and through the loss of a network that trains on full tables; None, with a warning, where torch cannot count.
-    `num_embeddings`: rows of each feature's table, for full tables."""
+    """Return the multiply-adds of the forward pass per row, or None, with a warning, if torch cannot count them.
+
+    Sequences have their maximum length (20 without max_length). Includes the loss of a network that trains on full tables.
+    `num_embeddings`: row count of each feature's table, for full tables.
+    """
     row = _made_up(inputs, config, 1, like=network, num_embeddings=num_embeddings)
     return counted(network, lambda: _computed(network, config, row))
 
@@ -42,7 +44,7 @@ def _computed(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[to
 
 
 def sequence_lengths(config: ClickModelConfig, inputs: ModelInputs) -> dict[str, int]:
-    """The length that costs are computed for, of each feature that the model takes as a sequence."""
+    """Return the assumed sequence length of each feature that the model takes as a sequence."""
     most = dict(inputs.lists)
     return {name: (most[name] or USUAL_LENGTH) if name in most else 1 for name in config.sequences(inputs)}
 
@@ -70,7 +72,7 @@ def _made_up(
 def saved_bytes_per_row(
     network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
 ) -> float:
-    """Memory that one more row of a batch takes between the forward and the backward pass of a click model's network."""
+    """Return the memory of one more row between the forward and the backward pass of the network."""
     network = copy.deepcopy(network).train()
     with torch.random.fork_rng(devices=[]):
         few, more = (
@@ -85,7 +87,7 @@ def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage  # each once, whichever steps keep it
+        kept[storage.data_ptr()] = storage  # Once, even if several steps save it
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -96,20 +98,20 @@ def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple
 
 @dataclass(frozen=True)
 class NetworkCost:
-    """What a click model's network takes, apart from its tables."""
+    """Cost of a click model's network without its tables."""
 
     weights: int
-    """Numbers in its parameters."""
+    """Parameter count."""
     multiply_adds: float | None
-    """Of one row's forward pass; None: torch cannot count them."""
+    """Multiply-adds of the forward pass per row, or None if torch cannot count them."""
     saved_bytes_per_row: float
-    """Memory of one row until the backward pass has used it."""
+    """Memory of one row until its backward pass."""
 
 
 def network_cost(
     network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
 ) -> NetworkCost:
-    """Measured on the network itself, which is left as it was. `num_embeddings`: rows of each feature's table."""
+    """Measure the cost of a network without changing it. `num_embeddings`: row count of each feature's table."""
     return NetworkCost(
         weights=sum(parameter.numel() for parameter in network.parameters()),
         multiply_adds=network_multiply_adds(network, inputs, config, num_embeddings=num_embeddings),

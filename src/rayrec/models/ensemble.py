@@ -1,5 +1,5 @@
-"""Several networks as one model, whose logits are averaged (Lakshminarayanan et al., "Simple and Scalable Predictive
-Uncertainty Estimation using Deep Ensembles", NIPS 2017)."""
+"""Ensemble of networks with averaged logits (Lakshminarayanan et al., "Simple and Scalable Predictive Uncertainty Estimation
+using Deep Ensembles", NIPS 2017)."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -18,7 +18,7 @@ from rayrec.models.heads import Head, LabelHead, named_outputs, own_loss
 
 
 def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-    """What is trained and scores: the network that `build` gives, or an ensemble of several."""
+    """Build the network of a configuration, or an ensemble if it has several members."""
     if config.members == 1:
         return config.build(inputs, precision=precision)
     networks = [config.build(inputs, precision=precision) for _ in range(config.members)]
@@ -27,14 +27,14 @@ def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: P
 
 @final
 class Ensemble(nn.Module):
-    """Networks that take the same dense features, and each its own part of every embedding; the logit is the mean of theirs.
+    """Networks with the same dense features and separate parts of every embedding. The logit is the mean of their logits.
 
-    Each learns as if it were alone: no network's gradient depends on another. They start from different values, which is what
-    makes their mean better than any of them.
+    Each member learns independently: no gradient depends on another member. Members start from different values, so their mean is
+    better than each of them.
     """
 
     def __init__(self, members: Sequence[nn.Module], heads: Sequence[Head], *, widths: Sequence[int]) -> None:
-        """`widths`: values of each embedding that each member takes, in their order."""
+        """`widths`: number of values that each member takes of each embedding, in order."""
         super().__init__()
         self.members, self._heads = nn.ModuleList(members), heads
         self._losses = [own_loss(member) for member in members]
@@ -42,7 +42,7 @@ class Ensemble(nn.Module):
         self._columns = [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`: the mean logits by label, and for the loss all that the members gave."""
+        """Return the mean logits by label, and all outputs of the members for the loss."""
         given = [
             named_outputs(network(dense, _part(embedded, columns)), self._heads, where=type(network).__name__)
             for network, columns in zip(self.members, self._columns, strict=True)
@@ -53,8 +53,8 @@ class Ensemble(nn.Module):
         return outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """(rows,): the mean of the members' losses. Its gradient is that of their sum, so that the number of members does not
-        change what each learns."""
+        """Return the mean of the members' row losses, float32 [rows]. Its gradient is the gradient of their sum, so the number of
+        members does not change how each one learns."""
         losses = []
         for number, own in enumerate(self._losses):
             prefix = _name(number, "")
@@ -68,7 +68,7 @@ class Ensemble(nn.Module):
 
 
 def _part(embedded: Embedded, columns: slice) -> Embedded:
-    """A member's embeddings: its columns of each embedding."""
+    """Return a member's columns of each embedding."""
     dim = columns.stop - columns.start
 
     def deliver() -> Delivery:

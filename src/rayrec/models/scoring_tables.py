@@ -1,4 +1,4 @@
-"""Embedding tables for scoring: plain rows, quantised or not, looked up for all columns of a batch at once."""
+"""Embedding tables for scoring, optionally quantized, with one lookup for all columns of a batch."""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from rayrec.config import InputError
 from rayrec.native import library
 
 Quantization = Literal["fp32", "fp16", "int8", "int4"]
-"""How a table's values are stored. int8 and int4: integers with a scale and an offset each row."""
+"""Storage format of a table's values. int8 and int4 are integers with a scale and an offset per row."""
 
 # In the order of rayrec_table_kind in kernels.h
 QUANTIZATIONS: Final[tuple[Quantization, ...]] = get_args(Quantization)
@@ -23,9 +23,11 @@ _LARGEST_HALF = 65504.0
 
 
 def table_name(feature: str) -> str:
-    """The name of a sparse feature's embedding table, as a module and in files: the feature's own name, unless torch accepts
-    no module of that name (a dot, nothing, or an attribute of ModuleDict such as `type` or `keys`); then `%table:` and the
-    feature's name with each % as %25 and each dot as %2E. Different features get different names."""
+    """Return the unique name of a feature's embedding table as a module and in files.
+
+    This is the feature's name, unless torch rejects it as a module name (it is empty, has a dot, or is an attribute of ModuleDict
+    such as `type`). Then it is `%table:` and the name with % replaced by %25 and dots by %2E.
+    """
     plain = feature and "." not in feature and not feature.startswith(_ESCAPED)
     if plain and not hasattr(_MODULES, feature):
         return feature
@@ -33,13 +35,12 @@ def table_name(feature: str) -> str:
 
 
 def table_weight(table: str, *, unpooled: bool = False) -> str:
-    """The name of a table's weights among those of a ClickModel. `table`: as `table_name` gives it; `unpooled`: it gives
-    embeddings one by one."""
+    """Return the weight name of a table, named by `table_name`, in a ClickModel. `unpooled`: whether its lookups are unpooled."""
     return f"{_SEQUENCES if unpooled else _BAGS}.{table}.weight"
 
 
 def table_of_weight(weight: str) -> str | None:
-    """The inverse, also for names in a module that has the ClickModel as a part; None for other weights."""
+    """Return the table of a weight name, also if the ClickModel is a submodule. None for other weights."""
     for module in (_BAGS, _SEQUENCES):
         _, found, table = f".{weight}".rpartition(f".{module}.")
         if found and table.endswith(".weight"):
@@ -55,7 +56,7 @@ _MODULES = nn.ModuleDict()
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How one row of a table with `dim` values a row lies in an array."""
+    """Storage format of table rows with `dim` values."""
 
     quantization: Quantization
     dim: int
@@ -66,25 +67,25 @@ class RowFormat:
 
     @property
     def width(self) -> int:
-        """Items of `dtype` a row has: `dim` values; int8: `dim` bytes and a float32 scale and offset; int4: half a byte for each
-        value, the even ones in the low bits, and a float16 scale and offset."""
+        """Number of `dtype` items per row. int8 rows have `dim` bytes and a float32 scale and offset. int4 rows have half a byte
+        per value, even ones in the low bits, and a float16 scale and offset."""
         return {"int8": self.dim + 8, "int4": self.dim // 2 + 4}.get(self.quantization, self.dim)
 
     def check(self) -> None:
-        """Raises InputError where rows of `dim` values cannot be stored so."""
+        """Check that rows of `dim` values have this format. Raises InputError."""
         if self.quantization == "int4" and self.dim % 2:
             raise InputError(f"quantize: int4 packs values in pairs, embedding_dim is {self.dim}; choose int8 or fp16")
 
     def pack(self, rows: np.ndarray, *, table: str) -> np.ndarray:
-        """float32 (n, dim) -> `dtype` (n, width). Of fp32 the rows themselves.
+        """Quantize float32 rows [n, dim] to `dtype` [n, width]. Returns fp32 rows unchanged.
 
         int8 and int4 are the packed formats of PyTorch's quantized::embedding_bag_byte_prepack and embedding_bag_4bit_prepack.
-        Raises InputError for values that are not finite or, where halves are stored, too large for one.
+        Raises InputError for values that are not finite or overflow float16, where the format contains it.
         """
         if self.quantization == "fp32":
             return rows
         largest = float(np.abs(rows).max(initial=0.0))
-        if not largest <= (3.4e38 if self.quantization == "int8" else _LARGEST_HALF):  # also where it is NaN
+        if not largest <= (3.4e38 if self.quantization == "int8" else _LARGEST_HALF):  # Also if it is NaN
             raise InputError(f"table {table}: has a value of {largest}, which {self.quantization} cannot hold; export fp32")
         if self.quantization == "fp16":
             return rows.astype(np.float16)
@@ -94,7 +95,7 @@ class RowFormat:
         return torch.ops.quantized.embedding_bag_4bit_prepack(values).numpy()
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        """`dtype` (n, width) -> float32 (n, dim), on the rows' device, bit for bit as the kernel for CPUs does."""
+        """Dequantize `dtype` rows [n, width] to float32 [n, dim] on their device, bit-identical to the CPU kernel."""
         if self.quantization in ("fp32", "fp16"):
             return rows.float()
         if self.quantization == "int8":
@@ -108,24 +109,24 @@ class RowFormat:
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:
-    """A copy, whatever its place: a view as wider numbers must start where such a number may."""
+    """Copy the part for alignment: a view with a wider dtype must start at a multiple of its size."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """The ids of one column of a batch."""
+    """Ids of one column of a batch."""
 
     ids: np.ndarray
-    """int32 or int64, C-contiguous, row after row."""
+    """Ids of all rows, int32 or int64, C-contiguous."""
     offsets: np.ndarray | None = None
-    """int64 (rows + 1): where each row's ids start; None: every row has the same number of ids."""
+    """Start of each row's ids, int64 [rows + 1]. None if every row has the same number of ids."""
     weights: np.ndarray | None = None
-    """float32, C-contiguous, one for each of `ids`: what its embedding is multiplied by; None: 1 each."""
+    """Factor of each id's embedding, float32, C-contiguous. None if all are 1."""
 
 
 class Tables(ABC):
-    """The tables of a model, in the order of its sparse columns."""
+    """Tables of a model, in the order of its sparse columns."""
 
     def __init__(self, row_format: RowFormat) -> None:
         self.row_format = row_format
@@ -136,18 +137,16 @@ class Tables(ABC):
 
     @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
-        """(num_embeddings, row_format.width) of row_format.dtype each; not copied. Features that share a table have it in
-        common."""
+        """Return the tables without a copy, row_format.dtype [num_embeddings, row_format.width]. Features may share one."""
 
     @abstractmethod
     def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
-        """float32 (rows, lookups * dim): of each column the weighted sum of the row's embeddings, 0 for a row without ids; no
-        columns without a lookup. By any number of threads at once. Ids beyond a table's end are the caller's error, and end
-        in an AssertionError."""
+        """Return the weighted sum of each row's embeddings for each column with a lookup, 0 without ids, float32 [rows, lookups *
+        dim]. Thread-safe. Ids must be within their table (AssertionError)."""
 
     @abstractmethod
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
-        """float32 (ids, dim): the embeddings of a column's ids, C-contiguous int32 or int64, each for itself. As `pool`."""
+        """Return the embedding of each id of a column, float32 [ids, dim]. `ids`: C-contiguous int32 or int64. See `pool`."""
 
 
 class _CLookup(ctypes.Structure):
@@ -165,10 +164,10 @@ class _CLookup(ctypes.Structure):
 
 @final
 class HostTables(Tables):
-    """In main memory, looked up by a kernel."""
+    """Tables in main memory, with a native kernel for lookups."""
 
     def __init__(self, row_format: RowFormat, arrays: Sequence[np.ndarray]) -> None:
-        """`arrays`: (num_embeddings, row_format.width) of row_format.dtype, each C-contiguous, used as they are."""
+        """`arrays`: row_format.dtype [num_embeddings, row_format.width] each, C-contiguous, used without a copy."""
         super().__init__(row_format)
         for array in arrays:
             assert array.dtype == row_format.dtype
@@ -179,7 +178,7 @@ class HostTables(Tables):
         kernel = library().rayrec_pool_tables
         kernel.restype = ctypes.c_int64
         self._kernel = kernel
-        # What does not depend on a batch, copied for each: filling the structures field by field takes as long as a small lookup.
+        # Template that each batch copies: filling the structures field by field takes as long as a small lookup.
         self._columns = (_CLookup * len(arrays))(
             *(_CLookup(a.ctypes.data, len(a), a.shape[1] * a.itemsize, None, None, 1, 4, None) for a in arrays)
         )
@@ -242,10 +241,10 @@ class HostTables(Tables):
 
 @final
 class DeviceTables(Tables):
-    """On any device of torch's, looked up by its operators."""
+    """Tables on any torch device, with torch operators for lookups."""
 
     def __init__(self, row_format: RowFormat, tables: Sequence[torch.Tensor]) -> None:
-        """`tables`: as for HostTables, all on one device."""
+        """`tables`: as in HostTables, all on one device."""
         super().__init__(row_format)
         self._tables = tuple(tables)
         self._device = tables[0].device
@@ -270,7 +269,7 @@ class DeviceTables(Tables):
         return self._column(table, lookup, moved, len(ids))
 
     def _moved(self, given: Sequence[tuple[torch.Tensor, Lookup]]) -> tuple[torch.Tensor, ...]:
-        """int64: the ids of each lookup on the device, in one copy, since each copy takes as long as a small lookup."""
+        """Copy the ids of all lookups to the device at once, int64 each: each copy takes as long as a small lookup."""
         columns = [lookup.ids.reshape(-1) for _, lookup in given]
         for (table, _), ids in zip(given, columns, strict=True):
             assert not ids.size or (ids.min() >= 0 and ids.max() < len(table)), "an id lies beyond its table's rows"

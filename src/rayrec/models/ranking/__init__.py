@@ -1,5 +1,7 @@
-"""Click models, one file each: a configuration (`rayrec.models.base.ClickModelConfig`) and the network it builds.
+"""Click models, one file each, with a configuration (`rayrec.models.base.ClickModelConfig`) and its network.
 
-For scoring it is built on the meta device, so a network computes constants that are not saved when it needs them, not when it is
-built. A network of the user's own need not.
+Networks treat a dense feature as a field whose embedding is the feature times a learned vector, unless they say otherwise.
+
+For scoring, networks of rayrec are built on the meta device, so they compute constants that are not saved on use, not on
+construction.
 """

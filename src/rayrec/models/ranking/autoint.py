@@ -17,24 +17,24 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class AutoIntConfig(ClickModelConfig):
-    """Layers of self-attention over the features; with an MLP next to them (AutoInt+), the logits are added."""
+    """Self-attention layers over the features. An optional parallel MLP (AutoInt+) adds its logit."""
 
     layers: Count = 3
-    """Layers of self-attention; a layer doubles the order of interactions."""
+    """Number of self-attention layers. Each one doubles the order of interactions."""
     attention_dim: Count = 64
-    """Values of each feature after a layer, those of all heads together."""
+    """Width of each feature after a layer, all heads together."""
     heads: Count = 2
-    """Heads of each layer."""
+    """Number of attention heads per layer."""
     scale: bool = False
-    """Divide a product of query and key by the square root of a head's width."""
+    """Whether to divide attention scores by the square root of the head width."""
     mlp: Sizes = ()
-    """Widths of the MLP's layers over all features; empty: there is no MLP."""
+    """Layer widths of the MLP over all features. If empty, the model has no MLP."""
     dropout: Share = 0.0
-    """Share of the attention's weights and of the MLP's activations that a step leaves out."""
+    """Dropout probability of the attention weights and the MLP's layers."""
     batch_norm: bool = False
-    """Normalize the outputs of the MLP's layers over the global batch."""
+    """Whether to use batch norm, over the global batch, in the MLP."""
     use_wide: bool = False
-    """Add the logit of a linear model of all features."""
+    """Whether to add the logit of a linear model of all features."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,8 +50,6 @@ class AutoIntConfig(ClickModelConfig):
 
 
 class AutoInt(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: AutoIntConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label, dim = inputs.label, config.embedding_dim
@@ -82,7 +80,6 @@ class AutoInt(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         if self._wide:
             vectors, wide = self.fields(dense, embedded)
         else:

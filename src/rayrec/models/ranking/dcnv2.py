@@ -1,5 +1,5 @@
-"""DCN V2 (Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems",
-WWW 2021), and its settings."""
+"""DCN V2 (Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems", WWW
+2021)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,26 +18,25 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class DCNv2Config(ClickModelConfig):
-    """Cross layers, each of which raises the degree of the products of features by one, and an MLP."""
+    """Cross layers, each of which raises the degree of feature products by one, and an MLP."""
 
     structure: Literal["parallel", "stacked", "stacked_parallel"] = "parallel"
-    """The MLP takes the features next to the cross layers (parallel), or takes what the cross layers give (stacked); or there is
-    an MLP of each kind (stacked_parallel)."""
+    """Input of the MLP: the features (parallel) or the output of the cross layers (stacked). stacked_parallel has both MLPs."""
     cross_layers: Count = 3
     """Number of cross layers."""
     low_rank: Count | None = None
-    """Rank of each cross layer's weight, a product of two matrices; None: full rank."""
+    """Rank of each cross layer's weight, a product of two matrices. None for full rank."""
     experts: Count | None = None
-    """Low-rank experts with tanh in each cross layer, weighed by a gate (FuxiCTR's use_low_rank_mixture); needs `low_rank`. None:
-    there are no experts."""
+    """Number of low-rank experts with tanh and a gate in each cross layer (FuxiCTR's use_low_rank_mixture). Needs `low_rank`.
+    None for no experts."""
     mlp: Sizes = (400, 400, 400)
-    """Widths of the MLP's layers; empty: cross layers alone. With stacked_parallel, those of the parallel MLP."""
+    """Layer widths of the MLP, or of the parallel one with stacked_parallel. If empty, there are only cross layers."""
     stacked_mlp: SomeSizes = (400, 400, 400)
-    """With stacked_parallel, the widths of the stacked MLP's layers."""
+    """Layer widths of the stacked MLP with stacked_parallel."""
     dropout: Share = 0.0
-    """Share of each MLP layer's activations that a step leaves out."""
+    """Dropout probability of each MLP layer."""
     batch_norm: bool = False
-    """Normalize each MLP layer's outputs over the global batch."""
+    """Whether to use batch norm, over the global batch, in the MLP."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,8 +52,6 @@ class DCNv2Config(ClickModelConfig):
 
 
 class DCNv2(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: DCNv2Config, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label = inputs.label
@@ -72,7 +69,6 @@ class DCNv2(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         return {self._label: self.network(fields(dense, self.number_vectors, embedded).flatten(1))}
 
 

@@ -1,4 +1,4 @@
-"""DCNv3 (Li et al., "DCNv3: Towards Next Generation Deep Cross Network for CTR Prediction", 2024), and its settings."""
+"""DCNv3 (Li et al., "DCNv3: Towards Next Generation Deep Cross Network for CTR Prediction", 2024)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class DCNv3Config(ClickModelConfig):
-    """Two cross networks without an MLP, whose logits are averaged: the order of interactions doubles with each layer of the deep
-    one and grows by one with each layer of the shallow one. Each network also has a loss of its own."""
+    """Two cross networks without an MLP, with averaged logits and separate losses. Each layer doubles the order of interactions
+    in the deep network, and adds one in the shallow network."""
 
     deep_layers: Count = 3
-    """Layers of the deep cross network, which multiply with their input."""
+    """Number of layers of the deep cross network, which multiply with their input."""
     shallow_layers: Count = 4
-    """Layers of the shallow cross network, which multiply with the embeddings."""
+    """Number of layers of the shallow cross network, which multiply with the embeddings."""
     deep_dropout: Share = 0.1
-    """Share of the deep network's activations that a step leaves out."""
+    """Dropout probability of the deep network's layers."""
     shallow_dropout: Share = 0.2
-    """Share of the shallow network's activations that a step leaves out."""
+    """Dropout probability of the shallow network's layers."""
     heads: Count = 1
-    """Equal parts of every embedding, each of which is crossed alone; the logit is the mean of theirs. In the authors' code
-    `embedding_dim` is the width of a part: its 16 with 4 heads are an embedding_dim of 64 here."""
+    """Number of equal parts of every embedding that are crossed separately, with averaged logits. The authors' embedding_dim is
+    the width of a part: their 16 with 4 heads is 64 here."""
     layer_norm: bool = True
-    """Normalize what the mask is computed from."""
+    """Whether to apply layer norm to the input of the mask."""
     batch_norm: bool = False
-    """Normalize each layer's products over the global batch."""
+    """Whether to use batch norm, over the global batch, for each layer's products."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,8 +50,6 @@ class DCNv3Config(ClickModelConfig):
 
 
 class DCNv3(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: DCNv3Config, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label, self._heads = inputs.label, config.heads
@@ -61,17 +59,17 @@ class DCNv3(nn.Module):
         self.shallow = _CrossNetwork(width, config.shallow_layers, config.shallow_dropout, config, precision, deep=False)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`; in addition to the label's logits those of each network."""
+        """Return the label's logits and the logits of each network."""
         vectors = fields(dense, self.number_vectors, embedded)
-        # The first halves of all fields, then the second ones: (rows, heads, fields * dim / heads).
+        # First halves of all fields, then second halves: [rows, heads, fields * dim / heads].
         parts = vectors.unflatten(2, (self._heads, 2, -1)).permute(0, 2, 3, 1, 4).flatten(2)
         deep, shallow = self.deep(parts), self.shallow(parts)
         return {self._label: (deep + shallow) * 0.5, "deep": deep, "shallow": shallow}
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """(rows,): the cross entropy of the logit, and of each network times what its mean exceeds the logit's by.
+        """Return the row losses, float32 [rows]: the logit's cross entropy, and each network's times the excess of its mean.
 
-        The means are over the rows of all workers, unweighted, and gradients flow through them.
+        Means are unweighted over the rows of all workers, and gradients flow through them.
         """
         logits = torch.stack([outputs[self._label], outputs["deep"], outputs["shallow"]], dim=1)
         wanted = batch.labels[self._label].unsqueeze(1).expand(-1, 3)
@@ -81,8 +79,8 @@ class DCNv3(nn.Module):
 
 
 class _CrossNetwork(nn.Module):
-    """Layers x <- a * (z + bias) + x, in which a is x itself (deep) or the network's input, and z is a linear half h of the
-    input's width next to h * relu(norm(h)), the half under a mask that is computed from it."""
+    """Layers x <- a * (z + bias) + x. a is x itself (deep) or the network's input. z is a linear half h of the input's width,
+    concatenated with h * relu(norm(h)), which is h with a mask."""
 
     def __init__(self, width: int, layers: int, dropout: float, config: DCNv3Config, precision: Precision, *, deep: bool) -> None:
         super().__init__()
@@ -97,13 +95,13 @@ class _CrossNetwork(nn.Module):
         self._deep, self._dropout, self._dtype = deep, dropout, compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(rows, heads, width) -> logits (rows,), the mean of the heads. Only products with weights have the precision's type:
-        the numbers grow with each layer."""
+        """Return the mean logit of the heads [rows] for inputs [rows, heads, width]. Only products with weights have the
+        precision's dtype, because values grow with each layer."""
         hidden = inputs
         for layer, bias, batch_norm, mask_norm in zip(self.layers, self.biases, self.batch_norms, self.mask_norms, strict=True):
             weight = layer.get_parameter("weight").to(self._dtype)
             half = functional.linear(hidden.to(self._dtype), weight).float()
-            if isinstance(batch_norm, GlobalBatchNorm):  # one mean for all values of a head
+            if isinstance(batch_norm, GlobalBatchNorm):  # One mean for all values of a head
                 half = _of_heads(batch_norm, half)
             crossed = torch.cat([half, half * mask_norm(half).relu()], dim=2) + bias
             hidden = (hidden if self._deep else inputs) * crossed + hidden
@@ -112,6 +110,6 @@ class _CrossNetwork(nn.Module):
 
 
 def _of_heads(norm: GlobalBatchNorm, values: torch.Tensor) -> torch.Tensor:
-    """(rows, heads, width): normalized over rows and width."""
+    """Normalize [rows, heads, width] over rows and width."""
     normal = norm(values.transpose(1, 2).flatten(0, 1))
     return normal.unflatten(0, (-1, values.shape[2])).transpose(1, 2)

@@ -15,14 +15,14 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFMConfig(ClickModelConfig):
-    """Adds the logits of a factorization machine and an MLP, which share the embeddings."""
+    """Factorization machine and MLP with common embeddings and added logits."""
 
     mlp: Sizes = (400, 400, 400)
-    """Widths of the layers over all features."""
+    """Layer widths of the MLP over all features."""
     dropout: Share = 0.0
-    """Share of each layer's activations that a step leaves out."""
+    """Dropout probability of each layer."""
     batch_norm: bool = False
-    """Normalize each layer's outputs over the global batch."""
+    """Whether to use batch norm, over the global batch, in each layer."""
 
     @property
     def width(self) -> int:
@@ -33,8 +33,6 @@ class DeepFMConfig(ClickModelConfig):
 
 
 class DeepFM(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: DeepFMConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label = inputs.label
@@ -48,8 +46,7 @@ class DeepFM(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         fields, linear = self.fields(dense, embedded)
-        # The products of all pairs of fields, summed: half of what the square of the sum has more than the sum of squares.
+        # Sum of the products of all field pairs, computed as (squared sum - sum of squares) / 2
         pairs = 0.5 * (fields.sum(1).square() - fields.square().sum(1)).sum(1)
         return {self._label: linear + pairs + self.deep(fields.flatten(1))}

@@ -1,4 +1,4 @@
-"""DIN (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018), and its settings."""
+"""DIN (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018)."""
 
 from dataclasses import dataclass
 
@@ -17,29 +17,29 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class DINConfig(ClickModelConfig):
-    """Sums each list of earlier items by how much they have to do with the item at hand, and an MLP over all features.
+    """Sum of each list of earlier items, weighted by relevance to the current item, and an MLP over all features.
 
-    A list is read so if its feature shares a vocabulary with a feature of one category a row, its target (schema.features:
-    {name: history, vocabulary: item}); other lists are summed. Lists that are aligned (schema.features: {name: shops,
-    vocabulary: shop, aligned_with: history}) are weighed as one, item by item, as the paper does with an item's fields.
+    This applies to a list whose feature shares a vocabulary with a single-category feature, its target (schema.features: {name:
+    history, vocabulary: item}). Other lists are summed. Aligned lists (schema.features: {name: shops, vocabulary: shop,
+    aligned_with: history}) get one weight per item, as the paper does with an item's fields.
     """
 
     attention: Sizes = (64,)
-    """Widths of the network that weighs an item of a list."""
+    """Layer widths of the network that computes the weight of an item."""
     mlp: Sizes = (512, 128, 64)
-    """Widths of the layers over all features."""
+    """Layer widths of the MLP over all features."""
     dropout: Share = 0.0
-    """Share of each layer's activations that a step leaves out."""
+    """Dropout probability of each layer."""
 
     def targets(self, inputs: ModelInputs) -> dict[str, str]:
-        """The target of each list that has one."""
+        """Return the target of each list that has one."""
         lists = [name for name, _ in inputs.lists]
         single = [name for name in inputs.features if name not in lists]
         owners = {inputs.table_of[name]: name for name in reversed(single)}
         return {name: owners[inputs.table_of[name]] for name in lists if inputs.table_of[name] in owners}
 
     def units(self, inputs: ModelInputs) -> tuple[tuple[str, ...], ...]:
-        """The lists that have targets, aligned ones together."""
+        """Return the lists that have targets, grouped by alignment."""
         found: dict[str, list[str]] = {}
         for name in self.targets(inputs):
             found.setdefault(dict(inputs.aligned).get(name, name), []).append(name)
@@ -59,8 +59,6 @@ class DINConfig(ClickModelConfig):
 
 
 class DIN(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: DINConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         dim = config.embedding_dim
@@ -80,7 +78,6 @@ class DIN(nn.Module):
         self.logit = xavier_linear(self.tower.out_features, 1)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         numbers = (dense.unsqueeze(2) * self.number_vectors).flatten(1)
         interests: dict[str, torch.Tensor] = {}
         for unit, attention in zip(self._units, self.attention, strict=True):

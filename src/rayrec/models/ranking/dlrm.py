@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al., 2019), with each of its interactions. The network is in `layers/dlrm`: a driver loads no torch."""
+"""DLRM (Naumov et al., 2019) with its interactions. The network is in `layers/dlrm`, so that drivers do not import torch."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DLRMConfig(ClickModelConfig):
-    """A click model of a bottom MLP, one embedding table per sparse feature, an interaction, and a top MLP."""
+    """Click model with a bottom MLP, one embedding table per sparse feature, an interaction, and a top MLP."""
 
     SEVERAL_LABELS: ClassVar[bool] = True
 
     interaction: Literal["dot", "cross", "projection"] = "cross"
-    """How features meet: pairwise dots (DLRM), low-rank crosses (DCN V2), or a product of two projections."""
+    """Feature interaction: pairwise dots (DLRM), low-rank crosses (DCN V2), or a product of two projections."""
     embedding_dim: Count = 128
     """Width of every embedding, and of the bottom MLP's output."""
     bottom_mlp: SomeSizes = (512, 256, 128)
-    """Layer sizes of the MLP over the dense features; the last one equals embedding_dim."""
+    """Layer widths of the MLP over the dense features. The last one must equal embedding_dim."""
     top_mlp: SomeSizes = (1024, 1024, 512, 256, 1)
-    """Layer sizes of the MLP over the interaction; the last one is 1, the logit. A model of several labels has one logit each."""
+    """Layer widths of the MLP over the interaction. The last one must be 1, the logit. Models with several labels have one logit
+    each."""
     batch_norm: bool = False
-    """Normalize the outputs of both MLPs' hidden layers over the global batch."""
+    """Whether to use batch norm, over the global batch, in the hidden layers of both MLPs."""
     bottom_dropout: Share = 0.0
-    """Share of the activations of the bottom MLP's hidden layers that a step leaves out."""
+    """Dropout probability of the bottom MLP's hidden layers."""
     top_dropout: Share = 0.0
-    """Share of the activations of the top MLP's hidden layers that a step leaves out."""
+    """Dropout probability of the top MLP's hidden layers."""
     cross_layers: Count = 3
     """Number of cross layers (interaction "cross")."""
     cross_low_rank: Count = 512
     """Rank of each cross layer's weight (interaction "cross")."""
     projection_first: SomeSizes = (2048, 2048)
-    """Layer sizes of the first branch, the last a multiple of embedding_dim (interaction "projection")."""
+    """Layer widths of the first branch (interaction "projection"). The last one must be a multiple of embedding_dim."""
     projection_second: SomeSizes = (2048, 2048)
-    """Layer sizes of the second branch, the last a multiple of embedding_dim (interaction "projection")."""
+    """Layer widths of the second branch (interaction "projection"). The last one must be a multiple of embedding_dim."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +62,7 @@ class DLRMConfig(ClickModelConfig):
                     )
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
-        """See `Config.updated`. The bottom MLP ends with a new embedding_dim, unless it is changed too."""
+        """Update the settings. A new embedding_dim also sets the bottom MLP's last width, unless it is given."""
         own = str(self._own_class())
         if "embedding_dim" in changes and "bottom_mlp" not in changes and same_class(changes.get(CLASS, own), own):
             changes = {**changes, "bottom_mlp": (*self.bottom_mlp[:-1], changes["embedding_dim"])}

@@ -1,4 +1,4 @@
-"""Click models of several kinds that are trained, scored and served as one; the logit is the mean of theirs."""
+"""Ensemble of different click models that train, score and serve as one, with averaged logits."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 def _two_kinds() -> tuple[ClickModelConfig, ...]:
-    from rayrec.models.ranking.finalnet import FinalNetConfig  # loads torch, which a command's flags do without
+    from rayrec.models.ranking.finalnet import FinalNetConfig  # Imports torch, which command flags avoid
 
     return DLRMConfig(), FinalNetConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleConfig(ClickModelConfig):
-    """Models side by side, each with embeddings of its own: of a table's row, each has its own values. They learn together, each
-    as if it were alone, or come from several checkpoints (`rayrec ensemble`)."""
+    """Models with separate parts of every embedding. They train together but independently, or come from several checkpoints
+    (`rayrec ensemble`)."""
 
     models: Annotated[tuple[ClickModelConfig, ...], MinLen(2)] = field(default_factory=_two_kinds)
-    """The models, two or more. In a file, each has its `class`, which names one of rayrec's models, and its settings."""
+    """Two or more models. In a file, each has a `class`, the name of a rayrec model, and its settings."""
     embedding_dim: Zero = 0
-    """Must stay 0: each model has its own."""
+    """Must be 0, because each model sets its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,13 +51,13 @@ class EnsembleConfig(ClickModelConfig):
 
     @classmethod
     def in_place_of(cls, other: ClickModelConfig) -> Self:
-        """The model that it takes the place of, and another beside it."""
+        """Return an ensemble of the replaced model and one of another kind."""
         beside = next(type(model) for model in cls().models if type(model) is not type(other))
         return cls.of_kinds((type(other), beside), other)
 
     @classmethod
     def of_kinds(cls, kinds: Sequence[type[ClickModelConfig]], other: ClickModelConfig) -> Self:
-        """A model of each kind, in place of one model in a recipe, which stays as it is where it is of such a kind."""
+        """Return a model of each kind to replace one model of a recipe. A model of the same kind keeps its settings."""
         alone = other.replace(embedding_penalty=0.0, members=1)
         models = tuple(alone if kind is type(alone) else kind.in_place_of(alone) for kind in kinds)
         return cls(models=models, embedding_penalty=other.embedding_penalty, members=other.members)
@@ -70,7 +70,7 @@ class EnsembleConfig(ClickModelConfig):
         return sum(model.table_width for model in self.models)
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Those of all models; the models that take their sums get these."""
+        """Return the sequences of all models. Models that pool them get the sum."""
         taken = {feature for model in self.models for feature in model.sequences(inputs)}
         return tuple(feature for feature in inputs.features if feature in taken)
 

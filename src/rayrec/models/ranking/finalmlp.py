@@ -1,4 +1,4 @@
-"""FinalMLP (Mao et al., "FinalMLP: An Enhanced Two-Stream MLP Model for CTR Prediction", AAAI 2023), and its settings."""
+"""FinalMLP (Mao et al., "FinalMLP: An Enhanced Two-Stream MLP Model for CTR Prediction", AAAI 2023)."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -15,34 +15,34 @@ from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 NUMBERS: Final = "numbers"
-"""Stands for all dense features in a gate's context."""
+"""Name of all dense features in the context of a gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalMLPConfig(ClickModelConfig):
-    """Two MLPs over all features, whose outputs meet in a bilinear form; gates may give each MLP features of its own."""
+    """Two MLPs over all features, combined with a bilinear form. Gates can weight the features of each MLP."""
 
     first_mlp: SomeSizes = (400, 400, 400)
-    """Widths of the first MLP's layers."""
+    """Layer widths of the first MLP."""
     second_mlp: SomeSizes = (400,)
-    """Widths of the second MLP's layers."""
+    """Layer widths of the second MLP."""
     first_dropout: Share = 0.1
-    """Share of the first MLP's activations that a step leaves out."""
+    """Dropout probability of the first MLP's layers."""
     second_dropout: Share = 0.1
-    """Share of the second MLP's activations that a step leaves out."""
+    """Dropout probability of the second MLP's layers."""
     batch_norm: bool = False
-    """Normalize each layer's outputs over the global batch."""
+    """Whether to use batch norm, over the global batch, in each layer."""
     heads: int = 10
-    """Parts into which both MLPs' outputs are cut; only the same parts of both meet. Divides both last widths."""
+    """Number of parts of both MLPs' outputs, combined part by part. Must divide both last widths."""
     feature_gates: bool = False
-    """Multiply the features of each MLP by a weight from 0 to 2, computed from its context."""
+    """Whether to multiply the features of each MLP by weights from 0 to 2, computed from its context."""
     gate_mlp: Sizes = (64,)
     """Widths of the hidden layers of each gate."""
     first_context: tuple[str, ...] = ()
-    """Categorical features that decide the first MLP's gates, and `numbers` for all dense ones; empty: the gates are learned
-    constants."""
+    """Categorical features that determine the first MLP's gates, and `numbers` for all dense ones. If empty, the gates are
+    learned constants."""
     second_context: tuple[str, ...] = ()
-    """As first_context, for the second MLP."""
+    """Context of the second MLP's gates. See first_context."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,10 +63,9 @@ class FinalMLPConfig(ClickModelConfig):
 
 
 class FinalMLP(nn.Module):
-    """Logit w1 a + w2 b + sum over the heads of a_h W_h b_h, of the outputs a and b of the two MLPs.
+    """Logit w1 a + w2 b + sum over the heads of a_h W_h b_h, for outputs a and b of the two MLPs.
 
-    A number counts as a feature whose embedding is the number times a learned vector. Contexts of gates have the same embeddings
-    as the MLPs; FuxiCTR gives them separate ones.
+    The contexts of gates have the same embeddings as the MLPs. In FuxiCTR they have separate ones.
     """
 
     def __init__(self, config: FinalMLPConfig, inputs: ModelInputs, *, precision: Precision) -> None:
@@ -85,13 +84,12 @@ class FinalMLP(nn.Module):
             self.second_gate = _gate(config, "second_context", inputs, width, precision)
         first, second = self.first.out_features, self.second.out_features
         self.first_logit, self.second_logit = xavier_linear(first, 1), xavier_linear(second, 1, bias=False)
-        # Xavier of a matrix with one output, as FuxiCTR draws it.
+        # Xavier for a matrix with one output, as in FuxiCTR
         flat = torch.empty(first * second // config.heads, 1)
         shape = (config.heads, first // config.heads, second // config.heads)
         self.products = nn.Parameter(start_values(flat, nn.init.xavier_normal_).view(shape))
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         vectors = fields(dense, self.number_vectors, embedded)
         of_first = of_second = vectors.flatten(1)
         if self.first_gate is not None and self.second_gate is not None:
@@ -106,7 +104,7 @@ class FinalMLP(nn.Module):
 
 
 class _Gate(nn.Module):
-    """(rows, count, dim) -> float32 (rows, count * dim), from 0 to 2, computed from the vectors at `places`."""
+    """Gates from 0 to 2 from the vectors at `places`: [rows, count, dim] to float32 [rows, count * dim]."""
 
     def __init__(self, places: tuple[int, ...], width: int, config: FinalMLPConfig, precision: Precision) -> None:
         super().__init__()
@@ -120,8 +118,8 @@ class _Gate(nn.Module):
 
 
 class _ConstantGate(nn.Module):
-    """The same gates for all rows: float32 (count * dim,) from 0 to 2. FuxiCTR has an MLP of a constant 0 here, of which only the
-    last bias has gradients."""
+    """Gates from 0 to 2 that are equal for all rows, float32 [count * dim]. FuxiCTR has an MLP of a constant 0 instead, in which
+    only the last bias has gradients."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ def _gate(config: FinalMLPConfig, field: str, inputs: ModelInputs, width: int, p
 
 
 def _places(config: FinalMLPConfig, field: str, inputs: ModelInputs) -> tuple[int, ...]:
-    """Where the features of a context are among all fields. Raises InputError for one that the model does not have."""
+    """Return the indices of a context's features among all fields. Raises InputError for an unknown feature."""
     places: list[int] = []
     for name in getattr(config, field):
         if name in inputs.features:

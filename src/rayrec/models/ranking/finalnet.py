@@ -1,4 +1,4 @@
-"""FinalNet (Zhu et al., "FINAL: Factorized Interaction Layer for CTR Prediction", SIGIR 2023), and its settings."""
+"""FinalNet (Zhu et al., "FINAL: Factorized Interaction Layer for CTR Prediction", SIGIR 2023)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,31 +21,31 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class FinalNetConfig(ClickModelConfig):
-    """Two towers of factorized interaction layers, whose logits are averaged and which also learn from their mean."""
+    """Two towers of factorized interaction layers with averaged logits, which also learn from their mean."""
 
     first_tower: Annotated[tuple[Even, ...], MinLen(1)] = (400, 400)
-    """Widths of its layers, each even."""
+    """Layer widths of the first tower, each even."""
     second_tower: tuple[Even, ...] = (400, 400)
-    """Widths of its layers, each even; empty: there is one tower."""
+    """Layer widths of the second tower, each even. If empty, there is only one tower."""
     first_dropout: Share = 0.1
-    """Share of the first tower's activations that a step leaves out."""
+    """Dropout probability of the first tower's layers."""
     second_dropout: Share = 0.0
-    """Share of the second tower's activations that a step leaves out."""
+    """Dropout probability of the second tower's layers."""
     batch_norm: bool = True
-    """Normalize each layer's outputs over the global batch."""
+    """Whether to use batch norm, over the global batch, in each layer."""
     activation: Literal["relu", "none"] = "relu"
-    """What follows each layer."""
+    """Activation of each layer."""
     feature_gate: bool = True
-    """The first tower also gets its embeddings times a weight that is computed from all features."""
+    """Whether the first tower also takes gated embeddings, multiplied by weights computed from all features."""
     tower_losses: bool = True
-    """Add each tower's cross entropy with the probability of their mean to the loss."""
+    """Whether to add each tower's cross entropy with the mean's probability to the loss."""
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return FinalNet(self, inputs, precision=precision)
 
 
 class FinalNet(nn.Module):
-    """Logit (y1 + y2) / 2 of two towers. A number counts as a feature whose embedding is the number times a learned vector."""
+    """Network with logit (y1 + y2) / 2 of two towers."""
 
     def __init__(self, config: FinalNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FinalNet(nn.Module):
         count = inputs.num_dense + len(inputs.features)
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         self.gate = EmptyLinear(count, count) if config.feature_gate else None
-        if self.gate is not None:  # gates start as 1
+        if self.gate is not None:  # Initial gates are 1
             start_values(self.gate.weight, nn.init.zeros_)
             start_values(self.gate.bias, nn.init.ones_)
         width = count * dim * (2 if config.feature_gate else 1)
@@ -63,7 +63,7 @@ class FinalNet(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`; for `tower_losses` also the logits of each tower if there are two."""
+        """Return the label's logits, and for `tower_losses` the logits of each of two towers."""
         vectors = fields(dense, self.number_vectors, embedded)
         plain = gated = vectors.flatten(1)
         if self.gate is not None:
@@ -77,8 +77,8 @@ class FinalNet(nn.Module):
         return {**outputs, "first tower": first, "second tower": second} if self._tower_losses else outputs
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """(rows,): the cross entropy of the logit with the label, and for `tower_losses` of each tower with the logit's
-        probability."""
+        """Return the cross entropy of the logit with the label, plus, for `tower_losses`, of each tower with the logit's
+        probability. float32 [rows]."""
         logits = outputs[self._label]
         loss = functional.binary_cross_entropy_with_logits(logits, batch.labels[self._label], reduction="none")
         for tower in ("first tower", "second tower"):
@@ -90,7 +90,7 @@ class FinalNet(nn.Module):
 
 
 class _Tower(nn.Module):
-    """Factorized interaction layers: a half of each layer's linear outputs, and the product of both halves, side by side."""
+    """Factorized interaction layers: half of each layer's linear outputs, concatenated with the product of both halves."""
 
     def __init__(
         self, in_features: int, sizes: tuple[int, ...], dropout: float, config: FinalNetConfig, precision: Precision
@@ -105,7 +105,7 @@ class _Tower(nn.Module):
         self._dropout, self._relu, self._dtype = dropout, config.activation == "relu", compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(rows, in_features) -> logits (rows,), float32."""
+        """Return the float32 logits [rows] for inputs [rows, in_features]."""
         hidden = inputs.to(self._dtype)
         for layer, norm in zip(self.layers, self.norms, strict=True):
             assert isinstance(layer, EmptyLinear)

@@ -16,26 +16,24 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class GDCNConfig(ClickModelConfig):
-    """DCN V2 whose cross layers have gates, which hold back the products that do not help; it gains from more layers."""
+    """DCN V2 with gated cross layers, which suppress unhelpful products and make more layers useful."""
 
     structure: Literal["parallel", "stacked"] = "parallel"
-    """The MLP takes the features next to the cross layers (parallel), or takes what the cross layers give (stacked)."""
+    """Input of the MLP: the features (parallel) or the output of the cross layers (stacked)."""
     cross_layers: Count = 3
     """Number of gated cross layers."""
     mlp: Sizes = (400, 400, 400)
-    """Widths of the MLP's layers; empty: cross layers alone."""
+    """Layer widths of the MLP. If empty, there are only cross layers."""
     dropout: Share = 0.0
-    """Share of each MLP layer's activations that a step leaves out."""
+    """Dropout probability of each MLP layer."""
     batch_norm: bool = False
-    """Normalize each MLP layer's outputs over the global batch."""
+    """Whether to use batch norm, over the global batch, in the MLP."""
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return GDCN(self, inputs, precision=precision)
 
 
 class GDCN(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: GDCNConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label = inputs.label
@@ -52,5 +50,4 @@ class GDCN(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         return {self._label: self.network(fields(dense, self.number_vectors, embedded).flatten(1))}

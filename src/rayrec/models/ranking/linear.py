@@ -1,4 +1,4 @@
-"""Logistic regression: a weight for each category and each number (Richardson et al., "Predicting Clicks", WWW 2007)."""
+"""Logistic regression with a weight for each category and each number (Richardson et al., "Predicting Clicks", WWW 2007)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(ClickModelConfig):
-    """A sum of weights: what it knows of a row it knows of each feature alone. A baseline, and a good part of an ensemble on logs
-    of some thousand rows."""
+    """Sum of separate weights for each feature. A baseline, and useful in an ensemble on logs of a few thousand rows."""
 
     embedding_dim: Zero = 0
-    """Must stay 0: a category has one weight."""
+    """Must be 0, because a category has one weight."""
     number_scale: Positive = 10.0
-    """What the weights of numbers are multiplied by. An optimizer such as Adam moves a weight by about its learning rate a step,
-    whatever the gradient; where no network is behind a weight, a network's learning rate is too small for it."""
+    """Factor of the numbers' weights. Optimizers such as Adam change a weight by about the learning rate per step, which is too
+    small for a weight without a network behind it."""
     category_scale: Positive = 0.7
-    """Likewise of categories; below 1, since a learning rate for embeddings is too large for them."""
+    """Factor of the categories' weights. Below 1, because embedding learning rates are too large for them."""
 
     def embedding_settings(self) -> dict[str, Any]:
         return super().embedding_settings() | {"embedding_dim": ClickModelConfig.embedding_dim}
@@ -44,8 +43,6 @@ class LinearConfig(ClickModelConfig):
 
 
 class Linear(nn.Module):
-    """The first value of a table's row is the category's weight."""
-
     def __init__(self, config: LinearConfig, inputs: ModelInputs) -> None:
         super().__init__()
         self._label = inputs.label
@@ -55,6 +52,5 @@ class Linear(nn.Module):
         start_values(self.linear.bias, nn.init.zeros_)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         of_numbers = self._number_scale * self.linear(dense).squeeze(1)
         return {self._label: of_numbers + self._category_scale * embedded.stacked()[:, :, 0].sum(1)}

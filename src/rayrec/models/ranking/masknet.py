@@ -18,25 +18,25 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class MaskNetConfig(ClickModelConfig):
-    """Layers whose inputs are multiplied by a mask that is computed from all features."""
+    """Layers with inputs multiplied by a mask that is computed from all features."""
 
     structure: Literal["parallel", "serial"] = "serial"
-    """Whether all mask blocks take the features, with an MLP on top of them (parallel), or each takes the outputs of the one
-    before (serial)."""
+    """Block layout: all mask blocks take the features, with an MLP on top (parallel), or each takes the previous block's outputs
+    (serial)."""
     mlp: Sizes = (400, 400, 400)
-    """Widths of the mask blocks (serial), or of the MLP on top of the blocks (parallel)."""
+    """Widths of the mask blocks (serial), or of the MLP on top of them (parallel)."""
     num_blocks: Count = 3
-    """Number of mask blocks, if they are parallel."""
+    """Number of mask blocks (parallel)."""
     block_dim: Count = 64
-    """Width of each mask block, if they are parallel."""
+    """Width of each mask block (parallel)."""
     reduction_ratio: float = 1.0
-    """Width of a mask's hidden layer, as a multiple of the mask's width."""
+    """Width of a mask's hidden layer as a multiple of the mask's width."""
     dropout: Share = 0.0
-    """Share of each layer's activations that a step leaves out."""
+    """Dropout probability of each layer."""
     embedding_layer_norm: bool = True
-    """Normalize each feature's vector before it is multiplied by the mask."""
+    """Whether to apply layer norm to each feature's vector before the mask."""
     layer_norm: bool = True
-    """Normalize the outputs of each mask block."""
+    """Whether to apply layer norm to the outputs of each mask block."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,8 +50,6 @@ class MaskNetConfig(ClickModelConfig):
 
 
 class MaskNet(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: MaskNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label, dim = inputs.label, config.embedding_dim
@@ -74,7 +72,6 @@ class MaskNet(nn.Module):
             self.top = LogitTower(hidden, config.mlp, dropout=config.dropout, precision=precision)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         vectors = fields(dense, self.number_vectors, embedded)
         features = vectors.flatten(1)
         hidden = features if self.norms is None else self.norms(vectors).flatten(1)
@@ -87,7 +84,7 @@ class MaskNet(nn.Module):
 
 
 class _LayerNorms(nn.Module):
-    """(rows, count, dim) -> the same shape: a layer norm for each of `count` vectors."""
+    """Separate layer norm for each of `count` vectors, [rows, count, dim]."""
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
@@ -99,8 +96,8 @@ class _LayerNorms(nn.Module):
 
 
 class _MaskBlock(nn.Module):
-    """(rows, num_features), (rows, in_features) -> (rows, out_features): the mask of the features times the inputs, a linear
-    layer without bias, layer norm, ReLU and dropout."""
+    """Mask of the features times the inputs, a linear layer without bias, layer norm, ReLU and dropout. Maps [rows, num_features]
+    and [rows, in_features] to [rows, out_features]."""
 
     def __init__(
         self, num_features: int, in_features: int, out_features: int, config: MaskNetConfig, precision: Precision

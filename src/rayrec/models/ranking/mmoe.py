@@ -16,30 +16,28 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class MMoEConfig(ClickModelConfig):
-    """Several labels: experts that all labels share, and for each label a gate that weighs them and a tower."""
+    """Multi-label model with experts that all labels share, and a gate and a tower for each label."""
 
     SEVERAL_LABELS: ClassVar[bool] = True
 
     experts: Count = 4
     """Number of experts."""
     expert: SomeSizes = (512, 256, 128)
-    """Widths of each expert's layers."""
+    """Layer widths of each expert."""
     gate: Sizes = ()
-    """Widths of the layers of a gate before its softmax; empty, as in the paper: it is linear."""
+    """Widths of a gate's layers before its softmax. If empty, the gate is linear, as in the paper."""
     tower: Sizes = (128, 64)
-    """Widths of the layers of a label's tower."""
+    """Layer widths of each label's tower."""
     dropout: Share = 0.0
-    """Share of each layer's activations that a step leaves out."""
+    """Dropout probability of each layer."""
     batch_norm: bool = False
-    """Normalize each layer's outputs in experts, gates and towers over the global batch."""
+    """Whether to use batch norm, over the global batch, in experts, gates and towers."""
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return MMoE(self, inputs, precision=precision)
 
 
 class MMoE(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: MMoEConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._labels = inputs.label_names
@@ -51,7 +49,6 @@ class MMoE(nn.Module):
         self.towers = nn.ModuleList(LogitTower(config.expert[-1], config.tower, **settings) for _ in self._labels)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         inputs = fields(dense, self.number_vectors, embedded).flatten(1)
         experts = self.experts(inputs)
         return {

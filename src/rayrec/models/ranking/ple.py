@@ -1,5 +1,5 @@
 """PLE (Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning Model for Personalized Recommendations",
-RecSys 2020), and its settings."""
+RecSys 2020)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,38 +18,36 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class PLEConfig(ClickModelConfig):
-    """Several labels: levels of experts, of which each label has some of its own and shares others, and a tower for each label.
+    """Multi-label model with levels of shared and label-specific experts, and a tower for each label.
 
-    A gate weighs a label's own and the shared experts, so that labels that contradict each other disturb each other less than
-    in MMoE. Between levels the shared gate weighs the experts of all labels, as in the paper (FuxiCTR's: the shared ones alone).
+    A gate weights a label's own and the shared experts, so that conflicting labels interfere less than in MMoE. Between levels,
+    the shared gate weights the experts of all labels, as in the paper (in FuxiCTR only the shared ones).
     """
 
     SEVERAL_LABELS: ClassVar[bool] = True
 
     levels: Count = 1
-    """Levels of experts; each takes what the level before gave (one level: CGC)."""
+    """Number of expert levels, each on top of the previous one. One level is CGC."""
     own_experts: Count = 1
-    """Experts of each label in a level."""
+    """Number of each label's own experts per level."""
     shared_experts: Count = 1
-    """Experts in a level that all labels share."""
+    """Number of shared experts per level."""
     expert: SomeSizes = (512, 256, 128)
-    """Widths of each expert's layers."""
+    """Layer widths of each expert."""
     gate: Sizes = ()
-    """Widths of the layers of a gate before its softmax; empty, as in the paper: it is linear."""
+    """Widths of a gate's layers before its softmax. If empty, the gate is linear, as in the paper."""
     tower: Sizes = (128, 64)
-    """Widths of the layers of a label's tower."""
+    """Layer widths of each label's tower."""
     dropout: Share = 0.0
-    """Share of each layer's activations that a step leaves out."""
+    """Dropout probability of each layer."""
     batch_norm: bool = False
-    """Normalize each layer's outputs in experts, gates and towers over the global batch."""
+    """Whether to use batch norm, over the global batch, in experts, gates and towers."""
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return PLE(self, inputs, precision=precision)
 
 
 class PLE(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: PLEConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._labels = inputs.label_names
@@ -64,7 +62,6 @@ class PLE(nn.Module):
         self.towers = nn.ModuleList(LogitTower(in_features, config.tower, **settings) for _ in self._labels)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         inputs = fields(dense, self.number_vectors, embedded).flatten(1)
         states = [inputs] * (len(self._labels) + 1)
         for level in self.levels:
@@ -73,10 +70,9 @@ class PLE(nn.Module):
 
 
 class _Level(nn.Module):
-    """Experts and gates of each label, and those that labels share. The last level has no shared gate: no level takes its sum."""
+    """Experts and gates of each label, and shared ones. The last level has no shared gate because no level takes its output."""
 
     def __init__(self, in_features: int, labels: int, config: PLEConfig, settings: TowerSettings, *, last: bool) -> None:
-        """`settings`: those of all experts and gates."""
         super().__init__()
         own, shared = config.own_experts, config.shared_experts
 
@@ -92,8 +88,8 @@ class _Level(nn.Module):
         self.shared_gate = None if last else gate(labels * own + shared)
 
     def forward(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A state (rows, in_features) of each label, and the shared one -> the same, (rows, width); the last level: no shared
-        one."""
+        """Map the states of each label and the shared one, [rows, in_features], to [rows, width] each. The last level has no
+        shared output."""
         own = [experts(state) for experts, state in zip(self.own, states[:-1], strict=True)]
         shared = self.shared(states[-1])
         mixed = [

@@ -1,4 +1,4 @@
-"""Wide & Deep (Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016), and its settings."""
+"""Wide & Deep (Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016)."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class WideDeepConfig(ClickModelConfig):
-    """Adds the logits of a linear model and an MLP over the same features."""
+    """Linear model and MLP over the same features with added logits."""
 
     mlp: Sizes = (400, 400, 400)
-    """Widths of the layers over all features."""
+    """Layer widths of the MLP over all features."""
     dropout: Share = 0.0
-    """Share of each layer's activations that a step leaves out."""
+    """Dropout probability of each layer."""
     batch_norm: bool = False
-    """Normalize each layer's outputs over the global batch."""
+    """Whether to use batch norm, over the global batch, in each layer."""
 
     @property
     def width(self) -> int:
@@ -33,14 +33,13 @@ class WideDeepConfig(ClickModelConfig):
 
 
 class WideDeep(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector. The linear model takes the features
-    alone: a cross product of features is a column of the data."""
+    """Network whose linear model takes single features. A cross product of features is a column of the data."""
 
     def __init__(self, config: WideDeepConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label = inputs.label
         self.fields = FieldsAndLinear(inputs.num_dense, config.embedding_dim)
-        # The logit's bias is the MLP's. This one stays as it is: 0, or what a checkpoint has that was trained with both.
+        # The logit's bias is in the MLP. This one is constant: 0, or its value in a checkpoint trained with both.
         bias = self.fields.linear.bias.detach()
         del self.fields.linear.bias
         self.fields.linear.register_buffer("bias", bias)
@@ -53,6 +52,5 @@ class WideDeep(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         fields, wide = self.fields(dense, embedded)
         return {self._label: wide + self.deep(fields.flatten(1))}

@@ -1,4 +1,4 @@
-"""Wukong (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation", ICML 2024), and its settings."""
+"""Wukong (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation", ICML 2024)."""
 
 from dataclasses import dataclass
 
@@ -20,27 +20,25 @@ class WukongConfig(ClickModelConfig):
     num_layers: Count = 3
     """Number of layers."""
     linear_vectors: Count = 40
-    """Vectors of a layer's output that are linear in its input vectors."""
+    """Number of output vectors per layer that are linear in its input vectors."""
     product_vectors: Count = 40
-    """Vectors of a layer's output that are computed from the products of its input vectors."""
+    """Number of output vectors per layer that are computed from the products of its input vectors."""
     rank: Count = 8
-    """Number of vectors, weighted sums of all, with which each input vector is multiplied."""
+    """Number of weighted sums of all vectors by which each input vector is multiplied."""
     block_mlp: Sizes = (512, 256)
-    """Widths of the hidden layers over the products, in each layer."""
+    """Widths of the hidden layers over the products in each layer."""
     mlp: Sizes = (512, 256)
-    """Widths of the MLP on top of the last layer."""
+    """Layer widths of the MLP on top of the last layer."""
     dropout: Share = 0.0
-    """Share of the activations in each block_mlp that a step leaves out."""
+    """Dropout probability of the layers in each block_mlp."""
     mlp_batch_norm: bool = False
-    """Normalize the outputs of the layers in `mlp` over the global batch, as FuxiCTR does by default."""
+    """Whether to use batch norm, over the global batch, in `mlp`. FuxiCTR's default is True."""
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return Wukong(self, inputs, precision=precision)
 
 
 class Wukong(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: WukongConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label, dim = inputs.label, config.embedding_dim
@@ -53,7 +51,6 @@ class Wukong(nn.Module):
         self.top = LogitTower(count * dim, config.mlp, batch_norm=config.mlp_batch_norm, precision=precision)
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         vectors = fields(dense, self.number_vectors, embedded)
         for layer in self.layers:
             vectors = layer(vectors)
@@ -61,8 +58,8 @@ class Wukong(nn.Module):
 
 
 class _Layer(nn.Module):
-    """(rows, count, dim) -> float32 (rows, product_vectors + linear_vectors, dim): LN(concat(F(X), W X) + P X), with F(X) =
-    ReLU(MLP(LN(X Xᵀ Y))); P is the identity if the number of vectors stays the same."""
+    """Layer LN(concat(F(X), W X) + P X) with F(X) = ReLU(MLP(LN(X Xᵀ Y))), [rows, count, dim] to float32 [rows, product_vectors +
+    linear_vectors, dim]. P is the identity if the vector count is unchanged."""
 
     def __init__(self, count: int, config: WukongConfig, precision: Precision) -> None:
         super().__init__()

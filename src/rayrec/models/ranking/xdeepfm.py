@@ -17,16 +17,16 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class XDeepFMConfig(ClickModelConfig):
-    """Adds the logits of a linear model, a compressed interaction network and an MLP, which share the embeddings."""
+    """Linear model, compressed interaction network and MLP with common embeddings and added logits."""
 
     interaction: SomeSizes = (16, 16, 16)
-    """Vectors that each layer of the compressed interaction network gives; a layer adds one order of interactions."""
+    """Number of vectors in each layer of the compressed interaction network. Each layer adds one order of interactions."""
     mlp: Sizes = (400, 400, 400)
-    """Widths of the layers over all features; empty: there is no MLP."""
+    """Layer widths of the MLP over all features. If empty, the model has no MLP."""
     dropout: Share = 0.0
-    """Share of the MLP's activations that a step leaves out."""
+    """Dropout probability of the MLP's layers."""
     batch_norm: bool = False
-    """Normalize the outputs of the MLP's layers over the global batch."""
+    """Whether to use batch norm, over the global batch, in the MLP."""
 
     @property
     def width(self) -> int:
@@ -37,8 +37,6 @@ class XDeepFMConfig(ClickModelConfig):
 
 
 class XDeepFM(nn.Module):
-    """A number counts as a feature whose embedding is the number times a learned vector."""
-
     def __init__(self, config: XDeepFMConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         self._label = inputs.label
@@ -58,15 +56,14 @@ class XDeepFM(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
         fields, linear = self.fields(dense, embedded)
         logits = linear + self.interaction(fields)
         return {self._label: logits if self.deep is None else logits + self.deep(fields.flatten(1))}
 
 
 class CompressedInteraction(nn.Module):
-    """The logit of vectors that are weighted sums of products of every field with every vector of the layer before, value by
-    value (CIN). Without activation between layers, which the paper found best."""
+    """Compressed interaction network (CIN): the logit of weighted sums of elementwise products between all fields and all vectors
+    in the previous layer. No activation between layers, which is best in the paper."""
 
     def __init__(self, num_fields: int, sizes: Sequence[int], *, precision: Precision) -> None:
         super().__init__()
@@ -78,8 +75,8 @@ class CompressedInteraction(nn.Module):
         self._dtype = compute_dtype(precision)
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
-        """(rows, num_fields, dim) -> float32 (rows,)."""
-        first = fields.transpose(1, 2).to(self._dtype)  # a place of the vectors is a row of each product
+        """Return the float32 logits [rows] for fields [rows, num_fields, dim]."""
+        first = fields.transpose(1, 2).to(self._dtype)  # Each index of the vectors is a row of the products
         hidden, sums = first, []
         for layer in self.layers:
             assert isinstance(layer, EmptyLinear)

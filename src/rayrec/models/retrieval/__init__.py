@@ -1,1 +1,1 @@
-"""Retrieval models, one file each, as in `rayrec.models.ranking`: their networks choose items among all, without labels."""
+"""Retrieval models, one file each, as in `rayrec.models.ranking`. Their networks select among all items, without labels."""

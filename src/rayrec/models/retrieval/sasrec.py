@@ -1,5 +1,4 @@
-"""SASRec (Kang & McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018), with a softmax over all items, and its
-settings."""
+"""SASRec (Kang & McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018), with a softmax over all items."""
 
 from __future__ import annotations
 
@@ -23,17 +22,16 @@ if TYPE_CHECKING:
     from rayrec.batch import Batch
 
 _START_STD: Final = 0.02
-"""Standard deviation of the start values of the network's weights."""
+"""Standard deviation of the network's initial weights."""
 _EPS: Final = 1e-12
-"""Of layer norm, as in RecBole and BERT."""
+"""Epsilon of layer norm, as in RecBole and BERT."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SASRecConfig(ClickModelConfig):
-    """Predicts the next item of a list from the items before it, at each place of the list, by causal attention.
+    """Causal attention that predicts each item of a list from the items before it.
 
-    The list is the first feature of the schema's lists, in the order of time, with a `max_length`. All rows of its table are
-    candidates.
+    The list is the schema's first list, in chronological order, with a `max_length`. All rows of its table are candidates.
     """
 
     LABELLED: ClassVar[bool] = False
@@ -43,13 +41,13 @@ class SASRecConfig(ClickModelConfig):
     blocks: Count = 2
     """Number of blocks of attention and feed-forward layers."""
     attention_heads: Count = 2
-    """Number of attention heads of a block."""
+    """Number of attention heads per block."""
     hidden: Count = 256
     """Width of the feed-forward layers."""
     dropout: Share = 0.5
-    """Share of the activations that a step leaves out."""
+    """Dropout probability."""
     k: Count = 10
-    """Number of items that are predicted, and of the metrics at k."""
+    """Number of predicted items, and rank k of the metrics."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +83,7 @@ class SASRecConfig(ClickModelConfig):
 
 
 class SASRec(nn.Module):
-    """Layer norm follows attention and feed-forward layers, as in RecBole. Products have the precision's type."""
+    """Layer norm follows attention and feed-forward layers, as in RecBole. Products have the precision's dtype."""
 
     def __init__(self, config: SASRecConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
@@ -101,7 +99,7 @@ class SASRec(nn.Module):
         [rows] and `table`."""
         del dense
         items = embedded.sequences(self._feature)
-        # The last place of a full list has no target in training, and so no position of its own.
+        # The last position of a full list has no target in training, so it has no separate position embedding.
         positions = torch.cat([self.positions, self.positions[-1:]])
         hidden = functional.dropout(self.norm(self._padded(items, items.values) + positions), self._dropout, self.training)
         for block in self.blocks:
@@ -114,7 +112,7 @@ class SASRec(nn.Module):
         }
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return each row's mean cross entropy over the items after the first, 0 for lists of one item. float32 [rows]."""
+        """Return each row's mean cross entropy over the items after the first, 0 for lists of one item, float32 [rows]."""
         del batch
         places = torch.arange(1, self._length, device=outputs["ids"].device)
         rows, place = (places < outputs["lengths"].unsqueeze(1)).nonzero(as_tuple=True)
@@ -124,8 +122,8 @@ class SASRec(nn.Module):
         return total / (outputs["lengths"] - 1).clamp(min=1)
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return NDCG and recall at k of each list's last item, ranked among all items by the items before it; NaN for lists of
-        one item. float32 [rows] each."""
+        """Return NDCG and recall at k of each list's last item among all items, given the items before it. NaN for lists of one
+        item. float32 [rows] each."""
         del batch
         last = (outputs["lengths"] - 1).clamp(min=1)
         logits = self._logits(self._after(outputs["hidden"], last - 1), outputs["table"])
@@ -133,14 +131,14 @@ class SASRec(nn.Module):
         return rank_measures(logits, target.squeeze(1), k=self._k, known=outputs["lengths"] > 1)
 
     def predict(self, outputs: dict[str, torch.Tensor], embedded: Embedded) -> dict[str, torch.Tensor]:
-        """Return the k items that follow each list with the highest scores."""
+        """Return the k next items with the highest scores for each list."""
         del embedded
         logits = self._logits(self._after(outputs["hidden"], (outputs["lengths"] - 1).clamp(min=0)), outputs["table"])
         scores, items = logits.topk(self._k, dim=1)
         return {"items": items, "scores": scores}
 
     def _padded(self, items: Sequences, values: torch.Tensor) -> torch.Tensor:
-        """(ids, ...) -> (rows, max_length, ...): each row's list from the left, then zeros."""
+        """Convert [ids, ...] to [rows, max_length, ...], with zeros after the end of each list."""
         rows, lengths = items.rows, items.lengths
         place = torch.arange(values.shape[0], device=rows.device) - (lengths.cumsum(0) - lengths).index_select(0, rows)
         padded = values.new_zeros(lengths.shape[0], self._length, *values.shape[1:])
@@ -148,7 +146,7 @@ class SASRec(nn.Module):
 
     @staticmethod
     def _after(hidden: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """(rows, max_length, dim), (rows,) -> (rows, dim): each row's state at one place."""
+        """Return the state of each row at one place, [rows, dim]."""
         return hidden.gather(1, place.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
 
     def _logits(self, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -156,7 +154,7 @@ class SASRec(nn.Module):
 
 
 class _Block(nn.Module):
-    """(rows, places, dim) -> (rows, places, dim): each place attends to itself and those before it."""
+    """Block in which each place attends to itself and earlier places, [rows, places, dim]."""
 
     def __init__(self, config: SASRecConfig, *, dtype: torch.dtype) -> None:
         super().__init__()

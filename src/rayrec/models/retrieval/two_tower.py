@@ -1,5 +1,5 @@
 """Two towers with sampled softmax over the items of all workers' batches (Yi et al., "Sampling-Bias-Corrected Neural Modeling for
-Large Corpus Item Recommendations", RecSys 2019), and their settings."""
+Large Corpus Item Recommendations", RecSys 2019)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from rayrec.batch import Batch
 
 _BUCKETS: Final = 1 << 16
-"""Counters of items, by the item's id modulo this."""
+"""Number of item counters. Items share one if their ids are equal modulo this."""
 _DECAY: Final = 0.99
-"""Share of a counter that a step keeps."""
+"""Factor of the counters in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoTowerConfig(ClickModelConfig):
-    """Gives users and items vectors of one space; a row of the log is a user with an item that was chosen.
+    """Vectors of users and items in one space. A row of the log is a user with a chosen item.
 
-    Each row's item is told from the items of all rows in the step, corrected for how often these occur. Dense features and lists
+    Discriminates the row's item from the items of all rows in the step, corrected for their frequency. Dense features and lists
     belong to the user.
     """
 
@@ -44,7 +44,7 @@ class TwoTowerConfig(ClickModelConfig):
     embedding_dim: int = 32
     """Width of every embedding."""
     item_features: tuple[str, ...] = ("item",)
-    """Features of the item, the first of them its id. All other features are the user's."""
+    """Features of the item. The first one is its id. All other features are the user's."""
     user_tower: Sizes = (64,)
     """Widths of the hidden layers of the user's tower."""
     item_tower: Sizes = ()
@@ -54,9 +54,9 @@ class TwoTowerConfig(ClickModelConfig):
     temperature: Positive = 0.1
     """Divisor of the cosine of two vectors."""
     dropout: Share = 0.0
-    """Share of each layer's activations that a step leaves out."""
+    """Dropout probability of each layer's outputs."""
     k: Count = 10
-    """Rank of the metrics at k."""
+    """Rank k of the metrics."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +64,7 @@ class TwoTowerConfig(ClickModelConfig):
             raise InputError("TwoTowerConfig.item_features: must name at least the item's id, got none.")
 
     def user_features(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Return the features of the user. Raises InputError if there are none, or the item's are not single categories."""
+        """Return the user's features. Raises InputError without any, or if an item feature is not a single category."""
         lists = [name for name, _ in inputs.lists]
         for name in self.item_features:
             if name not in inputs.features or name in lists:
@@ -79,10 +79,10 @@ class TwoTowerConfig(ClickModelConfig):
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         self.user_features(inputs)
-        return self.item_features[:1]  # whose ids tell which rows have the same item
+        return self.item_features[:1]  # Its ids identify rows with the same item
 
     def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """The table of items, if it alone describes them: evaluations then rank all items."""
+        """Return the item table if the items have no other features. Evaluations then rank all items."""
         del inputs
         return () if self.item_features[1:] else self.item_features
 
@@ -98,7 +98,7 @@ class TwoTowerConfig(ClickModelConfig):
 
 
 class TwoTower(nn.Module):
-    """Two MLPs, whose outputs have the norm 1."""
+    """Two MLPs with outputs of norm 1."""
 
     item_counts: torch.Tensor
 
@@ -117,8 +117,8 @@ class TwoTower(nn.Module):
         self.register_buffer("item_counts", torch.zeros(_BUCKETS))
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """Return the vectors `user` and `item` [rows, vector], the item's `ids` [rows], and in an evaluation the `table` of
-        items, if it alone describes them."""
+        """Return the vectors `user` and `item` [rows, vector], the item's `ids` [rows], and in evaluations the item `table`, if
+        `full_tables` has it."""
         features = torch.cat([dense, *(embedded[name] for name in self._users)], dim=1)
         first = self._items[0]
         outputs = {
@@ -131,7 +131,7 @@ class TwoTower(nn.Module):
         return outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return each row's cross entropy of its item among the items of all rows of the step. Collective. float32 [rows]."""
+        """Return each row's cross entropy of its item among the items of all rows in the step, float32 [rows]. Collective."""
         del batch
         (items, own), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
         logits = outputs["user"] @ items.T / self._temperature - self._log_frequency(ids)
@@ -139,8 +139,8 @@ class TwoTower(nn.Module):
         return functional.cross_entropy(self._without_own(logits, outputs["ids"], ids, target), target, reduction="none")
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return NDCG and recall at k of each row's item, ranked among all items of the table or, if it does not describe
-        them, among those of the step. Collective. float32 [rows] each."""
+        """Return NDCG and recall at k of each row's item among the table's items, or the step's items without a table. float32
+        [rows] each. Collective."""
         del batch
         if "table" in outputs:
             items, target = self._vector(self.item_tower, outputs["table"]), outputs["ids"]
@@ -162,13 +162,13 @@ class TwoTower(nn.Module):
 
     @staticmethod
     def _without_own(logits: torch.Tensor, own_ids: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The logits, those of other rows with the row's own item left out."""
+        """Mask the logits of other rows with the same item as the row."""
         same = own_ids.unsqueeze(1) == ids
         same.scatter_(1, target.unsqueeze(1), value=False)
         return logits.masked_fill(same, -torch.inf)
 
     def _log_frequency(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logarithm of each item's share of the rows of the last steps, the same on all workers. float32 [ids]."""
+        """Return the logarithm of each item's share of recent rows, equal on all workers, float32 [ids]."""
         bucket = ids % _BUCKETS
         if self.training:
             with torch.no_grad():
