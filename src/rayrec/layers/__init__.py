@@ -1,1 +1,1 @@
-"""Layers that click models are made of; plain torch, neither TorchRec nor Ray."""
+"""Layers of click models, in plain torch without TorchRec or Ray."""

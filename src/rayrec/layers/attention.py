@@ -14,10 +14,10 @@ from rayrec.layers.tower import Dice, xavier_linear
 
 @final
 class AttentionPooling(nn.Module):
-    """Sum of a sequence's embeddings, each times a weight that a network computes from it and the row's target.
+    """Sum of a sequence's embeddings, weighted by a network that takes each embedding and the row's target.
 
-    The network's input is target, embedding, their difference and their product, side by side. The weights are not normalized,
-    so that the sum tells how strong an interest is.
+    The network's input is the concatenated target, embedding, difference and product. The weights are not normalized, so that the
+    sum shows how strong an interest is.
     """
 
     def __init__(self, dim: int, sizes: Sequence[int], *, precision: Precision = "fp32") -> None:
@@ -32,7 +32,7 @@ class AttentionPooling(nn.Module):
         self._dtype = compute_dtype(precision)
 
     def forward(self, target: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-        """float32 (rows, dim) targets and sequences of as many rows -> float32 (rows, dim), 0 for a row without ids."""
+        """Return the weighted sums, 0 for a row without ids, float32 [rows, dim]. `target`: float32 [rows, dim]."""
         hidden = self._first(self.layers[0] if len(self.layers) else self.weight, target, sequences)
         for number, activation in enumerate(self.activations):
             hidden = activation(hidden)
@@ -44,7 +44,7 @@ class AttentionPooling(nn.Module):
         return sequences.sum(sequences.values * hidden.float())
 
     def _first(self, layer: nn.Module, target: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-        """The product of the inputs with a layer's weights. What depends on the target alone is computed once a row."""
+        """Compute the product of the inputs with a layer's weights. Computes the target's part once per row."""
         assert isinstance(layer, EmptyLinear)
         of_target, of_value, of_difference, of_product = layer.weight.chunk(4, dim=1)
         dtype, values = self._dtype, sequences.values
@@ -56,15 +56,15 @@ class AttentionPooling(nn.Module):
 
 @final
 class FieldAttention(nn.Module):
-    """(rows, fields, in_dim) -> (rows, fields, dim): every head gives each field a mixture of all fields, weighted by a softmax;
-    the heads side by side, plus the field itself, go through ReLU.
+    """Attention of each head over all fields, [rows, fields, in_dim] to [rows, fields, dim]. The concatenated heads, plus the
+    field itself, go through ReLU.
 
-    Products have the precision's type; the softmax is float32.
+    Products have the precision's dtype. The softmax is float32.
     """
 
     def __init__(self, in_dim: int, dim: int, heads: int, *, scale: bool, dropout: float, precision: Precision = "fp32") -> None:
-        """`scale`: divide a product of query and key by the square root of a head's width. The field itself is projected if
-        `in_dim` is not `dim`."""
+        """`scale`: whether to divide attention scores by the square root of the head width. If `in_dim` is not `dim`, the field
+        itself is projected."""
         super().__init__()
         self.query, self.key, self.value = (xavier_linear(in_dim, dim, bias=False) for _ in range(3))
         self.shortcut = xavier_linear(in_dim, dim, bias=False) if in_dim != dim else None

@@ -1,4 +1,4 @@
-"""Batch normalization over the global batch, whatever rows each worker gets."""
+"""Batch normalization over the global batch, with any number of rows per worker."""
 
 from typing import Final, final
 
@@ -8,22 +8,22 @@ from torch import nn
 from rayrec.collectives import all_reduce_sum, num_workers
 
 _FEWEST_ROWS: Final = 2
-"""Of which torch's own operator estimates a variance."""
+"""Minimum row count for a variance estimate by torch's operator."""
 
 
 @final
 class GlobalBatchNorm(nn.Module):
-    """(rows, features) -> the same shape, normalized by mean and variance over all workers' rows (Ioffe and Szegedy, 2015).
+    """Normalization by mean and variance over the rows of all workers, [rows, features] (Ioffe and Szegedy, 2015).
 
-    In eval mode by the running statistics, which are the same on every worker. A worker may hold any number of rows, also none.
-    Arithmetic is float32; the output has the input's type. torch's SyncBatchNorm does the same for GPUs alone.
+    Eval mode uses the running statistics, which are equal on all workers. A worker may have no rows. Arithmetic is float32, and
+    the output has the input's dtype. torch's SyncBatchNorm does the same, but only on GPUs.
     """
 
     running_mean: torch.Tensor
     running_var: torch.Tensor
 
     def __init__(self, features: int, *, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
-        """`affine`: multiplied by a learned weight and shifted by a learned bias, one each for a feature."""
+        """`affine`: whether to multiply each feature by a learned weight and add a learned bias."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(features)) if affine else None
         self.bias = nn.Parameter(torch.zeros(features)) if affine else None
@@ -40,7 +40,7 @@ class GlobalBatchNorm(nn.Module):
                 inputs, self.running_mean, self.running_var, self.weight, self.bias, self.training, self._momentum, self._eps
             )
         ones = inputs.new_ones(1).mul_(len(inputs))
-        # One exchange for the mean, one for the variance around it: a difference of squares would lose digits.
+        # Two exchanges, for the mean and then the variance around it: a difference of squares would lose digits.
         count, total = all_reduce_sum(ones, inputs.sum(0))
         count = count.detach().clamp(min=1)
         mean = total / count

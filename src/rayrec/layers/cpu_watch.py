@@ -1,4 +1,4 @@
-"""Shorter OpenMP waits if other processes use the CPUs."""
+"""Shorter OpenMP waits while other processes use the CPUs."""
 
 import ctypes
 import os
@@ -15,30 +15,30 @@ from rayrec.native import library
 
 _INTERVAL_S = 0.1
 _WAITING = 0.45
-"""Smallest share of its runnable time that a thread waits for a CPU under contention. Measured on 2 cores: 0.1 at the median
-beside data tasks of the same run, 0.5 and more beside one busy process, where threads that spin share the other core."""
+"""Minimum share of its runnable time that a thread waits for a CPU under contention. Measured on 2 cores: 0.1 at the median next
+to data tasks of the same run, and 0.5 or more next to one busy process."""
 _CONTENDED_INTERVALS = 5
-"""Contended intervals in a row that shorten waits: starts of other processes of a run take less."""
+"""Number of consecutive contended intervals before waits are shortened. Process starts of a run take fewer."""
 _RUNNABLE = 0.2
-"""Share of an interval that a thread must be runnable to be judged."""
+"""Minimum runnable share of an interval for a thread to count."""
 _MIN_SHORT_S, _MAX_SHORT_S = 1.0, 60.0
 _MAX_CPUS = 64
-"""Machines with more keep OpenMP's waits: shortening them costs an idle thread a CPU."""
+"""Maximum CPU count. On larger machines, waits stay unchanged: shortening them costs an idle thread per CPU."""
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @final
 class CpuWatch:
-    """Watches how long the operator threads of the calling thread wait for a CPU, until `close`.
+    """Thread that measures how long the operator threads of the calling thread wait for a CPU, until `close`.
 
-    Between two operators the threads of GNU's OpenMP library, which torch uses on CPU, spin for some milliseconds before they
-    sleep. On idle CPUs that is fastest. If other processes use the CPUs, threads spin for a thread that has no CPU, and training
-    becomes up to 80 times slower. During contention waits are 3,000 times shorter, unless the environment sets them
-    (OMP_WAIT_POLICY, GOMP_SPINCOUNT). Results are the same to the bit. Without /proc/PID/task/TID/schedstat nothing is watched.
+    Between two operators, the threads of GNU's OpenMP library, which torch uses on CPU, spin for some milliseconds before they
+    sleep. This is fastest on idle CPUs. If other processes use the CPUs, threads spin for a thread without a CPU, and training is
+    up to 80 times slower. During contention, waits are 3,000 times shorter, unless the environment sets them (OMP_WAIT_POLICY,
+    GOMP_SPINCOUNT). Results are bit-identical. Without /proc/PID/task/TID/schedstat nothing is measured.
     """
 
     def __init__(self, on_contention: Callable[[float], None] = lambda waiting: None) -> None:
-        """`on_contention`: called once, in a thread of the watch, with the share of its runnable time that a thread waited."""
+        """Start the thread. It calls `on_contention` once, with the share of its runnable time that an operator thread waited."""
         self._on_contention: Callable[[float], None] | None = on_contention
         self._paths: Final = [Path(f"/proc/self/task/{thread}/schedstat") for thread in _operator_threads()]
         self._short: Final = _ShortWaits() if _can_shorten_waits(len(self._paths)) else None
@@ -48,7 +48,7 @@ class CpuWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """End the watch; waits are long again."""
+        """Stop the thread and restore long waits."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -63,7 +63,7 @@ class CpuWatch:
             if self._short is not None:
                 self._short.set(short)
             if short and self._on_contention is not None:
-                self._on_contention(waiting)  # may wait for a store
+                self._on_contention(waiting)  # May wait for a store
                 self._on_contention = None
         if self._short is not None:
             self._short.set(False)
@@ -71,8 +71,8 @@ class CpuWatch:
 
 @final
 class WaitPolicy:
-    """Decides when waits are short: after half a second of contention. Long waits are then tried for one interval: after 1 s, and
-    while contention goes on after 2, 4, ... 60 s. Pure."""
+    """Decision when to shorten waits: after half a second of contention. Then tries long waits for one interval after 1 s, and
+    during further contention after 2, 4, ... 60 s. Pure."""
 
     def __init__(self) -> None:
         self._contended = 0
@@ -84,7 +84,7 @@ class WaitPolicy:
         if self._until_s is not None:
             if now_s < self._until_s:
                 return True
-            self._until_s, self._contended = None, _CONTENDED_INTERVALS - 1  # one more suffices
+            self._until_s, self._contended = None, _CONTENDED_INTERVALS - 1  # One more suffices
             self._short_s = min(2 * self._short_s, _MAX_SHORT_S)
             return False
         self._contended = self._contended + 1 if waiting >= _WAITING else 0
@@ -97,8 +97,8 @@ class WaitPolicy:
 
 
 def waiting_share(before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> float:
-    """Return the largest share of its runnable time that a thread waited for a CPU. Threads that were runnable for less than a
-    fifth of the interval do not count. Both: (running, waiting) of each thread since it began, in ns. Pure."""
+    """Return the maximum share of its runnable time that a thread waited for a CPU. Ignores threads that were runnable for less
+    than a fifth of the interval. Arguments are (running, waiting) of each thread since its start, in ns. Pure."""
     shares = [0.0]
     for (run_before, wait_before), (run, wait) in zip(before, now, strict=True):
         runnable = run - run_before + wait - wait_before
@@ -110,19 +110,19 @@ def waiting_share(before: Sequence[tuple[int, int]], now: Sequence[tuple[int, in
 def _run_and_wait_ns(path: Path) -> tuple[int, int]:
     try:
         run, wait, _ = path.read_text().split()
-    except OSError:  # the thread has ended
+    except OSError:  # The thread has ended
         return 0, 0
     return int(run), int(wait)
 
 
 class _CTeam(ctypes.Structure):
-    """rayrec_team of native/kernels.h."""
+    """Mirror of rayrec_team in native/kernels.h."""
 
     _fields_ = [("ids", ctypes.POINTER(ctypes.c_int64)), ("capacity", ctypes.c_int64), ("count", ctypes.c_int64)]
 
 
 def _run_in_team(num_threads: int) -> list[int]:
-    """Start `num_threads` OpenMP threads of the calling thread -> their Linux thread ids."""
+    """Start `num_threads` OpenMP threads of the calling thread and return their Linux thread ids."""
     ids = (ctypes.c_int64 * num_threads)()
     team = _CTeam(ids, num_threads, 0)
     parallel = openmp_parallel()
@@ -137,7 +137,7 @@ def _operator_threads() -> list[int]:
 
 
 def _can_shorten_waits(num_threads: int) -> bool:
-    """Return whether this is GNU's library, on a machine that is small enough, and the user left waits to it."""
+    """Return whether this is GNU's library, on a small enough machine, and without user settings for waits."""
     chosen = any(name in os.environ for name in _WAIT_VARIABLES)
     gnu = openmp_parallel() is not None and not hasattr(ctypes.CDLL(None), "kmp_set_blocktime")
     return num_threads > 1 and gnu and not chosen and len(os.sched_getaffinity(0)) <= _MAX_CPUS
@@ -145,10 +145,10 @@ def _can_shorten_waits(num_threads: int) -> bool:
 
 @final
 class _ShortWaits:
-    """Shortens the waits of all OpenMP threads of this process.
+    """Switch for short waits of all OpenMP threads in this process.
 
     GNU's library spins 100 instead of 300,000 times if it has more threads than CPUs (`gomp_throttled_spin_count_var` in
-    libgomp's env.c). A thread of ours keeps a team of as many idle threads as there are CPUs.
+    libgomp's env.c). A thread of ours keeps as many idle OpenMP threads as there are CPUs.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class _ShortWaits:
         self._keeper: threading.Thread | None = None
 
     def set(self, short: bool) -> None:
-        """Make waits short or long; returns when they are."""
+        """Make waits short or long, effective on return."""
         if short and self._released is None:
             started, self._released = threading.Event(), threading.Event()
             self._keeper = threading.Thread(

@@ -1,4 +1,4 @@
-"""Cross layers, which multiply what they compute by the features that the first of them got, and an MLP after or next to them."""
+"""Cross layers, which multiply their results by the input of the first layer, with an MLP after or next to them."""
 
 from collections.abc import Sequence
 from typing import Literal, Unpack, final
@@ -14,10 +14,10 @@ Structure = Literal["parallel", "stacked", "stacked_parallel"]
 
 @final
 class CrossLayer(nn.Module):
-    """x0 * (W x + b) + x (Wang et al., "DCN V2", WWW 2021): (rows, width) twice -> (rows, width), in the precision's type.
+    """Layer x0 * (W x + b) + x for two inputs [rows, width], in the precision's dtype (Wang et al., "DCN V2", WWW 2021).
 
-    With `low_rank` W is a product of two matrices of this rank. With `gated` the product is also multiplied by sigmoid(W_g x) and
-    biases start uniform in [0, 1) (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network", CIKM 2023).
+    With `low_rank`, W is a product of two matrices of this rank. With `gated`, the product is also multiplied by sigmoid(W_g x),
+    and initial biases are uniform in [0, 1) (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network", CIKM 2023).
     """
 
     def __init__(self, width: int, *, low_rank: int | None = None, gated: bool = False, precision: Precision = "fp32") -> None:
@@ -30,7 +30,7 @@ class CrossLayer(nn.Module):
         self._dtype = compute_dtype(precision)
 
     def forward(self, first: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """`first`: x0, `inputs`: x."""
+        """Compute the layer for `first`, x0, and `inputs`, x."""
         last = (self.linear.weight, self.linear.bias)
         parameters = last if self.down is None else (self.down.weight, None, *last)
         factor = linear_stack(inputs, parameters, relus=(False,) * (len(parameters) // 2), dtype=self._dtype)
@@ -42,7 +42,7 @@ class CrossLayer(nn.Module):
 
 @final
 class Crosses(nn.ModuleList):
-    """`CrossLayer`s: (rows, width) -> (rows, width), in the precision's type."""
+    """Stack of `CrossLayer`s, [rows, width], in the precision's dtype."""
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
         crossed = first
@@ -53,14 +53,14 @@ class Crosses(nn.ModuleList):
 
 @final
 class CrossMixture(nn.Module):
-    """Cross layers of low-rank experts: x <- sum over experts e of g_e(x) x0 * (U_e tanh(C_e tanh(V_e x)) + b) + x, with g the
-    softmax of a linear gate that all layers share (Wang et al., "DCN V2", WWW 2021). Shapes as `Crosses`."""
+    """Cross layers of low-rank experts (Wang et al., "DCN V2", WWW 2021): x <- sum over experts e of g_e(x) x0 * (U_e tanh(C_e
+    tanh(V_e x)) + b) + x. g is the softmax of a common linear gate. Shapes as in `Crosses`."""
 
     def __init__(self, width: int, *, layers: int, experts: int, low_rank: int, precision: Precision) -> None:
         super().__init__()
 
         def matrices(rows: int, columns: int) -> nn.ParameterList:
-            """A layer's matrices of all experts side by side, each drawn alone."""
+            """Return stacked matrices of the experts of each layer, each drawn separately."""
             drawn = [
                 [start_values(torch.empty(rows, columns), nn.init.xavier_normal_) for _ in range(experts)] for _ in range(layers)
             ]
@@ -79,18 +79,17 @@ class CrossMixture(nn.Module):
             hidden = torch.einsum("rw,ekw->rek", crossed, down.to(self._dtype)).tanh()
             hidden = torch.einsum("rek,ejk->rej", hidden, core.to(self._dtype)).tanh()
             mixed = torch.einsum("rej,ewj->rw", hidden * shares.unsqueeze(2), up.to(self._dtype))
-            # The shares sum to 1, so that the bias of the mixture is that of each expert.
+            # The shares sum to 1, so the bias of the mixture equals each expert's bias.
             crossed = torch.addcmul(crossed, first, mixed + bias.to(self._dtype))
         return crossed
 
 
 @final
 class CrossAndDeep(nn.Module):
-    """Cross layers and an MLP: (rows, width) -> float32 logits (rows,).
+    """Cross layers and an MLP, [rows, width] to float32 logits [rows].
 
-    The MLP takes what the cross layers give (stacked), or the same inputs as they do, and the logit is computed from both outputs
-    side by side (parallel). With `stacked_parallel` there are both MLPs, side by side. Without `mlp` the logit is computed from
-    the cross layers alone.
+    The MLP takes the output of the cross layers (stacked), or the same inputs, with the logit computed from both concatenated
+    outputs (parallel). `stacked_parallel` has both MLPs. Without `mlp`, the logit is computed from the cross layers only.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class CrossAndDeep(nn.Module):
         structure: Structure,
         **settings: Unpack[TowerSettings],
     ) -> None:
-        """`mlp`: the only one, or the parallel one beside `stacked_mlp`."""
+        """`mlp`: layer widths of the only MLP, or of the parallel one in addition to `stacked_mlp`."""
         super().__init__()
         self.crosses = crosses
         precision = settings.get("precision", "fp32")

@@ -1,8 +1,8 @@
-"""The DLRM network (Naumov et al., 2019), and how its dense and sparse features meet: pairwise dot products, low-rank crosses, or
-a product of two projections.
+"""DLRM network (Naumov et al., 2019) with three feature interactions: pairwise dot products, low-rank crosses, or a product of
+two projections.
 
-A sharded collection delivers its features table by table, worker by worker. Each interaction brings them into the
-features' own order (the dot product by the choice of pairs, at no cost), so that the result never depends on the plan.
+Sharded collections return features by table and worker. Each interaction reorders them (the dot product for free, by its choice
+of pairs), so the result does not depend on the plan.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from rayrec.layers.mlp import MLP, Precision, compute_dtype, linear_stack, start
 
 
 class Interaction(nn.Module, ABC):
-    """(rows, dim) dense and the pooled embeddings of `features` to (rows, out_features)."""
+    """Interaction of dense features [rows, dim] with the pooled embeddings of `features`, to [rows, out_features]."""
 
     out_features: int
 
@@ -30,11 +30,11 @@ class Interaction(nn.Module, ABC):
 
     @abstractmethod
     def combine(self, dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
-        """Combine `dense` with `sparse` (rows, num_sparse * dim), whose features are in the order `order`."""
+        """Combine `dense` with `sparse` [rows, num_sparse * dim], which has its features in the order `order`."""
 
 
 class DotInteraction(Interaction):
-    """The dense vector and all pairwise dot products, upper triangle without diagonal (Naumov et al., DLRM, 2019)."""
+    """Dense vector and all pairwise dot products, upper triangle without diagonal (Naumov et al., DLRM, 2019)."""
 
     def __init__(self, features: Sequence[str], *, dim: int) -> None:
         super().__init__(features, dim=dim)
@@ -55,7 +55,7 @@ class DotInteraction(Interaction):
 
 
 class CrossInteraction(Interaction):
-    """Low-rank crosses x <- x0 * (W(Vx) + b) + x over all features side by side (Wang et al., DCN V2, 2021)."""
+    """Low-rank crosses x <- x0 * (W(Vx) + b) + x over all concatenated features (Wang et al., DCN V2, 2021)."""
 
     def __init__(
         self, features: Sequence[str], *, dim: int, num_layers: int, low_rank: int, precision: Precision = "fp32"
@@ -81,9 +81,9 @@ class CrossInteraction(Interaction):
 
 
 class ProjectionInteraction(Interaction):
-    """The dense vector and the products of two MLPs over all features, (rows, F1, dim) x (rows, dim, F2).
+    """Dense vector and the products of two MLPs over all features, [rows, F1, dim] x [rows, dim, F2].
 
-    The last size of each branch must be a multiple of `dim` (torchrec's InteractionProjectionArch).
+    The last width of each branch must be a multiple of `dim` (torchrec's InteractionProjectionArch).
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ProjectionInteraction(Interaction):
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, interaction and top MLP, which gives one logit for each label."""
+    """Bottom MLP, interaction and top MLP with one logit for each label."""
 
     def __init__(self, labels: Sequence[str], bottom_mlp: MLP, interaction: Interaction, top_mlp: MLP) -> None:
         super().__init__()
@@ -120,7 +120,6 @@ class DLRM(nn.Module):
         self._labels = labels
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
-        """See `ClickModelConfig.build`."""
-        bottom = self.bottom_mlp(dense)  # while embeddings are exchanged
+        bottom = self.bottom_mlp(dense)  # During the exchange of embeddings
         logits = self.top_mlp(self.interaction(bottom, embedded))
         return dict(zip(self._labels, logits.unbind(1), strict=True))

@@ -1,4 +1,4 @@
-"""DLRM's interaction: the dot products of all pairs of a row's vectors, with their gradients."""
+"""DLRM's interaction: dot products of all pairs of a row's vectors, with gradients."""
 
 import ctypes
 from functools import lru_cache
@@ -12,15 +12,14 @@ from rayrec.layers.keyed_embeddings import Order, places_of
 
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}  # rayrec_values_kind of native/kernels.h
 _ROWS_AT_ONCE: Final = 256
-"""That a thread takes: they keep it busy for some 70 us."""
+"""Number of rows that a thread takes at a time, about 70 us of work."""
 
 
 def pairwise_dots(dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
-    """(rows, dim), (rows, features * dim) -> (rows, dim + pairs), in the type of `dense`: the dense vector, then the product of
-    each two vectors, the dense one first and then the features' in their own order: (0, 1), (0, 2), ..., (1, 2), ... `sparse` has
-    them in `order` (Naumov et al., DLRM, 2019).
+    """Concatenate the dense vector and the products of all vector pairs, dtype of `dense` [rows, dim + pairs].
 
-    On CPU a kernel does it, which reads and writes each value once and sums in float32.
+    Pairs are (0, 1), (0, 2), ..., (1, 2), ... with the dense vector first, then the features (Naumov et al., DLRM, 2019). On CPU,
+    a kernel reads and writes each value once and sums in float32. `sparse`: [rows, features * dim], with the features in `order`.
     """
     if dense.is_cpu and dense.dtype in _KINDS and sparse.dtype in _KINDS:
         return _KernelDots.apply(dense, sparse, places_of(order))
@@ -40,7 +39,7 @@ class _KernelDots(torch.autograd.Function):
 
 
 class _OperatorDots(torch.autograd.Function):
-    """The same by torch's operators, for any device."""
+    """Implementation with torch operators, for any device."""
 
     @staticmethod
     def forward(
@@ -50,7 +49,7 @@ class _OperatorDots(torch.autograd.Function):
         num_vectors = 1 + sparse.shape[1] // dim
         vectors = torch.cat([dense, sparse.to(dense.dtype)], dim=1).view(rows, num_vectors, dim)
         dots = torch.bmm(vectors, vectors.transpose(1, 2)).view(rows, num_vectors * num_vectors)
-        # gather with an expanded index uses all threads; index_select along columns uses one.
+        # gather with an expanded index uses all threads, index_select along columns uses one.
         pairs = torch.gather(dots, 1, pair_of.expand(rows, -1))
         ctx.save_for_backward(vectors, column_of)
         ctx.sparse_dtype = sparse.dtype
@@ -60,8 +59,8 @@ class _OperatorDots(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         vectors, column_of = ctx.saved_tensors
         rows, num_vectors, dim = vectors.shape
-        gradient = gradients[0].float()  # float32: gathering two-byte columns is slower, and tables learn in float32
-        # d(x_i . x_j) goes to both vectors: a symmetric matrix of gradients times the vectors.
+        gradient = gradients[0].float()  # float32: gathering two-byte columns is slower, and table updates are float32
+        # d(x_i . x_j) goes to both vectors: a symmetric gradient matrix times the vectors.
         symmetric = torch.gather(gradient, 1, column_of.expand(rows, -1)).view(rows, num_vectors, num_vectors)
         symmetric.diagonal(dim1=1, dim2=2).zero_()
         result = torch.bmm(symmetric, vectors.float())
@@ -72,7 +71,7 @@ class _OperatorDots(torch.autograd.Function):
 
 @lru_cache(maxsize=16)
 def _indices(order: Order, dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each pair stands among the dot products, and which output column each dot product feeds."""
+    """Return the index of each pair among the dot products, and the output column of each dot product."""
     num_vectors = len(order) + 1
     place_of = torch.empty(num_vectors, dtype=torch.long)
     place_of[torch.tensor([0, *(feature + 1 for feature in order)])] = torch.arange(num_vectors)
@@ -85,7 +84,7 @@ def _indices(order: Order, dim: int, device: torch.device) -> tuple[torch.Tensor
 
 
 class _CDots(ctypes.Structure):
-    """rayrec_dots of native/kernels.h."""
+    """Mirror of rayrec_dots in native/kernels.h."""
 
     _fields_ = [
         ("dense", ctypes.c_void_p),
@@ -102,7 +101,7 @@ class _CDots(ctypes.Structure):
 
 
 def _structure(dense: torch.Tensor, sparse: torch.Tensor, places: list[int], *results: torch.Tensor) -> _CDots:
-    array = (ctypes.c_int64 * len(places))(*places)  # which the structure keeps alive
+    array = (ctypes.c_int64 * len(places))(*places)  # The structure keeps it alive
     kinds = _KINDS[dense.dtype], _KINDS[sparse.dtype]
     pointers = [tensor.data_ptr() for tensor in (dense, sparse, *results)]
     return _CDots(*pointers[:2], array, len(places) + 1, dense.shape[1], *kinds, *pointers[2:])
@@ -127,7 +126,7 @@ def _dots_backward(
     return gradients
 
 
-# Operators of torch, so that its profiler and modes see them.
+# Registered as torch operators for its profiler and modes
 _OPERATORS: Final = torch.library.Library("rayrec", "FRAGMENT")
 _OPERATORS.define("pairwise_dots(Tensor dense, Tensor sparse, int[] places) -> Tensor")
 _OPERATORS.define("pairwise_dots_backward(Tensor gradient, Tensor dense, Tensor sparse, int[] places) -> (Tensor, Tensor)")
@@ -137,8 +136,8 @@ _OPERATORS.impl("pairwise_dots_backward", _dots_backward, "CPU")
 
 @register_flop_formula([torch.ops.rayrec.pairwise_dots])
 def _forward_operations(dense: Any, sparse: Any, places: Any, *_: Any, **__: Any) -> int:
-    """Two for each multiply-add of the product of all vectors with all, as `_OperatorDots` computes it: what a row costs does not
-    depend on the device."""
+    """Return two operations for each multiply-add of the full product, as in `_OperatorDots`, so that the count does not depend
+    on the device."""
     rows, dim = dense
     return int(2 * rows * (len(places) + 1) ** 2 * dim)
 

@@ -1,4 +1,4 @@
-"""Native kernels in the threads of torch's operators."""
+"""Native kernels that run in the threads of torch's operators."""
 
 import ctypes
 from functools import cache, lru_cache
@@ -9,23 +9,22 @@ import torch
 from rayrec.native import library
 
 Kernel = Any
-"""A function of `library()` that kernels.h declares as a `rayrec_kernel`."""
+"""Function of `library()` that kernels.h declares as a `rayrec_kernel`."""
 
 
 @cache
 def vectorized(name: str) -> Kernel:
-    """The kernel of this name for this CPU, where `native/each_cpu.h` compiles it for several: by what torch's operators use."""
+    """Return the kernel's variant for this CPU, of those that `native/each_cpu.h` compiles, with torch's criterion."""
     suffix = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
     return getattr(library(), name + suffix)
 
 
 def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> None:
-    """`kernel(arguments, start, stop)` for all of 0 to `count`, so many at once, in as many threads as torch has. `arguments`: a
-    structure or an array of ctypes.
+    """Run `kernel(arguments, start, stop)` over 0 to `count`, `at_once` at a time, in as many threads as torch has.
 
-    The threads are those of the OpenMP library that torch's operators use: they stay awake for a while after an operator, and
-    others beside them would take their CPUs (measured: a step of DLRM took 5 % longer). A torch without OpenMP computes its
-    operators by other means; kernels run in the calling thread there. Raises MemoryError.
+    `arguments` is a ctypes structure or array. Uses the threads of torch's OpenMP library: they stay awake for a while after an
+    operator, and other threads would take their CPUs (measured: 5 % longer DLRM steps). If torch has no OpenMP, the kernel runs
+    in the calling thread. Raises MemoryError.
     """
     work = _CWork(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(arguments), count, at_once, 0, 0)
     num_threads = min(torch.get_num_threads(), -(-count // at_once))
@@ -39,7 +38,7 @@ def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> N
 
 
 class _CWork(ctypes.Structure):
-    """rayrec_work of native/kernels.h."""
+    """Mirror of rayrec_work in native/kernels.h."""
 
     _fields_ = [
         ("kernel", ctypes.c_void_p),
@@ -61,8 +60,8 @@ def _take_part() -> Kernel:
 
 @lru_cache(maxsize=1)
 def openmp_parallel() -> Kernel | None:
-    """`GOMP_parallel(function, data, num_threads, flags)` of the OpenMP library that torch has loaded: GNU's, or LLVM's or
-    Intel's, which have it too. None: it has loaded none."""
+    """Return `GOMP_parallel(function, data, num_threads, flags)` of torch's OpenMP library, or None without one. GNU, LLVM and
+    Intel have it."""
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if function is not None:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -1,7 +1,7 @@
-"""Fully connected layers as one fused autograd step, because on CPUs the matrix product behind `nn.Linear` can be slow.
+"""Fully connected layers as one fused autograd step, because the matrix product behind `nn.Linear` can be slow on CPUs.
 
-On CPU the products go through oneDNN, which on AMD Zen 5 gives 250 GFLOP/s a core in float32 where MKL gives 115, and
-which adds bias and ReLU while the product is still in cache. Everywhere else the same steps use plain torch operators.
+On CPU, products use oneDNN, which reaches 250 GFLOP/s per core in float32 on AMD Zen 5 (MKL: 115), and adds bias and ReLU while
+the product is in cache. Other devices use plain torch operators.
 """
 
 import ctypes
@@ -18,13 +18,15 @@ from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.kernel_threads import run_kernel, vectorized
 
 _BLOCK: Final = 64
-"""Rows that a thread takes at a time, and over which it sums."""
+"""Number of rows that a thread takes and sums at a time."""
 
 
 def relu_backward_(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sets `gradient` (rows, columns) to 0 where `output` (rows, columns) is not above 0, in place; gives it transposed (columns,
-    rows) and summed over rows (columns,). All float32 and contiguous, on CPU. Both are read once, where a product that needs the
-    transposed gradient would copy it again. The sum is the same for any number of threads."""
+    """Set `gradient` to 0 in place where `output` is not above 0. Return it transposed, and summed over rows.
+
+    Both inputs are [rows, columns], float32 and contiguous, on CPU, and are read once. A product that needs the transposed
+    gradient would copy it again. The sum does not depend on the number of threads.
+    """
     turned, sums = torch.ops.rayrec.relu_backward_(gradient, output)
     return turned, sums
 
@@ -39,7 +41,7 @@ def _relu_backward(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.
 
 
 class _CRelu(ctypes.Structure):
-    """rayrec_relu of native/kernels.h."""
+    """Mirror of rayrec_relu in native/kernels.h."""
 
     _fields_ = [
         ("output", ctypes.c_void_p),
@@ -52,7 +54,7 @@ class _CRelu(ctypes.Structure):
     ]
 
 
-# An operator of torch, so that its profiler and modes see it.
+# Registered as a torch operator for its profiler and modes
 _OPERATORS: Final = torch.library.Library("rayrec", "FRAGMENT")
 _OPERATORS.define("relu_backward_(Tensor(a!) gradient, Tensor output) -> (Tensor, Tensor)")
 _OPERATORS.impl("relu_backward_", _relu_backward, "CPU")
@@ -60,15 +62,15 @@ _OPERATORS.impl("relu_backward_", _relu_backward, "CPU")
 
 Precision = Literal["fp32", "bf16"]
 
-# Below these widths oneDNN's set-up costs more than its product (measured at 1,024 to 8,192 rows).
+# Below these widths, oneDNN's setup costs more than its product (measured at 1,024 to 8,192 rows).
 _NARROW_OUTPUT = 8
 _NARROW_INPUT = 64
 _FEW_ROWS = 8
-"""Where no gradient is wanted, up to so many rows go through plain operators: setting up the fused step takes 0.1 ms."""
+"""Maximum row count for plain operators without gradient. The setup of the fused step takes 0.1 ms."""
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """The type that activations and matrix products have; weights are float32 in either case."""
+    """Return the dtype of activations and matrix products. Weights are always float32."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
@@ -86,13 +88,13 @@ def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, *, fused: bool
 
 
 def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool, input_major: bool) -> torch.Tensor:
-    """(out, in); with `input_major` laid out by inputs, as the weight is, where that is faster."""
+    """Return the weight gradient [out, in], laid out by inputs if `input_major`, as the weight is, and if this is faster."""
     if gradient.shape[1] < _NARROW_OUTPUT:
         return gradient.t() @ inputs
     if input_major and fused and gradient.dtype == torch.float32 and inputs.shape[1] < gradient.shape[1]:
-        # oneDNN copies the transposed first factor, here the smaller of the two; and nothing is left to lay out again.
+        # oneDNN copies the transposed first factor, here the smaller one. The result needs no other layout.
         return linear_pointwise(inputs.t(), gradient.t(), None, "none").t()
-    if inputs.shape[1] < _NARROW_INPUT:  # few inputs: the transposed product is up to three times faster
+    if inputs.shape[1] < _NARROW_INPUT:  # With few inputs, the transposed product can be three times faster
         if fused and gradient.dtype == torch.float32:
             return linear_pointwise(inputs.t(), gradient.t(), None, "none").t().contiguous()
         return (inputs.t() @ gradient).t().contiguous()
@@ -102,7 +104,7 @@ def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: boo
 
 
 def _turns(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool) -> bool:
-    """Whether the product for the weight's gradient is one that would copy `gradient` to transpose it."""
+    """Return whether the product for the weight's gradient would copy `gradient` to transpose it."""
     wide = gradient.shape[1] >= _NARROW_OUTPUT and inputs.shape[1] >= _NARROW_INPUT
     return fused and wide and gradient.dtype == torch.float32 and gradient.is_contiguous()
 
@@ -116,7 +118,7 @@ def _relu_gradient(gradient: torch.Tensor, output: torch.Tensor, *, in_place: bo
 
 
 class _LinearStack(torch.autograd.Function):
-    """Linear layers in a row, each with or without ReLU; the backward pass is written out."""
+    """Sequence of linear layers, each with or without ReLU, with an explicit backward pass."""
 
     @staticmethod
     def forward(
@@ -141,7 +143,7 @@ class _LinearStack(torch.autograd.Function):
                 output = _linear(activations[-1], weight.to(dtype), low_bias, relu=relus[layer], fused=low_fused)
             weights.append(weight.to(dtype))
             activations.append(output)
-        # The last output is needed only where a ReLU cuts the gradient.
+        # The last output is needed only if a ReLU masks the gradient.
         ctx.save_for_backward(*weights, *activations[: layers + relus[-1]])
         ctx.relus, ctx.fused, ctx.dtype, ctx.input_dtype = relus, fused, dtype, inputs.dtype
         ctx.low_fused = low_fused
@@ -159,7 +161,7 @@ class _LinearStack(torch.autograd.Function):
             inputs = activations[layer]
             if layer == layers - 1 and ctx.float_last:
                 inputs = inputs.float()
-            last = layer == layers - 1  # whose gradient is not ours to write to
+            last = layer == layers - 1  # Its gradient is not ours to modify
             input_major = not weights[layer].is_contiguous()
             wants_bias = ctx.needs_input_grad[5 + 2 * layer]
             if ctx.relus[layer] and _turns(gradient, inputs, fused=ctx.fused) and not input_major:
@@ -181,14 +183,14 @@ class _LinearStack(torch.autograd.Function):
 
 
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has matrix products of a type on this CPU: it has bfloat16 only with AVX-512 or AMX."""
+    """Return whether oneDNN has matrix products of a dtype on this CPU. bfloat16 needs AVX-512 or AMX."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype != torch.bfloat16 or onednn_has_bfloat16()
 
 
 def _has_onednn(inputs: torch.Tensor) -> bool:
-    # oneDNN knows no empty product
+    # oneDNN does not support empty products
     return inputs.is_cpu and inputs.numel() > 0 and torch.backends.mkldnn.is_available()
 
 
@@ -200,13 +202,13 @@ def linear_stack(
     dtype: torch.dtype,
     float_last: bool = False,
 ) -> torch.Tensor:
-    """Apply linear layers one after the other to `inputs` (rows, in_features).
+    """Apply a sequence of linear layers to `inputs` [rows, in_features].
 
-    `parameters` alternates weights (out, in) and biases (or None), float32. Products and activations have `dtype`;
-    with `float_last` the last layer's product is float32, as logits need more than bfloat16's eight bits.
+    `parameters` alternates float32 weights [out, in] and biases (or None). Products and activations have `dtype`. With
+    `float_last` the last product is float32, as logits need more than bfloat16's eight bits.
     """
-    # torch.export and torch.compile fuse for themselves and want plain operators. They are asked about first: to look at the
-    # number of rows would bind what they make to it.
+    # torch.export and torch.compile fuse themselves and need plain operators. Check them first: reading the row count would make
+    # it a constant in their result.
     plain = torch.compiler.is_compiling() or (not torch.is_grad_enabled() and inputs.shape[0] <= _FEW_ROWS)
     if not plain:
         return _LinearStack.apply(inputs, relus, dtype, float_last, *parameters)
@@ -223,24 +225,24 @@ def linear_stack(
 
 
 def start_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The tensor, filled in place by `draw`. Not on the meta device, which holds no values, and where a random operator imports
-    torch's compiler: 2 s at the start of every command that scores."""
+    """Fill the tensor in place with `draw` and return it. Skip the meta device, which has no values, and on which random
+    operators import torch's compiler: 2 s at the start of every scoring command."""
     return tensor if tensor.is_meta else draw(tensor)
 
 
 class EmptyLinear(nn.Linear):
-    """Without start values of its own, so that a network alone decides what is drawn from the generator."""
+    """Linear layer without initialization, so that only the network draws from the generator."""
 
     def reset_parameters(self) -> None:
         pass
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them: (rows, in_features) to (rows, sizes[-1]).
+    """Linear layers with ReLU between them, [rows, in_features] to [rows, sizes[-1]].
 
-    With `final_activation` the last layer has a ReLU too and the output has the precision's type; without it the last
-    layer is computed and given in float32. Weights start as N(0, sqrt(2 / (in + out))) and biases as
-    N(0, sqrt(1 / out)) from torch's global generator (Naumov et al., DLRM, 2019, `dlrm_s_pytorch.py`).
+    With `final_activation` the last layer also has a ReLU, and the output has the precision's dtype. Otherwise the last layer is
+    float32. Initial weights are N(0, sqrt(2 / (in + out))) and biases N(0, sqrt(1 / out)), from torch's global generator (Naumov
+    et al., DLRM, 2019, `dlrm_s_pytorch.py`).
     """
 
     def __init__(
@@ -253,7 +255,7 @@ class MLP(nn.Module):
         dropout: float = 0.0,
         precision: Precision = "fp32",
     ) -> None:
-        """`batch_norm` and `dropout`: before and after the ReLU of each layer but the last, as FuxiCTR's MLP_Block has them."""
+        """`batch_norm` and `dropout`: before and after the ReLU of each layer except the last, as in FuxiCTR's MLP_Block."""
         super().__init__()
         self.in_features = in_features
         self.out_features = sizes[-1] if sizes else in_features
@@ -279,7 +281,7 @@ class MLP(nn.Module):
         return self._stack(hidden, first, len(self.layers), relu=self.final_activation)
 
     def _stack(self, inputs: torch.Tensor, first: int, end: int, *, relu: bool) -> torch.Tensor:
-        """The layers from `first` to before `end`; `relu`: whether the last of them has one."""
+        """Apply the layers from `first` to before `end`. `relu`: whether the last of them has one."""
         parameters: list[Any] = [tensor for layer in self.layers[first:end] for tensor in (layer.weight, layer.bias)]
         float_last = end == len(self.layers) and not self.final_activation
         relus = (True,) * (end - first - 1) + (relu,)

@@ -1,4 +1,4 @@
-"""What one row costs a model to compute, by torch's own formulas."""
+"""Cost of one row in a model, by torch's formulas."""
 
 import logging
 import math
@@ -22,24 +22,24 @@ def _linear_flop(inputs: Any, weight: Any, *arguments: Any, out_val: Any = None,
 
 
 _UNCOUNTED = uncounted_operators(_attention_flop, _linear_flop)
-"""Products that torch 2.13 does not count on its own."""
+"""Formulas for products that torch 2.13 does not count."""
 
 
 @final
 class CountProducts(TorchDispatchMode):
-    """While entered, counts the operations of matrix products, convolutions and attention by torch's own formulas.
+    """Mode that counts the operations of matrix products, convolutions and attention by torch's formulas.
 
-    torch's FlopCounterMode counts the same, and imports torch's compiler, which takes 2 s at the start of every run.
+    torch's FlopCounterMode counts the same, but imports torch's compiler, which takes 2 s at the start of every run.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
-        """Two for each multiply-add."""
+        """Operation count, two per multiply-add."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # asks for the compiler
+        return False  # Needs the compiler
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -51,13 +51,13 @@ class CountProducts(TorchDispatchMode):
 
 
 def counted(model: torch.nn.Module, forward: Callable[[], Any]) -> float | None:
-    """Multiply-adds of `forward()`, which calls `model`; None, with a warning, where torch cannot count."""
+    """Return the multiply-adds of `forward()`, which calls `model`, or None, with a warning, if torch cannot count them."""
     training = model.training
-    model.eval()  # without random numbers and changes of statistics
+    model.eval()  # No random numbers and no changes of statistics
     try:
         with CountProducts() as counter:
             forward()
-    except Exception as error:  # anybody's model under a mode that catches its operations: no reason not to train it
+    except Exception as error:  # User models under a dispatch mode can fail, but may still train
         _logger.warning("what a step computes is not known (%s)", error)
         return None
     finally:

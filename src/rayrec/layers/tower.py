@@ -1,4 +1,4 @@
-"""Linear layers with batch norm, activation and dropout, as FuxiCTR's MLP_Block has them."""
+"""Linear layers with batch norm, activation and dropout, as in FuxiCTR's MLP_Block."""
 
 from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, final
@@ -12,7 +12,7 @@ from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_value
 
 
 def xavier_linear(in_features: int, out_features: int, *, bias: bool = True) -> EmptyLinear:
-    """Weights start Xavier normal and biases at 0, as FuxiCTR's do."""
+    """Return a linear layer with Xavier normal weights and zero biases, as in FuxiCTR."""
     layer = EmptyLinear(in_features, out_features, bias=bias)
     start_values(layer.weight, nn.init.xavier_normal_)
     if bias:
@@ -22,8 +22,8 @@ def xavier_linear(in_features: int, out_features: int, *, bias: bool = True) -> 
 
 @final
 class Dice(nn.Module):
-    """(rows, features) -> p x + (1 - p) a x: p is the sigmoid of x normalized over all workers' rows, a is learned and starts
-    as 0 (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018)."""
+    """Activation p x + (1 - p) a x, with learned a, initially 0, and p the sigmoid of x normalized over all workers' rows.
+    Source: Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Dice(nn.Module):
 
 
 class TowerSettings(TypedDict, total=False):
-    """What layers of a `Tower` take besides their inputs."""
+    """Optional settings of a `Tower`."""
 
     dropout: float
     batch_norm: bool
@@ -45,9 +45,9 @@ class TowerSettings(TypedDict, total=False):
 
 @final
 class Tower(nn.Module):
-    """(rows, in_features) -> (rows, sizes[-1]): each layer is linear, then batch norm, activation and dropout.
+    """Linear layers, each with batch norm, activation and dropout, [rows, in_features] to [rows, sizes[-1]].
 
-    Products and activations have the precision's type. Without sizes it gives its input.
+    Products and activations have the precision's dtype. Without sizes, returns its input.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Tower(nn.Module):
 
 @final
 class LogitTower(nn.Module):
-    """A `Tower` and a linear layer to one logit: (rows, in_features) -> float32 (rows,)."""
+    """`Tower` with a linear layer to one logit, [rows, in_features] to float32 [rows]."""
 
     def __init__(self, in_features: int, sizes: Sequence[int], **settings: Unpack[TowerSettings]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class LogitTower(nn.Module):
 
 @final
 class Experts(nn.Module):
-    """Towers of one form: (rows, in_features) -> (rows, count, sizes[-1]) of the precision's type."""
+    """Towers of equal form, [rows, in_features] to [rows, count, sizes[-1]] in the precision's dtype."""
 
     def __init__(self, in_features: int, sizes: Sequence[int], count: int, **settings: Unpack[TowerSettings]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Experts(nn.Module):
 
 @final
 class Gate(nn.Module):
-    """Sums experts' outputs by weights from a tower, a linear layer and a softmax over the gate's own input."""
+    """Weighted sum of experts' outputs, with weights from a tower, a linear layer and a softmax over the gate's input."""
 
     def __init__(self, in_features: int, sizes: Sequence[int], count: int, **settings: Unpack[TowerSettings]) -> None:
         super().__init__()
@@ -114,6 +114,6 @@ class Gate(nn.Module):
         self.scores = xavier_linear(self.tower.out_features, count)
 
     def forward(self, inputs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """(rows, in_features) and (rows, count, width) -> (rows, width) of the experts' type."""
+        """Return the weighted sum in the experts' dtype, [rows, width]. `experts`: [rows, count, width]."""
         weights = self.scores(self.tower(inputs).float()).softmax(1).to(experts.dtype)
         return (weights.unsqueeze(1) @ experts).squeeze(1)
