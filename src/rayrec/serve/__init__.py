@@ -1,4 +1,4 @@
-"""Serves a trained click model over HTTP."""
+"""HTTP server for trained click models."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ if TYPE_CHECKING:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """An application for Ray Serve that scores over HTTP: `import_path: rayrec.serve:build` in its configuration file, or
-    `serve run rayrec.serve:build model=PATH`.
+    """Build a Ray Serve application that scores over HTTP. Use it as `import_path: rayrec.serve:build` in a Serve configuration
+    file, or run `serve run rayrec.serve:build model=PATH`.
 
-    `args`: `model` (a checkpoint, a run or an export), perhaps `shadow` and `autoscaling` (Ray Serve's autoscaling_config), and
-    fields of `rayrec.serve.config.ServeConfig`. Raises InputError for anything else.
+    Args:
+        args: `model` (checkpoint, run or export), optionally `shadow` and `autoscaling` (Ray Serve's autoscaling_config), and
+            fields of `rayrec.serve.config.ServeConfig`.
+
+    Raises:
+        InputError: If an argument is invalid or unknown.
     """
     from rayrec.serve.deployment import build_application
 

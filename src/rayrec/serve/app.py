@@ -1,4 +1,4 @@
-"""The HTTP application, on Starlette: an ASGI callable that does not depend on Ray or on the server that runs it."""
+"""HTTP application on Starlette: an ASGI callable that depends neither on Ray nor on the HTTP server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Response(Response):
 
 @final
 class ScoringApp:
-    """Scores rows by the model that `models` holds; see docs/serve.md for its paths."""
+    """ASGI application that scores rows. docs/serve.md lists its paths."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class ScoringApp:
         token_digest: bytes | None = None,
         collect: Callable[[], Awaitable[Snapshot]] | None = None,
     ) -> None:
-        """`token_digest`: SHA-256 of the token that requests must bear. `collect` gives what all replicas have counted; None:
-        this one is all there is."""
+        """`token_digest` is the SHA-256 of the required bearer token. `collect` returns the counters of all replicas, None if
+        this is the only one."""
         self._models, self._counters, self._config = models, counters, config
         self._token_digest, self._collect = token_digest, collect
         self.held_bytes = 0
-        """Of memory that requests hold which are being read, wait, or are scored."""
+        """Estimated memory of unanswered requests."""
         self.max_held_bytes = config.max_held_bytes
         self._document: tuple[ServedModel | None, bytes] = (None, b"")
         self._batcher = Batcher(
@@ -81,7 +81,7 @@ class ScoringApp:
         token = [Middleware(_BearerToken, token_digest)] if token_digest is not None else []
         self._routes = (
             Route(SCORE, self._score, methods=["POST"], middleware=token),
-            # Without a token: these show the version of the model, but no rows.
+            # No token needed: these show the model version, but no rows.
             Route("/", self._page),
             Route("/healthz", self._health),
             Route("/readyz", self._ready),
@@ -97,12 +97,12 @@ class ScoringApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Starlette takes neither a slash at its end nor a path that is the root alone
+        # Starlette accepts neither a root path with a trailing slash nor a path equal to the root.
         if given := scope.get("root_path"):
             root, path = given.rstrip("/"), scope["path"]
             scope = {**scope, "root_path": root, "path": root + "/" if path == root else path}
         scope["app"] = self  # Starlette then raises HTTPException if no route matches
-        # Ray Serve's proxies take the body of such a request for the next request.
+        # Ray Serve's proxies parse the body of a request with an upgrade offer as the next request.
         offers_upgrade = any(name == b"upgrade" for name, _ in scope["headers"])
 
         async def counted(message: Message) -> None:
@@ -116,7 +116,7 @@ class ScoringApp:
         await self._app(scope, receive, counted)
 
     async def _unrouted(self, request: Request, error: Exception) -> Response:
-        """No such path, or another method."""
+        """Return the error for an unknown path or a wrong method."""
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
             route = request.scope["route"]
@@ -150,7 +150,7 @@ class ScoringApp:
                 self._counters.request_seconds.observe(time.perf_counter() - start)
 
     async def _open(self, content: bytes, form: Mapping[str, Any]) -> Body:
-        """A large body is not parsed in the event loop, which others wait for."""
+        """Parse the body, in a thread if it is large, so that it does not block the event loop."""
         schema = self._models.model.preprocessor.schema
         opened = partial(open_body, content, **form, schema=schema, max_rows=self._config.max_rows)
         if len(content) <= _INLINE_BYTES:
@@ -158,8 +158,8 @@ class ScoringApp:
         return await asyncio.get_running_loop().run_in_executor(None, opened)
 
     async def _read(self, request: Request, deadline_s: float, *, weigh: Callable[[bytes], int], held: _HeldMemory) -> bytes:
-        """The body of the request, with limits on what arrives, whatever length was announced. A piece of it takes
-        `weigh(piece)` bytes of memory."""
+        """Read the request body, limited by the received bytes, regardless of the announced length. `weigh` returns the memory
+        of a chunk, in bytes."""
         most = self._config.max_body_bytes
         too_large = RequestError(413, f"more than {most} bytes; send the rows in several requests", headers=_CLOSE)
         announced = request.headers.get("content-length", "")
@@ -210,7 +210,7 @@ class ScoringApp:
     # --
 
     def snapshot(self) -> Snapshot:
-        """What this replica has counted."""
+        """Return the counters of this replica."""
         self._counters.waiting_rows.set(self._batcher.waiting_rows)
         self._counters.waiting_requests.set(self._batcher.waiting_requests)
         return self._counters.snapshot()
@@ -222,7 +222,7 @@ class ScoringApp:
 
 @functools.cache
 def _read_page() -> tuple[bytes, Mapping[str, str]]:
-    """Return the page at /, which needs no other file, and headers that let a browser run its own style and script alone."""
+    """Return the page at /, which needs no other file, and headers that allow only its inline style and script."""
     content = resources.files(__package__).joinpath("try.html").read_bytes()
     hashes = {
         tag: base64.b64encode(hashlib.sha256(text).digest()).decode()
@@ -235,7 +235,7 @@ def _read_page() -> tuple[bytes, Mapping[str, str]]:
     return content, {"content-security-policy": policy, "referrer-policy": "no-referrer"}
 
 
-_CLOSE: Final = {"connection": "close"}  # the rest of the request is not read
+_CLOSE: Final = {"connection": "close"}  # The rest of the request is not read
 _INLINE_BYTES: Final = 1 << 20
 _DRAIN_S: Final = 1.0
 
@@ -244,32 +244,30 @@ _NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-
 
 
 def held_by_json(text: bytes, *, schema: Schema) -> int:
-    """Bytes of memory that JSON takes at most, about, until it is answered.
+    """Estimate the maximum memory of JSON text until it is answered, in bytes.
 
-    Parsed by CPython an object of one member takes 232, a list of one 80, a string or number of few characters up to 16 for each
-    byte of it; a category in a list up to 64 more when it becomes a token and an id. What any row takes besides is bounded by
-    the number of rows."""
+    Parsed by CPython, an object with one member takes 232 bytes, a list with one item 80, a short string or number up to 16 per
+    byte. A category in a list takes up to 64 more when it becomes a token and an id. The row limit bounds all other memory."""
     held = 16 * len(text) + 232 * text.count(b"{") + 80 * text.count(b"[")
     return held + 64 * text.count(b",") if schema.lists else held
 
 
 def held_by_text(text: bytes, *, schema: Schema) -> int:
-    """The same of TSV and CSV, whose lists are joined by the schema's delimiter: up to 8 for each byte, 40 more for each category
-    in a list."""
+    """Estimate the maximum memory of TSV or CSV: 8 bytes per byte, and 40 more per category in a list."""
     held = 8 * len(text)
     return held + 40 * text.count(schema.list_delimiter.encode()) if schema.lists else held
 
 
 @final
 class _HeldMemory:
-    """The memory that one request holds, from its first byte to its answer, as part of what all of them may hold."""
+    """Memory reservation of one request, from its first byte to its answer, within the limit for all requests."""
 
     def __init__(self, app: ScoringApp) -> None:
         self._app = app
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises RequestError if there is no room now, or never would be."""
+        """Reserve memory. Raises RequestError if the limit is exceeded."""
         app = self._app
         if self._num_bytes + num_bytes > app.max_held_bytes:
             message = f"the rows take more than {app.max_held_bytes} bytes of memory; send them in several requests"
@@ -290,7 +288,7 @@ _LATER: Final = {**_CLOSE, "retry-after": "1"}
 
 
 async def _drain(pieces: AsyncIterator[bytes], most: int) -> None:
-    """Reads a little more and drops it: if a connection is closed with bytes unread, its answer is lost."""
+    """Read and drop a little more: closing a connection with unread bytes loses its answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             async for piece in pieces:
@@ -304,8 +302,7 @@ def _loop_time(deadline_s: float) -> float:
 
 
 def _form(request: Request) -> dict[str, Any]:
-    """Return the format of a body, and if the client says so, whether CSV has a header (RFC 4180's parameter) and whether lines
-    of text have a label."""
+    """Return the body format and, if specified by the client, whether CSV has a header (RFC 4180) and lines have a label."""
     media_type, *parameters = request.headers.get("content-type", "").lower().split(";")
     taken = ", ".join(FORMATS)
     if media_type.strip() not in FORMATS:
@@ -326,7 +323,7 @@ def _form(request: Request) -> dict[str, Any]:
 
 
 def _with_columns(request: Request) -> bool:
-    """The query's only parameter, columns=true or false."""
+    """Parse the only query parameter, columns=true or false."""
     with_columns = False
     for name, value in request.query_params.multi_items():
         if name != "columns":
@@ -339,7 +336,7 @@ def _with_columns(request: Request) -> bool:
 
 @final
 class _OwnHost:
-    """Middleware that refuses requests to another server's name."""
+    """Middleware that rejects requests to other host names."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app, self._config = app, config
@@ -359,15 +356,15 @@ class _OwnHost:
 
 @final
 class _BearerToken:
-    """Middleware that refuses requests without the token."""
+    """Middleware that rejects requests without the token."""
 
     def __init__(self, app: ASGIApp, digest: bytes) -> None:
-        """`digest`: SHA-256 of the token."""
+        """`digest` is the SHA-256 of the token."""
         self._app, self._digest = app, digest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, token = Request(scope).headers.get("authorization", "").partition(" ")
-        # Digests are compared, so that neither time nor memory shows anything of the token.
+        # Compares digests, so that neither timing nor memory leaks the token.
         given = hashlib.sha256(token.encode("latin-1").strip()).digest()
         if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._digest):
             challenge = {"www-authenticate": "Bearer"}
@@ -381,13 +378,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """The server continues; the cause is in its log, not in the answer."""
+    """Log the cause of an unexpected error, which the answer does not show. The server continues."""
     _log.error("a request failed", exc_info=error)
     return await _refused(request, RequestError(500, "the server failed at this request; its log says why"))
 
 
 class _NoResponse(Response):
-    """Sends nothing: the client is gone."""
+    """Empty response to a disconnected client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pass

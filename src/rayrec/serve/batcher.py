@@ -1,6 +1,6 @@
-"""Requests that come while the model is at work go to it together, next; none waits for others to come.
+"""Dynamic batching without delay: requests that arrive while the model is busy form the next batch.
 
-Few rows are scored in the event loop itself: to hand them to a thread and back takes longer than to score them.
+Small batches are scored in the event loop, because a round trip to a thread takes longer than scoring.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _RETRY: Final = {"retry-after": "1"}
 INLINE_ROWS: Final = 64
-"""Up to so many are scored in the event loop, which that holds up by less than a millisecond."""
+"""Maximum rows scored in the event loop, which takes less than a millisecond."""
 INLINE_BYTES: Final = 64 << 10
-"""Unless they are longer than this together: some columns take any number of values."""
+"""Maximum bytes scored in the event loop, because list columns have any number of values."""
 
 Done = Future[Sequence["ScoreResponse | RequestError"]] | asyncio.Future[Sequence["ScoreResponse | RequestError"]]
 
@@ -35,7 +35,7 @@ class _Job:
 
 @final
 class Batcher:
-    """Feeds the model in the order of the requests; to be used from one event loop."""
+    """Request queue that feeds the model in order. Use it from one event loop."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Batcher:
         max_waiting_rows: int,
         max_waiting_requests: int,
     ) -> None:
-        """`score` answers some bodies, one each, and is called by one thread at a time. It gets at most `max_batch_rows` and
-        `max_batch_bytes` at once, except for a single body that has more."""
+        """`score` returns one answer per body and is called by one thread at a time. `max_batch_rows` and `max_batch_bytes` limit
+        a batch, unless it is a single body."""
         self._score, self._max_batch_rows, self._max_batch_bytes = score, max_batch_rows, max_batch_bytes
         self._max_waiting_rows, self._max_waiting_requests = max_waiting_rows, max_waiting_requests
         self._waiting: deque[_Job] = deque()
@@ -60,9 +60,9 @@ class Batcher:
         return len(self._waiting)
 
     async def submit(self, body: Body) -> ScoreResponse:
-        """Raises RequestError for what `score` refuses, and where too much waits already. Who gives up waiting cancels."""
+        """Score a body. Raises RequestError if `score` rejects it or the queue is full. Cancel to stop waiting."""
         too_many = len(self._waiting) >= self._max_waiting_requests
-        # A body larger than the whole queue is taken where nothing waits, or it would be refused for ever.
+        # An empty queue accepts a body larger than the limit, which would never be scored otherwise.
         if too_many or (self._waiting and self.waiting_rows + body.num_rows > self._max_waiting_rows):
             raise RequestError(503, "too many rows wait already; send them again a little later", headers=_RETRY)
         job = _Job(body, asyncio.get_running_loop().create_future())
@@ -70,18 +70,18 @@ class Batcher:
         self.waiting_rows += body.num_rows
         if not self._at_work:
             self._at_work = True
-            # Behind all that is ready in the event loop now, and joins in.
+            # Runs after the callbacks that are ready now, so that their requests join the batch.
             asyncio.get_running_loop().call_soon(self._begin)
         try:
             return await job.answer
         except asyncio.CancelledError:
-            if job in self._waiting:  # its place is free for another
+            if job in self._waiting:
                 self._waiting.remove(job)
                 self.waiting_rows -= body.num_rows
             raise
 
     def _begin(self) -> None:
-        """Goes on with what waits."""
+        """Score waiting batches until none is left or one runs in the thread."""
         while jobs := self._next():
             bodies = [job.body for job in jobs]
             num_rows, num_bytes = sum(body.num_rows for body in bodies), sum(body.num_bytes for body in bodies)
@@ -92,13 +92,13 @@ class Batcher:
             done: Future[Sequence[ScoreResponse | RequestError]] = Future()
             try:
                 done.set_result(self._score(bodies))
-            except Exception as error:  # told to those whom it concerns, as from the thread
+            except Exception as error:  # Passed to the callers, as from the thread
                 done.set_exception(error)
             _tell(jobs, done)
         self._at_work = False
 
     def _next(self) -> list[_Job]:
-        """The first jobs that wait and may go together."""
+        """Pop the jobs of the next batch."""
         jobs: list[_Job] = []
         rows = num_bytes = 0
         while self._waiting:
@@ -111,7 +111,7 @@ class Batcher:
         return jobs
 
     def _finish(self, jobs: list[_Job], done: asyncio.Future[Sequence[ScoreResponse | RequestError]]) -> None:
-        self._begin()  # first, so that the thread has work while answers are written
+        self._begin()  # First, so that the thread has work while answers are written
         _tell(jobs, done)
 
     def close(self) -> None:
@@ -119,10 +119,10 @@ class Batcher:
 
 
 def _tell(jobs: list[_Job], done: Done) -> None:
-    """Gives each job its own of what was scored together."""
+    """Pass each job its part of the batch result."""
     error = RequestError(503, "the server ends", headers=_RETRY) if done.cancelled() else done.exception()
     for number, job in enumerate(jobs):
-        if job.answer.done():  # the caller has gone
+        if job.answer.done():  # The caller gave up
             continue
         if error is not None:
             job.answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""How a model is served over HTTP: address, limits, replicas."""
+"""Configuration of the HTTP server: address, limits, replicas."""
 
 import hashlib
 import ipaddress
@@ -13,54 +13,54 @@ from rayrec.imports import is_in_file
 from rayrec.workloads.scoring import Device
 
 Follow = Literal["no", "newest", "best"]
-"""Checkpoint of a run in progress that a server changes to."""
+"""Checkpoint of a running training that a server switches to."""
 WILDCARDS: Final = ("0.0.0.0", "::", "")
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Config):
-    """How a model is served over HTTP."""
+    """Address, limits and resources of an HTTP server for one model."""
 
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 lets in other machines (then set a token)."""
+    """Address to listen at. 0.0.0.0 admits other machines (set a token then)."""
     port: int = 8000
     """Port to listen at."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further names by which clients reach the server (in the header Host), such as api.example.org or *.example.org; *: any.
-    Always allowed: names of loopback and `host`, or any IP address if `host` is 0.0.0.0."""
+    """Additional server names in the header Host, such as api.example.org or *.example.org. * allows any. Loopback names and
+    `host` are always allowed, and any IP address if `host` is 0.0.0.0."""
     ingress: Literal["auto", "serve", "direct"] = "auto"
-    """How requests come to the replicas. serve: by Ray Serve's proxies; direct: each listens itself, which is many times as fast;
-    auto: direct on a local Ray of its own, serve on a cluster."""
+    """Route of requests to the replicas. serve: Ray Serve's proxies; direct: replicas listen themselves, which is many times as
+    fast; auto: direct on a private local Ray, serve on a cluster."""
     replicas: int = 1
-    """Processes that each hold the model."""
+    """Number of processes, each with a copy of the model."""
     cpus_per_replica: float = 1.0
-    """Cores of each, and threads its model computes with."""
+    """CPU cores and compute threads per replica."""
     device: Device = "cpu"
-    """cuda: each replica gets one GPU."""
+    """Compute device. With cuda, each replica gets one GPU."""
     max_batch_rows: int = 8192
-    """Rows of several requests that the model takes at once."""
+    """Maximum rows per batch, over several requests."""
     max_batch_bytes: int = 16 << 20
-    """Bytes of several requests that are read together; a single request may have more."""
+    """Maximum bytes per batch of several requests. A single request may have more."""
     max_rows: int = 8192
-    """Rows of one request; more: 413."""
+    """Maximum rows per request. More are answered with 413."""
     max_body_bytes: int = 16 << 20
-    """Bytes of one request; more: 413."""
+    """Maximum bytes per request. More are answered with 413."""
     max_waiting_rows: int = 65536
-    """Rows that may wait in a replica; beyond: 503."""
+    """Maximum waiting rows per replica. More are answered with 503."""
     max_waiting_requests: int = 512
-    """Requests that may wait in a replica; beyond: 503."""
+    """Maximum waiting requests per replica. More are answered with 503."""
     max_held_bytes: int = 1 << 30
-    """Bytes of memory that all requests may take in a replica until they are answered (8 to 80 times their length: lists of
-    categories grow most); beyond: 503, of a single request 413."""
+    """Maximum memory of unanswered requests per replica, in bytes (8 to 80 times their length, most for lists of categories).
+    Beyond it the answer is 503, or 413 if one request alone exceeds it."""
     time_limit_s: float = 10.0
-    """From a request's first byte to its answer; beyond: 408 while it is still being sent, else 504."""
+    """Maximum seconds from a request's first byte to its answer. Late requests are answered with 408 if incomplete, else 504."""
     token_file: str | None = None
-    """File with the bearer token that requests must bear."""
+    """File with the bearer token that requests must have."""
     token_env: str | None = None
-    """Name of the environment variable that holds it."""
+    """Environment variable with the bearer token."""
     recipe: str | None = None
-    """FILE.py:FUNCTION, the recipe that the model was trained by, if its network is one of your own."""
+    """Training recipe of the model as FILE.py:FUNCTION, if its network is not one of rayrec's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +91,7 @@ class ServeConfig(Config):
             raise InputError("token_file and token_env are both given; one holds the token")
 
     def token_digest(self) -> bytes | None:
-        """SHA-256 of the bearer token; the token itself goes nowhere. Raises InputError where it is named, but not there."""
+        """Return the SHA-256 of the bearer token, None without one. Raises InputError if it is configured but empty."""
         if self.token_file:
             token = storage.read_bytes(self.token_file).strip()
             where = self.token_file
@@ -105,8 +105,7 @@ class ServeConfig(Config):
         return hashlib.sha256(token).digest()
 
     def is_own_host(self, value: str) -> bool:
-        """Return whether the value of a request's header Host names the server. Other names are those of web pages that
-        resolve to its address (DNS rebinding)."""
+        """Return whether the header Host names this server. Rejecting other names prevents DNS rebinding by web pages."""
         match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]*)?", value.lower())
         if match is None:
             return False
@@ -123,9 +122,9 @@ class ServeConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ServeConfig):
-    """How a model is served over HTTP, and which other models beside it."""
+    """Server configuration with follow and shadow models."""
 
     follow: Follow = "no"
-    """The model is a run; change over to its newest or best checkpoint as they appear."""
+    """Whether to follow a training run: switch to its newest or best checkpoint when it appears."""
     shadow: str | None = None
-    """Model that scores every row too; how far the scores differ is in /metrics."""
+    """Shadow model, which scores every row too. /metrics has the score differences."""

@@ -1,8 +1,8 @@
-"""Changes of a running server's models: all replicas load the new one, then all switch to it, or it is refused.
+"""Model changes of a running server: all replicas load the new model, then all switch to it, or the change is rejected.
 
-A change is sent to all replicas at once, by the process that wants it: no model answers before every replica has loaded it. The
-register, an actor of the deployment, keeps what was accepted. Replicas report to it every other second, so that one that starts
-meanwhile, or that a call did not reach, follows.
+The process that requests a change calls all replicas at once. No model answers before every replica has loaded it. The register,
+an actor of the deployment, stores the accepted state. Replicas report to it every two seconds, so that new replicas and those
+that missed a call catch up.
 """
 
 import contextlib
@@ -24,39 +24,39 @@ from rayrec.serve.replica_models import Configured, Source, Status, Wanted
 APPLICATION: Final = "rayrec"
 REGISTER: Final = "register"
 GONE_S: Final = 15.0
-"""A replica that has not been heard of for so long is gone."""
+"""Seconds without a report after which a replica counts as gone."""
 CHANGE_S: Final = 600.0
-"""How long a change of the model may take, the loading of it included."""
+"""Maximum seconds of a model change, loading included."""
 CALL_S: Final = 60.0
-"""How long a call of the register may take, which Ray Serve starts again if it ends."""
+"""Maximum seconds of a register call. Ray Serve restarts a failed register."""
 _MOST_FAILURES: Final = 8
 
 
 @final
 class Register:
-    """What all replicas should have, what they have, and the counters of those that are gone. If it ends, Ray Serve starts
-    another, which learns from the replicas what is wanted.
+    """Actor with the desired and actual models of all replicas, and the counters of replicas that are gone. After a failure Ray
+    Serve starts another, which recovers the desired models from the replicas' reports.
 
-    Ray Serve sends its code to processes that may not have rayrec: at module level it uses nothing of rayrec."""
+    Ray Serve sends its code to processes that may not have rayrec, so it uses nothing of rayrec at module level."""
 
     def __init__(self, started_serve: bool = False) -> None:
-        """`started_serve`: whether Ray Serve was started for this server, and ends with it."""
+        """`started_serve` is whether Ray Serve was started for this server and ends with it."""
         self._started_serve = started_serve
         self._wanted: Wanted | None = None
         self._statuses: dict[str, Status] = {}
         self._seen_s: dict[str, float] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._gone: dict[str, Snapshot] = {}
-        """Counters of replicas that are not heard of. They may come back."""
+        """Counters of replicas that stopped reporting. They may come back."""
         self._failures: dict[str, str] = {}
         self._leader = ""
-        """Replica that changes over to another configuration of the application."""
+        """Replica that applies a new application configuration."""
 
     def report(
         self, replica: str, known: Wanted, status: Status, snapshot: Snapshot, configured: Configured | None
     ) -> tuple[Wanted, bool]:
-        """Take in a replica's status and the newest that it knows. Returns what is wanted, and whether this replica is to change
-        all to `configured`, the configuration that it was given."""
+        """Record a replica's status and its newest known models. Returns the desired models, and whether this replica must apply
+        `configured`, its application configuration, to all."""
         self.count(replica, snapshot)
         self._statuses[replica], self._seen_s[replica] = status, time.monotonic()
         self._forget()
@@ -78,29 +78,29 @@ class Register:
         return wanted, leads
 
     def wanted(self) -> Wanted | None:
-        """Return the accepted models; None until a replica has reported that it serves one."""
+        """Return the accepted models, None until a replica reports that it serves one."""
         return self._wanted if self._wanted and self._wanted.schema else None
 
     def accept(self, new: Wanted, before: int) -> bool:
-        """Make these the wanted models. Returns False if another change came since the one with the serial `before`."""
+        """Accept a change based on the one with the serial `before`. Returns False if another change came since then."""
         if self._wanted is None or self._wanted.serial not in (before, new.serial):
             return False
         self._wanted, self._leader = new, ""
         return True
 
     def fail(self, source: Source, cause: str) -> None:
-        """Note why a model could not be loaded."""
+        """Record why a model could not be loaded."""
         self._failures[str(source.serial)] = cause
         for serial in list(self._failures)[:-_MOST_FAILURES]:
             del self._failures[serial]
 
     def count(self, replica: str, snapshot: Snapshot) -> None:
-        """Take in the counters of a replica."""
+        """Record the counters of a replica."""
         self._snapshots[replica] = snapshot
         self._gone.pop(replica, None)
 
     def collect(self, replica: str, snapshot: Snapshot) -> Snapshot:
-        """Return the counters of all replicas, also of those that are gone, with newer ones of the replica that asks."""
+        """Return the summed counters of all replicas, past ones included, after an update by the calling replica."""
         from rayrec.serve.counters import summed
 
         self.count(replica, snapshot)
@@ -108,9 +108,9 @@ class Register:
         return summed([*self._gone.values(), *self._snapshots.values()])
 
     def waiting(self, new: Wanted) -> tuple[list[str], str]:
-        """Return the replicas that do not have the wanted models yet, and why one of them cannot load them."""
+        """Return the replicas that lack the models, and the cause if one of them cannot load them, else an empty string."""
         self._forget()
-        if self._wanted and self._wanted.serial > new.serial:  # a later change replaced this one
+        if self._wanted and self._wanted.serial > new.serial:  # A later change replaced this one
             return [], ""
         found = [
             (name, status) for name, status in self._statuses.items() if (status.model, status.shadow) != (new.model, new.shadow)
@@ -124,7 +124,7 @@ class Register:
         return [name for name, status in self._statuses.items() if status.model]
 
     def describe(self) -> dict[str, Any]:
-        """Return plain JSON values: wanted models, served models by replica, causes of failures by change."""
+        """Return JSON values: desired models, served models by replica, causes of failures by change."""
         self._forget()
         wanted = self._wanted
         return {
@@ -142,7 +142,7 @@ class Register:
         return self._started_serve
 
     def _forget(self) -> None:
-        """Give up replicas that were not heard of for long; their counters stay, without those of the moment."""
+        """Remove replicas without a recent report. Their counters stay, without gauges."""
         from rayrec.serve.counters import without_gauges
 
         for name, seen_s in list(self._seen_s.items()):
@@ -153,30 +153,30 @@ class Register:
                     self._leader = ""
 
 
-# -- changes of the wanted models
+# -- changes of the desired models
 
 
 def swapped(wanted: Wanted, path: str) -> Wanted:
-    """Return the wanted models with another one that answers."""
+    """Return the desired models after a swap of the main model."""
     serial = _next(wanted)
     return replace(wanted, serial=serial, model=Source(serial, path), previous=wanted.model)
 
 
 def rolled_back(wanted: Wanted) -> Wanted:
-    """Return the wanted models with the one before. Raises InputError if there is none."""
+    """Return the desired models with the previous main model. Raises InputError without one."""
     if wanted.previous is None:
         raise InputError("rollback: this server has had no other model since it started")
     return replace(wanted, serial=_next(wanted), model=wanted.previous, previous=wanted.model)
 
 
 def with_shadow(wanted: Wanted, path: str | None) -> Wanted:
-    """Return the wanted models with another shadow model, or none."""
+    """Return the desired models with another shadow model, or without one."""
     serial = _next(wanted)
     return replace(wanted, serial=serial, shadow=Source(serial, path) if path else None)
 
 
 def reconfigured(wanted: Wanted, configured: Configured) -> Wanted:
-    """Return the wanted models after the application's configuration changed: a model that was swapped since then stays."""
+    """Return the desired models after a change of the application's configuration. Unchanged fields keep swapped models."""
     before = wanted.configured or Configured("")
     new = replace(wanted, serial=_next(wanted), configured=configured)
     path = source_of(configured.model)
@@ -188,12 +188,12 @@ def reconfigured(wanted: Wanted, configured: Configured) -> Wanted:
 
 
 def refused(wanted: Wanted, configured: Configured) -> Wanted:
-    """Return the wanted models after a configuration of the application could not be loaded."""
+    """Return the desired models after loading a new application configuration failed."""
     return replace(wanted, serial=_next(wanted), configured=configured)
 
 
 def _next(wanted: Wanted) -> int:
-    """Serials grow also if the register had to be started again and a change was lost."""
+    """Return a new serial, which grows also if a restart of the register lost a change."""
     return max(time.time_ns(), wanted.serial + 1)
 
 
@@ -202,15 +202,15 @@ def _next(wanted: Wanted) -> int:
 
 @final
 class Control:
-    """A running server: its register, and its replicas as Ray Serve's handle of the application."""
+    """Client of a running server's register and replicas."""
 
     def __init__(self, application: str, find_register: Callable[[], Any] | None = None) -> None:
-        """`find_register` returns the register's actor, and raises ValueError if there is none; None: looks on the cluster."""
+        """`find_register` returns the register's actor or raises ValueError. None searches the cluster."""
         self._application, self._register = application, None
         self._find = find_register or partial(ray_compat.find_shared_actor, application, APPLICATION, REGISTER)
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
-        """Call a method of the register, also while Ray Serve starts it again. Raises InputError if the server was stopped."""
+        """Call a method of the register, and retry while Ray Serve restarts it. Raises InputError if the server was stopped."""
         import ray
         from ray import serve
 
@@ -229,12 +229,13 @@ class Control:
                 time.sleep(0.2)
 
     def change(self, changed: Callable[[Wanted], Wanted], *, timeout_s: float = CHANGE_S) -> dict[str, Any]:
-        """Change the models, and return what is served once all replicas do. `changed` returns the new wanted models.
+        """Change the models from the current to the desired state that `changed` returns. Returns `describe` of the register once
+        all replicas have switched.
 
-        Raises InputError, and leaves all replicas with the models that they have, if one of them cannot load a new one."""
+        Raises InputError if a replica cannot load a new model. All replicas keep their models then."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            while (wanted := self.ask("wanted")) is None:  # the first model is being loaded, or the register starts again
+            while (wanted := self.ask("wanted")) is None:  # The first model is being loaded, or the register restarts
                 _wait(deadline_s, timeout_s)
             new = changed(wanted)
             try:
@@ -247,7 +248,7 @@ class Control:
                     self.ask("fail", new.shadow if new.model == wanted.model else new.model, str(error))
                     raise InputError(f"{error} (the model before goes on)") from None
                 raise
-            _wait(deadline_s, timeout_s)  # another change was faster; this one comes behind it
+            _wait(deadline_s, timeout_s)  # Another change was faster, so retry on top of it
         self._call("switch", new, deadline_s=deadline_s)
         while True:
             missing, cause = self.ask("waiting", new)
@@ -258,7 +259,7 @@ class Control:
             _wait(deadline_s, timeout_s)
 
     def _load(self, new: Wanted, deadline_s: float, timeout_s: float) -> None:
-        """Have every replica load the models. One that serves and was not reached is called again."""
+        """Make every replica load the models. Repeats the call until it has reached all serving replicas."""
         while True:
             found = self._call("load", new, deadline_s=deadline_s)
             if causes := [cause for _, cause in found if cause]:
@@ -268,8 +269,8 @@ class Control:
             _wait(deadline_s, timeout_s)
 
     def _call(self, method: str, wanted: Wanted, *, deadline_s: float) -> list[tuple[str, str]]:
-        """Call a method of all replicas that take requests. Returns their names, and why they could not do it. In place of one
-        that dies Ray Serve starts another, which loads what the register says."""
+        """Call a method of all running replicas. Returns (replica name, cause of failure or empty). Ignores failed replicas: Ray
+        Serve starts new ones, which load the accepted models."""
         import ray
         from ray import serve
 
@@ -293,29 +294,28 @@ def _wait(deadline_s: float, timeout_s: float) -> None:
 
 
 def swap(path: str, *, address: str | None) -> dict[str, Any]:
-    """Give the server of a cluster another model, a checkpoint, run or export; return what it serves once all replicas do.
+    """Switch the server of a cluster to another checkpoint, run or export. Returns what it serves once all replicas do.
 
-    Raises InputError where no server runs there, and where the model cannot be loaded or takes other columns: the one before
-    then goes on.
+    Raises InputError if no server runs, or if the model cannot be loaded or has other columns. The old model stays then.
     """
     source = source_of(path)
     return _changed(address, lambda wanted: swapped(wanted, source))
 
 
 def roll_back(*, address: str | None) -> dict[str, Any]:
-    """Give the server of a cluster back the model before. Raises InputError where there is none."""
+    """Switch the server of a cluster back to the previous model. Raises InputError without one."""
     return _changed(address, rolled_back)
 
 
 def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
-    """Have the server of a cluster score every row with another model too, or, with None, no longer."""
+    """Set or, with None, remove the shadow model of a cluster's server, which scores every row too."""
     source = source_of(path) if path else None
     return _changed(address, lambda wanted: with_shadow(wanted, source), version="shadow")
 
 
 def stop(*, address: str | None) -> dict[str, Any]:
-    """End the server of a cluster, also one whose own process was killed: requests in flight are answered first. Returns what
-    it served."""
+    """Stop the server of a cluster after it has answered its requests, even if its own process was killed. Returns what it
+    served."""
     with _reached(address) as server:
         found = dict(server.ask("describe"))
         end(started_serve=server.ask("started_serve"))
@@ -323,7 +323,7 @@ def stop(*, address: str | None) -> dict[str, Any]:
 
 
 def end(*, started_serve: bool) -> None:
-    """End the application, and Ray Serve if it was started for it and runs nothing else."""
+    """Stop the application, and Ray Serve if it was started for it and runs nothing else."""
     from ray import serve
 
     serve.delete(APPLICATION)
@@ -340,7 +340,7 @@ def _changed(address: str | None, changed: Callable[[Wanted], Wanted], *, versio
 
 @contextlib.contextmanager
 def _reached(address: str | None) -> Iterator[Control]:
-    """The server that runs on a cluster."""
+    """Connect to the server on a cluster."""
     import ray
     from ray import serve
 
@@ -361,7 +361,7 @@ def _reached(address: str | None) -> Iterator[Control]:
 
 
 def quieten() -> None:
-    """What Ray Serve logs goes to its files, not to the terminal. To be called before Ray starts, whose processes inherit it."""
+    """Send Ray Serve's logs to its files only. Call it before Ray starts, whose processes inherit the setting."""
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)

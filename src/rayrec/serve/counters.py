@@ -19,7 +19,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
 @dataclass(frozen=True)
 class Snapshot(Collector):
-    """Metric families with their samples at one moment. Can be pickled."""
+    """Metric families with samples of one moment. Picklable."""
 
     families: tuple[Metric, ...]
 
@@ -27,11 +27,11 @@ class Snapshot(Collector):
         return iter(self.families)
 
     def to_text(self) -> bytes:
-        """Prometheus text format 0.0.4."""
+        """Return the metrics in Prometheus text format 0.0.4."""
         return generate_latest(self)
 
     def values(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """Values by (name of the sample, its labels)."""
+        """Return values by (sample name, labels)."""
         return {
             (sample.name, tuple(sample.labels.items())): sample.value for family in self.families for sample in family.samples
         }
@@ -39,7 +39,7 @@ class Snapshot(Collector):
 
 @final
 class Counters:
-    """Metrics of one replica in a registry of their own. Thread-safe."""
+    """Metrics of one replica in a separate registry. Thread-safe."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -95,14 +95,14 @@ class Counters:
 
     def snapshot(self) -> Snapshot:
         families = tuple(self._registry.collect())
-        for family in families:  # times of creation do not add up over replicas
+        for family in families:  # Creation times cannot be summed over replicas
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
         return Snapshot(families)
 
 
 @final
 class _BulkHistogram(Collector):
-    """Histogram that takes an array at once: prometheus_client's takes 1.2 µs for each value, in the interpreter's lock."""
+    """Histogram that observes arrays: prometheus_client's needs 1.2 µs per value, with the GIL."""
 
     def __init__(self, name: str, documentation: str, bounds: tuple[float, ...]) -> None:
         self._name, self._documentation, self._bounds = name, documentation, bounds
@@ -111,7 +111,7 @@ class _BulkHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, values: np.ndarray) -> None:
-        """`values`: float64, of any shape and order. NaN counts above all bounds, and not in the sum, which would stay NaN."""
+        """Count values, float64 [any shape]. NaN counts as above all bounds and is left out of the sum."""
         counts = np.bincount(np.searchsorted(self._bounds, values.ravel()), minlength=len(self._counts))
         total = float(np.nansum(values))
         with self._lock:
@@ -126,7 +126,7 @@ class _BulkHistogram(Collector):
 
 
 def summed(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """The sum of each sample over the snapshots."""
+    """Sum each sample over the snapshots."""
     families: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for family in (family for snapshot in snapshots for family in snapshot.families):
@@ -145,5 +145,5 @@ def summed(snapshots: Iterable[Snapshot]) -> Snapshot:
 
 
 def without_gauges(snapshot: Snapshot) -> Snapshot:
-    """The families that stay true after the replica is gone."""
+    """Return the metrics that stay valid after the replica is gone."""
     return Snapshot(tuple(family for family in snapshot.families if family.type != "gauge"))

@@ -1,4 +1,4 @@
-"""The HTTP application as a deployment of Ray Serve: for `rayrec serve`, `serve run` or a Serve configuration file."""
+"""Ray Serve deployment of the HTTP application, for `rayrec serve`, `serve run` or a Serve configuration file."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ANSWER_S: Final = 5.0
-"""How long the register may take to answer."""
+"""Maximum seconds for the register to answer."""
 _SPARE_REQUESTS: Final = 64
-"""Requests of other paths beside those that wait and those that are scored."""
+"""Maximum concurrent requests in addition to waiting ones, for batches being scored and for other paths."""
 
 
 def make_application(
@@ -49,10 +49,12 @@ def make_application(
     autoscaling: Mapping[str, Any] | None = None,
     started_serve: bool = False,
 ) -> Application:
-    """What `serve.run` takes: an application that loads `model`, which Ray Serve may later change by `user_config`.
+    """Build the application for `serve.run`. It loads `model`, which `user_config` can change later.
 
-    `autoscaling`: Ray Serve's autoscaling_config, in place of `config.replicas`. `started_serve`: whether Ray Serve was started
-    for it and ends with it."""
+    Args:
+        autoscaling: Ray Serve's autoscaling_config, replaces `config.replicas`.
+        started_serve: Whether Ray Serve was started for this server and ends with it.
+    """
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -64,7 +66,7 @@ def make_application(
         autoscaling_config=None if autoscaling is None else dict(autoscaling),
         user_config={"model": model, "shadow": shadow},
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": 1 if config.device == "cuda" else 0},
-        # Beyond what the application refuses itself, with a message of its own.
+        # Larger than the application's own limits, which answer with a clear message.
         max_ongoing_requests=2 * taken,
         max_queued_requests=2 * taken,
         graceful_shutdown_wait_loop_s=0.2,
@@ -78,8 +80,8 @@ def make_application(
 
 
 def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
-    """The class of the settings of a network that is not rayrec's, from FILE.py:FUNCTION; the file goes to the replicas as code.
-    Raises InputError if there is none."""
+    """Return the config class of a custom network from its recipe FILE.py:FUNCTION, None without a recipe. Ships the file to
+    the replicas. Raises InputError if the recipe does not train a click model."""
     if recipe is None:
         return None
     config = function_in_file(recipe, returns=TrainConfig)()
@@ -90,7 +92,7 @@ def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
 
 
 class _Replica:
-    """A process that answers requests, behind Ray Serve's proxies. Its methods may be called for all replicas at once."""
+    """Serving process behind Ray Serve's proxies. `Control` calls its methods on all replicas."""
 
     def __init__(self, config: ServeConfig, token_digest: bytes | None, network: type[ClickModelConfig] | None = None) -> None:
         import torch
@@ -108,7 +110,7 @@ class _Replica:
 
         self._models = ReplicaModels(load, counters)
         self._configured: Configured | None = None
-        """Newest configuration of the application, until it is known to be wanted."""
+        """Newest application configuration, until the register has accepted it."""
         self._control = Control(self._application, partial(ray_compat.get_shared_actor, REGISTER))
         self._silent = False
         self._mending = threading.Lock()
@@ -118,10 +120,10 @@ class _Replica:
         return self._scoring
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Ray Serve calls it before a replica takes requests, and when the configuration changes.
+        """Apply a configuration. Ray Serve calls it before a replica takes requests, and on changes.
 
-        The first call loads the model, and raises if it cannot. A later one returns at once, since Ray Serve sends no requests
-        meanwhile: after the next report one of the replicas changes all of them, as `--swap` does."""
+        The first call loads the model, and raises if it cannot. Later calls return immediately, because Ray Serve sends no
+        requests meanwhile: after the next report one replica changes all replicas, as `--swap` does."""
         self._configured = configured = read_user_config(user_config)
         if self._models.wanted is None:
             await self._begin(configured)
@@ -138,13 +140,13 @@ class _Replica:
                 raise InputError(cause)
 
     async def check_health(self) -> None:
-        """Ray Serve asks every other second, and replaces a replica that raises. The replica follows what is wanted then."""
+        """Report to the register, and apply its answer. Ray Serve calls it every 2 s and replaces a replica that raises."""
         if not self._models.ready:
             raise RuntimeError("no model is loaded")
         await self._report()
 
     async def load(self, wanted: Wanted) -> tuple[str, str]:
-        """Return the replica's name and what `ReplicaModels` returns; so do the next two."""
+        """Return the replica name and the result of `ReplicaModels.load`. `switch` and `drop` do the same."""
         return self._name, await asyncio.to_thread(self._models.load, wanted)
 
     async def switch(self, wanted: Wanted) -> tuple[str, str]:
@@ -161,8 +163,7 @@ class _Replica:
         return await asyncio.to_thread(self._control.ask, method, *arguments, timeout_s=timeout_s)
 
     async def _report(self, *, timeout_s: float = _ANSWER_S) -> None:
-        """Tell the register what this replica has, and begin to follow what is wanted. If it does not answer, what is served
-        stays."""
+        """Report the status to the register, and start a thread to load missing models. Keep the models if it does not answer."""
         models = self._models
         own = self._name, models.wanted, models.status(), self._scoring.snapshot(), self._configured
         try:
@@ -180,7 +181,7 @@ class _Replica:
             threading.Thread(target=self._mend, args=(leads,), name="models", daemon=True).start()
 
     def _mend(self, leads: bool) -> None:
-        """Load what is missing; the replica that leads changes all to the application's configuration."""
+        """Load missing models. The leading replica applies the application's configuration to all."""
         try:
             if leads:
                 self._lead()
@@ -208,12 +209,12 @@ class _Replica:
 
 @final
 class _ListeningReplica(_Replica):
-    """A replica that takes requests itself, at the port of its node."""
+    """Replica that listens itself, at a port of its node."""
 
     _listener: Listener | None = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """As above; the replica listens once it has a model."""
+        """Apply a configuration, and listen once there is a model."""
         await super().reconfigure(user_config)
         if self._listener is None:
             self._listener = await asyncio.to_thread(self._listen)
@@ -226,20 +227,20 @@ class _ListeningReplica(_Replica):
         return Listener(self._scoring, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes, end_s=end_s)
 
     async def check_health(self) -> None:
-        """As above."""
+        """Report to the register, and check the listener."""
         await super().check_health()
         if self._listener is None or not self._listener.alive:
             raise RuntimeError("the HTTP server has ended")
 
     def __del__(self) -> None:
-        """Ray Serve calls it when it ends a replica, and waits."""
+        """Stop listening. Ray Serve calls it to stop a replica, and waits."""
         if self._listener is not None:
             self._listener.close()
             self._scoring.close()
 
 
 def read_user_config(user_config: Mapping[str, Any]) -> Configured:
-    """What Ray Serve's `user_config` names. Raises InputError for anything but a model and perhaps a shadow model."""
+    """Parse Ray Serve's `user_config`. Raises InputError unless it has a model and at most a shadow model."""
     unknown = sorted(user_config.keys() - {"model", "shadow"})
     model, shadow = user_config.get("model"), user_config.get("shadow")
     if unknown:
@@ -252,7 +253,7 @@ def read_user_config(user_config: Mapping[str, Any]) -> Configured:
 
 
 def http_options(config: ServeConfig) -> dict[str, Any]:
-    """Of Ray Serve's proxy. Its time limit is a second line behind the application's own."""
+    """Return the options of Ray Serve's proxy. Its timeout is a fallback, longer than the application's."""
     return {
         "host": config.host,
         "port": config.port,
@@ -266,7 +267,7 @@ _TEXT_FIELDS: Final = ("token_file", "token_env", "device", "ingress", "host", "
 
 
 def build_application(args: Mapping[str, Any]) -> Application:
-    """See `rayrec.serve.build`."""
+    """Build the application of `rayrec.serve.build`."""
     values = dict(args)
     configured = read_user_config({name: values.pop(name, None) for name in ("model", "shadow")})
     autoscaling = _parsed("autoscaling", values.pop("autoscaling", None))
@@ -276,14 +277,14 @@ def build_application(args: Mapping[str, Any]) -> Application:
         config = config.replace(ingress="serve")
     _check(config, values, autoscaling)
     if config.ingress == "serve":
-        config = config.replace(host=WILDCARDS[0])  # http_options has it
+        config = config.replace(host=WILDCARDS[0])  # Set by http_options
     return make_application(
         config, token_digest=config.token_digest(), model=configured.model, shadow=configured.shadow, autoscaling=autoscaling
     )
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """`serve run` gives every value as text."""
+    """Parse a value. `serve run` passes every value as text."""
     if not isinstance(value, str) or name in _TEXT_FIELDS:
         return value
     try:

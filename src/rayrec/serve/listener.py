@@ -1,4 +1,4 @@
-"""An HTTP server for an ASGI application in a thread of a replica."""
+"""HTTP server for an ASGI application, in a thread of a replica."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 _BACKLOG: Final = 2048
 _START_S: Final = 30.0
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Of a request line and its headers."""
+"""Maximum bytes of a request line and headers."""
 _WIRE_FACTOR: Final = 8
-"""Bytes sent for a byte of the body, at most: chunks may be small."""
+"""Maximum bytes received per byte of the body, because chunks may be small."""
 _MAX_CONNECTIONS: Final = 8192
-"""Beyond them: 503."""
+"""Maximum open connections. More are answered with 503."""
 _MAX_PIPELINED: Final = 64
-"""Requests that may wait on one connection for the answer to the one before; a connection with more is closed."""
+"""Maximum pipelined requests per connection. A connection with more is closed."""
 _SETTLE_S: Final = 0.2
-"""How long connections whose handshake has begun may take to be accepted before the socket closes."""
+"""Seconds to accept connections with a started handshake before the socket closes."""
 _SO_ATTACH_FILTER: Final = 26
-"""Linux; Python's socket module has no name for it."""
+"""Linux constant that Python's socket module lacks."""
 _DROP_NEW_CONNECTIONS: Final = (
-    (0x30, 0, 0, 13),  # load the byte of TCP's flags
-    (0x54, 0, 0, 0x12),  # keep SYN and ACK
+    (0x30, 0, 0, 13),  # Load the byte with the TCP flags
+    (0x54, 0, 0, 0x12),  # Mask all but SYN and ACK
     (0x15, 0, 1, 0x02),  # SYN alone opens a connection
-    (0x06, 0, 0, 0),  # drop it
-    (0x06, 0, 0, 0xFFFFFFFF),  # keep everything else
+    (0x06, 0, 0, 0),  # Drop it
+    (0x06, 0, 0, 0xFFFFFFFF),  # Keep everything else
 )
-"""A classic BPF program for a listening socket."""
+"""Classic BPF program for a listening socket."""
 
 
 _NOT_THERE: Final = Response(
@@ -61,29 +61,35 @@ _NOT_THERE: Final = Response(
 
 @dataclass(frozen=True)
 class Limits:
-    """Times, in seconds, after which the listener closes a connection on which too little happens."""
+    """Timeouts of slow connections, in seconds."""
 
     head_s: float = 10.0
-    """For a request's line and headers, from their first byte (a bare line end counts) or from the connection's start; also for
-    the rest of a body whose request is already answered."""
+    """Maximum time for a request line and headers, from their first byte (a bare line end counts) or the start of the connection.
+    Also the limit for the rest of a body whose request is already answered."""
     keep_alive_s: float = 90.0
-    """Between two requests, if nothing is sent."""
+    """Maximum silence between two requests."""
     answer_s: float = 90.0
-    """For a client to take in an answer."""
+    """Maximum time for a client to receive an answer."""
     ending_s: float = 0.5
-    """For a connection without a request when the listener ends; a request that arrives in this time is answered."""
+    """Grace period of idle connections when the listener ends. Requests that arrive in it are answered."""
 
 
 @final
 class Listener:
-    """Serves from a thread of its own. Several processes of a machine may listen at one port: the system distributes connections
-    among them."""
+    """HTTP server in a separate thread. Several processes of a machine may share a port: the kernel distributes connections."""
 
     def __init__(
         self, app: ScoringApp, *, host: str, port: int, max_body_bytes: int, end_s: float, limits: Limits | None = None
     ) -> None:
-        """`max_body_bytes`: the application's own limit, of which this is a multiple. `end_s`: what `close` grants requests in
-        flight. Raises InputError if it cannot listen there."""
+        """Start to listen.
+
+        Args:
+            max_body_bytes: The application's own limit. The listener rejects a multiple of it.
+            end_s: Time that `close` grants requests in flight, in seconds.
+
+        Raises:
+            InputError: If it cannot listen at the address.
+        """
         self._end_s = end_s
         self._socket = bind(host, port, shared=True)
         self._socket.listen(_BACKLOG)
@@ -114,11 +120,10 @@ class Listener:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Takes no more connections, answers every request that arrived, and ends.
+        """Stop accepting connections, answer the received requests, and end.
 
-        Closing a listening socket resets connections that the kernel has set up and nobody has accepted. So the socket first
-        drops packets that open connections (a client sends them again after a second, and another process or nobody answers),
-        and closes when all others have been accepted."""
+        Closing a listening socket resets connections in the accept queue. So the socket first drops packets that open
+        connections (clients retry after a second, perhaps with another process), and closes after accepting all others."""
         if self._thread.is_alive():
             _drop_new_connections(self._socket)
             time.sleep(_SETTLE_S)
@@ -128,10 +133,9 @@ class Listener:
 
 @contextlib.contextmanager
 def held_port(host: str, port: int) -> Iterator[None]:
-    """Hold a port of this machine for one server, whose replicas may share it. Raises InputError if the port is taken.
+    """Lock a port of this machine for one server, whose replicas may share it. Raises InputError if the port is taken.
 
-    The lock is a Unix socket with an abstract name: these belong to a network namespace, as ports do, and end with their
-    process."""
+    The lock is an abstract Unix socket, which belongs to a network namespace, as ports do, and ends with its process."""
     with socket.socket(socket.AF_UNIX) as lock:
         name = f"\0rayrec-serve-{port}"
         try:
@@ -144,7 +148,7 @@ def held_port(host: str, port: int) -> Iterator[None]:
 
 
 def _pid_at(name: str) -> int | None:
-    """The process that listens at a Unix socket, if it can be seen from here."""
+    """Return the process that listens at a Unix socket, None if it is not visible."""
     with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
         client.setblocking(False)
         client.connect(name)
@@ -155,7 +159,7 @@ def _pid_at(name: str) -> int | None:
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a socket bound to an address, with `shared` also if others share it. Raises InputError if it is taken."""
+    """Bind a socket, which may share its address if `shared`. Raises InputError if the address is taken."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
@@ -177,19 +181,19 @@ def _cannot_listen(host: str, port: int, error: OSError, pid: int | None) -> Inp
 
 
 def bound_proxy() -> None:
-    """Make uvicorn use the protocol below by default. Ray Serve calls it in each HTTP proxy before the proxy listens."""
+    """Make `_BoundedProtocol` uvicorn's default. Ray Serve calls this in each HTTP proxy before the proxy listens."""
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:_BoundedProtocol"
 
 
 def sole_proxy() -> list[Middleware]:
-    """Do the same in a proxy whose only application is rayrec's, at /. If it is not there, it starts or ends."""
+    """Set up a proxy whose only application is rayrec's, at /. A missing application is starting or ending."""
     bound_proxy()
     return [Middleware(_RetryLater)]
 
 
 @final
 class _RetryLater:
-    """Middleware that answers 503 in place of the 404 of a proxy that has no application, which clients do not send again."""
+    """Middleware that turns a proxy's 404 without an application into 503, because clients do not retry after 404."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -211,14 +215,13 @@ class _RetryLater:
 
 @final
 class _BoundedProtocol(HttpToolsProtocol):
-    """HTTP with a bound on everything the application does not see: heads, trailers, chunk frames, and time without a request.
+    """HTTP protocol with limits on everything hidden from the application: heads, trailers, chunk frames and idle time.
 
-    An offer to upgrade is declined: the request is parsed again without it, since the parser takes what follows the head of such
-    a request for another protocol, not for a body. Answers keep the order of the requests, also if a later one is malformed or
-    the client closes its side.
+    Declines upgrade offers: parses the request again without the offer, because the parser does not expect a body after it.
+    Answers keep the order of the requests, even if a later one is malformed or the client closes its side.
 
-    While no answer is due, a timer always runs: uvicorn's own for keep-alive, which any byte ends, or `_timer`, which only a
-    complete head ends."""
+    Without a due answer, a timer always runs: uvicorn's keep-alive timer, which any byte stops, or `_timer`, which only a
+    complete head stops."""
 
     def __init__(self, *arguments: Any, limits: Limits | None = None, max_request_bytes: int = sys.maxsize, **named: Any) -> None:
         limits = limits or Limits()
@@ -226,18 +229,18 @@ class _BoundedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # uvicorn adds it to the loop's time
         self._limits, self._max_request_bytes = limits, max_request_bytes
         self._received = 0
-        """Bytes since the end of the last request."""
+        """Bytes received since the end of the last request."""
         self._completed = False
-        """Whether the bytes at hand ended a request."""
+        """Whether the current bytes ended a request."""
         self._in_body = False
         self._head_without_upgrade = b""
-        """Of a request that offers an upgrade, until it is parsed again."""
+        """Head of a request with an upgrade offer, until it is parsed again."""
         self._refusal = ""
-        """Message to the client whose bytes are no longer parsed, sent behind the answers that are due."""
+        """Error message of a malformed request, sent after the due answers. Further bytes are ignored."""
         self._ending = False
         self._timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
-        """Runs while an answer waits for its client."""
+        """Timer for the client to receive an answer."""
 
     @property
     def _answer_due(self) -> bool:
@@ -255,7 +258,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= _MAX_PIPELINED:
             self.transport.abort()
-            raise ValueError("too many requests wait on one connection")  # ends the parser
+            raise ValueError("too many requests wait on one connection")  # Ends the parser
         if self.parser.should_upgrade():
             self._decline_upgrade()
             return
@@ -268,17 +271,17 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _decline_upgrade(self) -> None:
         method = self.parser.get_method()
         if method == b"CONNECT":
-            raise ValueError("no tunnels")  # ends the parser
+            raise ValueError("no tunnels")  # Ends the parser
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         self._head_without_upgrade = b"\r\n".join([*lines, b"", b""])
 
     def on_message_complete(self) -> None:
-        if self._head_without_upgrade:  # the body is still to come
+        if self._head_without_upgrade:  # The body follows
             return
         super().on_message_complete()
         self._received, self._completed, self._in_body = 0, True, False
-        if not self._answer_due:  # answered before its body ended
+        if not self._answer_due:  # Answered before its body ended
             self._end_timer()
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -311,7 +314,7 @@ class _BoundedProtocol(HttpToolsProtocol):
                 return
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection open until the answers that are due are sent."""
+        """Keep the connection open until the due answers are sent."""
         if not self._answer_due:
             return False
         if self._in_body:
@@ -325,17 +328,17 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._refusal and malformed_is_next and not self.transport.is_closing():
             self._refuse()
         super().on_response_complete()
-        if self.pipeline and not self.transport.is_closing():  # uvicorn reads on, and more requests would wait
+        if self.pipeline and not self.transport.is_closing():  # Uvicorn resumes reading, which would queue more requests
             self.flow.pause_reading()
-        if self.transport.is_closing():  # with bytes of the answer unsent, perhaps for ever
+        if self.transport.is_closing():  # The client may never receive the rest of the answer
             self._wait_for_client()
 
     def send_400_response(self, msg: str) -> None:
         self._refusal = msg
         if self.pipeline or (self._answer_due and not self._in_body):
-            return  # on_response_complete does
+            return  # on_response_complete sends it
         if self._in_body and not self._answer_due:
-            self.transport.close()  # answered before its body ended
+            self.transport.close()  # Answered before its body ended
         else:
             self._refuse()
 
@@ -353,7 +356,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._end_answer_timer()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # `close` would wait for a client that does not read
+        self.transport.abort()  # `close` would wait for the client to read
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
@@ -377,7 +380,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _time_out(self) -> None:
         self._timer = None
-        if self._answer_due:  # the next request is late; the answers before it are not
+        if self._answer_due:  # The next request is late, but earlier answers are due
             self.cycle.keep_alive = False
         else:
             self.transport.abort()
@@ -398,8 +401,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
 
 def _drop_new_connections(listening: socket.socket) -> None:
-    """Drops packets that open a connection. Not every system has such filters; without one a connection that opens in the moment
-    of closing may be reset."""
+    """Drop packets that open a connection. Without such a filter, as on some systems, a connection may be reset on closing."""
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _DROP_NEW_CONNECTIONS))
     with contextlib.suppress(OSError):
         listening.setsockopt(

@@ -1,4 +1,4 @@
-"""The OpenAPI document of a server, which says of each column what it takes (https://spec.openapis.org/oas/v3.1.0)."""
+"""OpenAPI document of a server, with the type of each column (https://spec.openapis.org/oas/v3.1.0)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STATUSES = {
 
 
 def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> dict[str, Any]:
-    """As plain JSON values; `with_token`: whether requests must bear one."""
+    """Return the document as JSON values. `with_token` is whether requests need a token."""
     schema = model.preprocessor.schema
     columns = _columns(schema)
     return {
@@ -66,10 +66,10 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
 
 
 def example_row(preprocessor: Preprocessor) -> dict[str, Any]:
-    """A row of known categories, as far as they can be told from their tokens, and of numbers."""
+    """Return a row of numbers and of known categories, if the vocabulary reveals them."""
     schema, inputs = preprocessor.schema, preprocessor.inputs
     row: dict[str, Any] = dict.fromkeys(schema.dense, 1)
-    if schema.tokens != "hexadecimal":  # of texts only hashes are known
+    if schema.tokens != "hexadecimal":  # The vocabulary has only hashes of text
         return row
     for number, name in enumerate(inputs.sparse):
         vocabulary = preprocessor.vocabulary(number)
@@ -83,7 +83,7 @@ def _columns(schema: Schema) -> dict[str, Any]:
     token: dict[str, Any]
     if schema.tokens == "hexadecimal":
         dense = {"type": ["integer", "null"], "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER, "description": _MISSING}
-        # With the lengths, since to some readers of a pattern $ also stands before a last line end.
+        # Limits the length too, because in some regex dialects $ also matches before a final line end.
         token = {"type": ["string", "null"], "pattern": "^([0-9a-fA-F]{8})?$", "maxLength": 8}
         token["description"] = f"A category: 8 hexadecimal digits. {_MISSING}"
     else:

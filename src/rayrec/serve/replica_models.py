@@ -1,4 +1,4 @@
-"""The models in a replica's memory, and how the replica changes from one to another while it answers."""
+"""Models of a replica, and how it switches between them while it answers."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 RETRY_S: Final = 15.0
-"""Seconds between attempts to load an accepted model that could not be loaded."""
+"""Seconds between attempts to load an accepted model."""
 _SHADOW_BATCHES: Final = 8
-"""Batches that may wait for the shadow model."""
+"""Maximum batches in the queue of the shadow model."""
 _SHADOW_BYTES: Final = 64 << 20
-"""Memory that these may take."""
+"""Maximum memory of that queue, in bytes."""
 _LOWEST_PRIORITY: Final = 19
 
 
 @dataclass(frozen=True)
 class Source:
-    """Path of a model at the time of a change. Replicas that loaded equal sources have the same model."""
+    """Path of a model at the time of a change. Equal sources mean equal models."""
 
     serial: int
-    """Serial of the change that named the path."""
+    """Serial of the change that introduced the path."""
     path: str
-    """Checkpoint or export."""
+    """Folder of a checkpoint or export."""
 
 
 @dataclass(frozen=True)
 class Configured:
-    """Models in an application's configuration, as written there."""
+    """Model paths in an application's configuration, as written there."""
 
     model: str
     shadow: str | None = None
@@ -55,59 +55,59 @@ class Configured:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Models that all replicas should have. Every replica has loaded them before they are accepted."""
+    """Desired models of all replicas. They are accepted once every replica has loaded them."""
 
     serial: int
-    """Number of the change, larger than that of the change before. 0: the configuration of the application."""
+    """Increasing number of the change. 0 is the initial configuration."""
     model: Source
     """Model that answers requests."""
     previous: Source | None = None
-    """Model before this one, to go back to."""
+    """Previous model, for a rollback."""
     shadow: Source | None = None
     configured: Configured | None = None
-    """Newest configuration of the application."""
+    """Newest application configuration."""
     schema: Schema | None = None
-    """Columns that clients send. None until a replica serves the first model."""
+    """Schema of the requests. None until a replica serves the first model."""
 
     @property
     def rank(self) -> tuple[int, bool]:
-        """Order of what replicas know: the highest is the newest."""
+        """Sort key of states, the highest is the newest."""
         return self.serial, self.schema is not None
 
 
 @dataclass(frozen=True)
 class Status:
-    """Models of a replica."""
+    """Actual models of a replica."""
 
     model: Source | None = None
     version: str = ""
     schema: Schema | None = None
-    """Columns of the model."""
+    """Schema of the model."""
     shadow: Source | None = None
     shadow_version: str = ""
     failed: Source | None = None
-    """Model that could not be loaded last."""
+    """Last model that could not be loaded."""
     cause: str = ""
-    """Why it could not."""
+    """Reason for that failure."""
 
 
 @final
 class ReplicaModels:
-    """Models of a replica. One answers; the next or the previous one is in memory too, and a shadow model. Changes wait for each
-    other; requests do not wait for them."""
+    """Models of a replica: the serving one, the next or previous one, and a shadow model. Changes run one at a time and do not
+    block requests."""
 
     def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
-        """`load` opens a checkpoint or an export, see `open_served`."""
+        """`load` opens a checkpoint or export, such as `open_served`."""
         self._open_model, self._counters = load, counters
         self.wanted: Wanted | None = None
-        """Newest that is known."""
+        """Newest known desired models."""
         self._changing = threading.Lock()
         self._serving: tuple[Source, BatchScorer] | None = None
         self._standby: tuple[Source, BatchScorer] | None = None
-        """Loaded model that does not answer: the next or the previous one."""
+        """Next or previous model, loaded."""
         self._shadow: tuple[Source, Shadow] | None = None
         self._failure: tuple[Source, str, float] | None = None
-        """Model that could not be loaded last, the cause, and when."""
+        """Last model that could not be loaded, the cause and the time."""
 
     @property
     def ready(self) -> bool:
@@ -119,7 +119,7 @@ class ReplicaModels:
         return self._serving[1].model
 
     def answer(self, bodies: Sequence[Body]) -> list[ScoreResponse | RequestError]:
-        """In the order of the bodies, all by the same model."""
+        """Score bodies, all with the same model. Returns one answer per body, in order."""
         assert self._serving is not None, "a model is loaded before anything is asked"
         answers, raw, logits = self._serving[1].answer(bodies)
         shadow = self._shadow
@@ -128,18 +128,17 @@ class ReplicaModels:
         return answers
 
     def load(self, wanted: Wanted) -> str:
-        """Load the models that are missing, in the memory of the standby and the shadow. Returns why one cannot be loaded, or has
-        other columns; what answers stays."""
+        """Load missing models as standby and shadow, without a switch. Returns why one cannot be served, else an empty string."""
         with self._changing:
             return self._load(wanted) or self._load_shadow(wanted)
 
     def hear(self, wanted: Wanted) -> None:
-        """Take in what all replicas should have, unless something newer is known."""
+        """Record the desired models, unless newer ones are known."""
         if self.wanted is None or wanted.rank >= self.wanted.rank:
             self.wanted = wanted
 
     def switch(self) -> str:
-        """Answer by the wanted model, and load what is missing first. Returns why a model cannot be loaded."""
+        """Switch to the desired models, after loading missing ones. Returns why one cannot be served, else an empty string."""
         with self._changing:
             wanted = self.wanted
             assert wanted is not None
@@ -166,7 +165,7 @@ class ReplicaModels:
 
     @property
     def incomplete(self) -> bool:
-        """Whether a wanted model is missing, and was not tried in vain a moment ago."""
+        """Whether a desired model is missing and its last failure is not recent."""
         shadow, wanted = self._shadow[0] if self._shadow else None, self.wanted
         assert wanted is not None
         missing = None if self._serves(wanted.model) else wanted.model
@@ -227,16 +226,15 @@ class ReplicaModels:
             before[1].close()
 
     def _open(self, source: Source, schema: Schema | None) -> BatchScorer | str:
-        """Return the opened model, or the cause why it cannot be served."""
+        """Open a model. Returns the cause of failure if it cannot be served."""
         if schema is None and self._serving:
             schema = self.model.preprocessor.schema
         try:
-            # Of its own counts none are of requests.
             scorer = BatchScorer(self._open_model(source.path), self._counters)
             if schema is not None:
                 _require_columns(scorer.model, schema)
             scorer.warm()
-        except Exception as error:  # whatever is wrong with it, the one before goes on
+        except Exception as error:  # The old model continues in any case
             if not isinstance(error, InputError):
                 _log.exception("%s was not loaded", source.path)
             self._counters.swaps.labels("failed").inc()
@@ -260,7 +258,7 @@ def _require_columns(model: ServedModel, schema: Schema) -> None:
 
 @final
 class Shadow:
-    """Scores rows that were answered with another model, as far as it keeps up, and notes how far the scores differ."""
+    """Background scoring of answered rows with another model. Counts score differences, and drops rows when it is too slow."""
 
     def __init__(self, answerer: BatchScorer, counters: Counters) -> None:
         self._answerer, self._counters = answerer, counters
@@ -275,7 +273,7 @@ class Shadow:
         return self._answerer.model.version
 
     def offer(self, raw: RawBlock, logits: np.ndarray) -> None:
-        """Never waits."""
+        """Queue answered rows, without waiting. Drops them if the queue is full."""
         num_bytes = raw.nbytes
         try:
             if self._waiting_bytes + num_bytes > _SHADOW_BYTES:
@@ -290,7 +288,7 @@ class Shadow:
             self._waiting_bytes += num_bytes
 
     def close(self) -> None:
-        """What waits is left out."""
+        """Stop the thread, and drop the queue."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._batches.get_nowait()
@@ -298,14 +296,14 @@ class Shadow:
         self._thread.join()
 
     def _run(self) -> None:
-        # Of Linux, where a thread has a priority of its own: cores that answering needs are left to it.
+        # On Linux threads have separate priorities. The lowest leaves the cores to answering.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while (batch := self._batches.get()) is not None:
             raw, logits = batch
             self._add(-raw.nbytes)
             try:
                 scores = sigmoid(self._answerer.score(raw))
-            except Exception:  # it must not harm what is answered
+            except Exception:  # Must not affect answers
                 _log.exception("the shadow model failed")
                 self._counters.shadow_failures.inc()
                 continue

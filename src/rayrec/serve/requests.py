@@ -1,4 +1,4 @@
-"""A request before its rows are read: format and number of rows, and the errors that clients get."""
+"""Request body before parsing its rows (format, number of rows), and the error that clients receive."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from rayrec.schema import Schema
 
 Format = Literal["json", "tsv", "csv"]
 FORMATS: dict[str, Format] = {"application/json": "json", "text/tab-separated-values": "tsv", "text/csv": "csv"}
-"""What is taken, by media type."""
+"""Accepted formats by media type."""
 
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
@@ -22,7 +22,7 @@ _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 
 
 class RequestError(Exception):
-    """A request that is not answered with scores: its status, and the message to its sender."""
+    """Error answer to a request: HTTP status and message."""
 
     def __init__(
         self,
@@ -42,30 +42,30 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Body:
-    """The rows of one request, not looked at yet."""
+    """Unparsed rows of one request."""
 
     format: Format
     num_rows: int
-    """Never less than there are."""
+    """Upper bound of the number of rows."""
     num_bytes: int
-    """As it came."""
+    """Number of received bytes."""
     rows: list[Any] | None = None
-    """Of JSON."""
+    """Rows of a JSON request."""
     text: bytes = b""
-    """Of other formats, without a byte order mark."""
+    """Text of other formats, without a byte order mark."""
     header: bool | None = None
-    """Whether the first line of CSV names columns; None: the client does not say."""
+    """True if CSV has a header. None if the client does not specify it."""
     label: bool | None = None
-    """Whether lines begin with the columns that are ignored; None: the client does not say."""
+    """True if lines start with the ignored columns. None if the client does not specify it."""
 
 
 def delimiter_of(format: Format, schema: Schema) -> str:
-    """The delimiter of text."""
+    """Return the column delimiter of a text format."""
     return "\t" if format == "tsv" else schema.delimiter
 
 
 def row_ends(text: bytes, delimiter: str) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each line end (\\n, \\r\\n or \\r) that ends a row. A quoted field may contain others."""
+    """Yield start and stop of each line end (\\n, \\r\\n or \\r) that ends a row. Skips those in quoted fields."""
     if b'"' not in text:
         yield from (match.span() for match in _LINE_END.finditer(text))
         return
@@ -76,12 +76,12 @@ def row_ends(text: bytes, delimiter: str) -> Iterator[tuple[int, int]]:
 def open_body(
     content: bytes, format: Format, *, schema: Schema, max_rows: int, header: bool | None = None, label: bool | None = None
 ) -> Body:
-    """Raises RequestError for content that is no request at all, and for too many rows."""
+    """Check the body's outline and count its rows. Raises RequestError if it is not a request or has too many rows."""
     text = content.removeprefix(_BYTE_ORDER_MARK)
     if format == "json":
         body = _open_json(text)
     else:
-        if len(schema.dense) + len(schema.sparse) != 1:  # of one column an empty line at the end counts as a line
+        if len(schema.dense) + len(schema.sparse) != 1:  # With one column, an empty line at the end is a row
             text = text.rstrip(b"\r\n")
         if b'"' in text and schema.tokens == "any":
             ends = sum(1 for _ in row_ends(text, delimiter_of(format, schema)))
@@ -91,7 +91,7 @@ def open_body(
         body = Body(format, num_rows, len(content), text=text, header=header, label=label)
     if not body.num_rows:
         raise RequestError(400, "the request holds no row", field="rows" if format == "json" else None)
-    lines = max_rows + (format == "csv" and header is not False)  # one may be a header
+    lines = max_rows + (format == "csv" and header is not False)  # One line may be a header
     if body.num_rows > lines:
         raise RequestError(
             413, f"{body.num_rows} rows in one request, at most {max_rows} are taken; send them in several requests"
@@ -119,7 +119,7 @@ def _open_json(content: bytes) -> Body:
 
 
 def _refuse_repeated_names(content: bytes) -> None:
-    """Raise RequestError for an object that has a name twice. Objects that are nested too deep for this are refused later."""
+    """Raise RequestError for an object with a repeated name. Objects nested too deep for this are rejected later."""
 
     def check(pairs: list[tuple[str, Any]]) -> None:
         names = set[str]()
@@ -133,5 +133,5 @@ def _refuse_repeated_names(content: bytes) -> None:
 
 
 def shown(name: str) -> str:
-    """A name from outside, short enough for an answer."""
+    """Shorten a client's name for an error message."""
     return name if len(name) <= 64 else name[:64] + "..."

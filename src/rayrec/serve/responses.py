@@ -1,4 +1,4 @@
-"""Scores several requests with one pass of the model, and splits the result into a response for each."""
+"""Scoring of several requests in one batch, and the response of each."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreResponse:
-    """What becomes of the rows of one request."""
+    """Scores of one request."""
 
     fields: Mapping[str, np.ndarray]
-    """(rows, ...) by name, see `Head.answer`"""
+    """Answer fields of the heads, by name [rows, ...]."""
     unknown: np.ndarray
-    """int32 (rows, num_sparse), see UnknownCategories"""
+    """Number of unknown categories, int32 [rows, num_sparse]."""
     columns: tuple[str, ...]
     """Names of the sparse columns."""
     model: str
     preprocessor: str
 
     def to_json(self, *, columns: bool) -> bytes:
-        """`columns`: with the names of the columns whose categories were unknown, row by row."""
+        """Return the response body. `columns` adds the names of the columns with unknown categories, row by row."""
         fields: dict[str, Any] = {
             **self.fields,
             "unknown": self.unknown.sum(axis=1, dtype=np.int32),
@@ -51,7 +51,7 @@ class ScoreResponse:
 
 @final
 class BatchScorer:
-    """One model and what is needed around it. `answer` is called by one thread at a time."""
+    """Model with its request reader and counters. Call `answer` from one thread at a time."""
 
     def __init__(self, model: ServedModel, counters: Counters) -> None:
         self.model = model
@@ -62,7 +62,7 @@ class BatchScorer:
         self._counters = counters
 
     def answer(self, bodies: Sequence[Body]) -> tuple[list[ScoreResponse | RequestError], RawBlock, np.ndarray]:
-        """The answers, one a body; then the rows of all good bodies and the values of their main head, such as logits."""
+        """Return one answer per body, the rows of all valid bodies, and the values of their main head, such as logits."""
         start = time.perf_counter()
         raw, outcomes = self._reader.read(bodies)
         if not raw.rows:
@@ -76,11 +76,11 @@ class BatchScorer:
         return answers, raw, values[heads[0].name]
 
     def score(self, raw: RawBlock) -> np.ndarray:
-        """float32 (rows): the logits of rows read already."""
+        """Return the logits of parsed rows, float32 [rows]."""
         return self.model.score(self.model.preprocessor.encode(raw))
 
     def warm(self) -> None:
-        """Scores rows without a value, so that the first request does not pay for what is made once."""
+        """Score empty rows, so that the first request is not slowed down by initialization."""
         for num_rows in (1, 64):
             raw, _ = self._reader.read([Body("json", num_rows, 0, rows=[{}] * num_rows)])
             encoded = self.model.preprocessor.encode(raw)

@@ -1,4 +1,4 @@
-"""The rows of requests, read by the parsers that read the training log, and what is wrong with them."""
+"""Parsing of request rows with the parsers of the training log, and its errors."""
 
 import re
 from abc import ABC, abstractmethod
@@ -22,17 +22,17 @@ from rayrec.serve.requests import Body, RequestError, delimiter_of, row_ends, sh
 _MOST_FIELDS = 10_000
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
-"""As in text, where 18 digits are taken."""
+"""Largest magnitude of a number, as in text, which may have 18 digits."""
 _LINE_START = re.compile(rb"(?m)^")
 _A_LABEL = "label of rows without one"
 
 
 Outcome = slice | RequestError
-"""Of one body: which of the rows read together are its own, or what is wrong with it."""
+"""Result of one body: its range of the rows that were read together, or its error."""
 
 
 class RowReader(ABC):
-    """Reads bodies of one schema, many at once."""
+    """Parser of request bodies with one schema."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema.unlabelled()
@@ -42,7 +42,7 @@ class RowReader(ABC):
 
     @abstractmethod
     def read(self, bodies: Sequence[Body]) -> tuple[RawBlock, list[Outcome]]:
-        """The good bodies' rows one after the other, without labels, and what became of each body."""
+        """Return the concatenated rows of valid bodies, without labels, and the outcome of each body."""
 
     def _check_names(self, row: Any, number: int) -> None:
         if type(row) is not dict:
@@ -53,8 +53,8 @@ class RowReader(ABC):
         raise RequestError(400, f"row {number} has an unknown column {shown(unknown)}", row=number, field=shown(unknown))
 
     def _is_labelled(self, body: Body, found: int) -> bool:
-        """Return whether the first row, of so many fields, has the columns of a labelled row, else those of an unlabelled one.
-        Raises RequestError if it has neither's, or not those that the client says."""
+        """Return whether a row of `found` fields has the ignored columns. Raises RequestError if the number fits neither kind of
+        row, or not the kind that the client specifies."""
         bare, full = len(self.schema.columns), len(self._with_label.columns)
         needed = {None: (bare, full), True: (full,), False: (bare,)}[body.label]
         if found not in needed:
@@ -64,7 +64,7 @@ class RowReader(ABC):
 
 
 def _fields(row: bytes, delimiter: str) -> list[str]:
-    """Return the fields of one row; a quoted one may contain the delimiter."""
+    """Split one row into fields. Quoted fields may contain the delimiter."""
     mark = re.escape(delimiter)
     found = re.finditer(rf'(?:^|{mark})(?:"((?:[^"]|"")*+)")?([^{mark}]*)', row.decode("utf-8", "replace"))
     return [(match[1] or "").replace('""', '"') + match[2] for match in islice(found, _MOST_FIELDS)]
@@ -80,7 +80,7 @@ def _is_number(field: str) -> bool:
 
 @final
 class HexadecimalReader(RowReader):
-    """Rows of a log of hexadecimal tokens. All bodies are parsed into one place by the native parser."""
+    """Reader for schemas with hexadecimal tokens. The native parser parses all bodies into one block."""
 
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema)
@@ -95,7 +95,7 @@ class HexadecimalReader(RowReader):
                 if body.format == "csv":
                     raise RequestError(415, "rows of this model come as application/json or text/tab-separated-values")
                 if body.rows is not None:
-                    # Of one column a missing value is an empty line, which is no row; behind a label it is one.
+                    # A missing value of a single column is an empty line, not a row. After a label it is a row.
                     single = len(self.schema.columns) == 1
                     text = self._as_text(body.rows)
                     self._parse(parser, _LINE_START.sub(b"0\t", text) if single else text, labelled=single)
@@ -111,7 +111,7 @@ class HexadecimalReader(RowReader):
     def _parse(self, parser: TextParser, text: bytes, *, labelled: bool) -> None:
         start = parser.rows
         faults = parser.parse(padded(text), len(text), labelled=labelled)
-        if labelled and LABEL_FAULT in faults.counts:  # it is ignored, whatever it is
+        if labelled and LABEL_FAULT in faults.counts:  # Labels are ignored, so invalid ones too
             parser.drop_after(start)
             self._parse(parser, re.sub(rb"(?m)^[^\t\n]*\t", b"", text), labelled=False)
         elif faults.total:
@@ -119,9 +119,9 @@ class HexadecimalReader(RowReader):
             raise _refusal(fault, text.count(b"\n", 0, fault.byte or 0))
 
     def _as_text(self, rows: list[Any]) -> bytes:
-        """Lines as the log has them. Raises RequestError for what no line can say; the rest is for the parser to judge."""
+        """Format JSON rows as log lines. Raises RequestError for values that lines cannot represent; the parser checks others."""
         text = self._plainly_as_text(rows)
-        if text is None:  # something is unusual
+        if text is None:
             lines = []
             for number, row in enumerate(rows):
                 self._check_names(row, number)
@@ -132,8 +132,8 @@ class HexadecimalReader(RowReader):
         return text
 
     def _plainly_as_text(self, rows: list[Any]) -> bytes | None:
-        """The same for rows that hold nothing but known columns, integers and strings without tabs and line ends, four times as
-        fast; None for others."""
+        """Format rows of only known columns, integers, and strings without tabs and line ends, four times as fast as `_as_text`.
+        Returns None for other rows."""
         dense, sparse, known = self.schema.dense, self.schema.sparse, self._known
         lines = []
         try:
@@ -154,13 +154,13 @@ class HexadecimalReader(RowReader):
 
 
 _TEXT_OF: dict[type, Callable[[Any], str]] = {int: str}
-"""How a number is written; others than integers, also true and false, are not in it."""
+"""Formatter of numbers by type. Only integers, not booleans."""
 
 
 def _integer_text(value: Any, name: str, number: int) -> str:
     if value is None:
         return ""
-    if type(value) is float and value.is_integer():  # 3.0 is an integer to JSON
+    if type(value) is float and value.is_integer():  # In JSON, 3.0 is an integer
         value = int(value)
     if type(value) is not int:
         raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not an integer", row=number, field=name)
@@ -172,7 +172,7 @@ def _integer_text(value: Any, name: str, number: int) -> str:
 def _hexadecimal_text(value: Any, name: str, number: int) -> str:
     if value is None:
         return ""
-    # The parser judges the digits; a tab or a line end would not reach it as part of a value.
+    # The parser checks the digits. Tabs and line ends must not reach it.
     if type(value) is not str or (value and not (len(value) == 8 and value.isalnum() and value.isascii())):
         raise RequestError(400, f"row {number}: {name} is not 8 hexadecimal digits as a string", row=number, field=name)
     return value
@@ -180,7 +180,7 @@ def _hexadecimal_text(value: Any, name: str, number: int) -> str:
 
 @final
 class AnyReader(RowReader):
-    """Rows of a log of any tokens: JSON and text become Arrow columns, as files of such a log do."""
+    """Reader for schemas with any tokens. Converts JSON and text to Arrow columns, as for log files."""
 
     def read(self, bodies: Sequence[Body]) -> tuple[RawBlock, list[Outcome]]:
         parts: list[RawBlock] = []
@@ -222,7 +222,7 @@ class AnyReader(RowReader):
         return pa.table(arrays)
 
     def _split(self, body: Body) -> pa.Table:
-        """The columns of text: tsv without a header, csv with one where its first line names columns."""
+        """Parse text: TSV without a header, CSV with one if its first line names columns."""
         delimiter = delimiter_of(body.format, self.schema)
         if delimiter == self.schema.list_delimiter:
             raise RequestError(415, "the columns' delimiter of this format is that of lists; send application/json")
@@ -241,9 +241,9 @@ class AnyReader(RowReader):
         return read_csv_text(text, self.schema, delimiter=delimiter, columns=columns, path="the request")
 
     def _has_header(self, body: Body, names: list[str]) -> bool:
-        """Whether the first line names columns. Raises RequestError if it does so wrongly, or the format has no header.
+        """Return whether the first line is a header. Raises RequestError if it is invalid, or the format has no header.
 
-        Unless the client says, a line without numbers is a header if one of its fields is a column's name, whatever its case."""
+        Unless the client specifies it, a line without numbers is a header if one of its fields is a column name in any case."""
         if body.header is False or (body.header is None and not self._names_a_column(names)):
             return False
         if body.format == "tsv":
@@ -265,7 +265,7 @@ class AnyReader(RowReader):
 
 
 def _refuse_empty_lines(text: bytes, delimiter: str) -> None:
-    """Raises RequestError for an empty line, which would be passed over: the rows behind it would not have their numbers."""
+    """Raise RequestError for an empty line. Skipping it would shift the numbers of later rows."""
     behind = 0
     for row, (start, end) in enumerate(row_ends(text, delimiter)):
         if start == behind:
@@ -288,10 +288,10 @@ def _number(value: Any, name: str, row: int) -> float | None:
 
 
 def _token_text(value: Any, name: str, number: int) -> str | None:
-    """An integer's token is that of its digits, and true and false are 1 and 0, as in files."""
+    """Return a category as text. Integers become their digits, true and false 1 and 0, as in files."""
     if value is None or type(value) is str:
         return value
-    if type(value) is float and value.is_integer() and abs(value) < 2**53:  # larger ones are rounded
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:  # Larger ones are rounded
         value = int(value)
     if type(value) in (int, bool):
         if -(2**63) <= value < 2**64:
@@ -302,7 +302,7 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
 
 
 def _lists(values: list[Any], name: str, item_of: Callable[[Any, str, int], Any]) -> list[list[Any] | None]:
-    """The lists, each of their items as `item_of` (item, name, row) gives it."""
+    """Convert the items of lists with `item_of` (item, name, row)."""
     found: list[list[Any] | None] = []
     for number, value in enumerate(values):
         if value is not None and type(value) is not list:
@@ -322,10 +322,10 @@ def _kind(value: Any) -> str:
 
 
 def make_reader(schema: Schema) -> RowReader:
-    """For rows of a schema, labelled or not; labels, weights of rows and times are ignored."""
+    """Return the reader of a schema. It ignores labels, row weights and timestamps."""
     return HexadecimalReader(schema) if schema.tokens == "hexadecimal" else AnyReader(schema)
 
 
 def take(values: np.ndarray, outcome: slice) -> np.ndarray:
-    """A body's own of what was computed for all together, as one piece of memory."""
+    """Return a contiguous copy of a body's rows."""
     return np.ascontiguousarray(values[outcome])

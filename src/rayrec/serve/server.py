@@ -1,4 +1,4 @@
-"""Starts a server, watches it and the run that it follows, and ends it after every request that it took is answered."""
+"""Lifecycle of a server: start, watch, follow a run, and stop after answering all received requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PROXY_CALLBACK_VARIABLE: Final = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 PROXY_CALLBACK: Final = "rayrec.serve.listener:sole_proxy"
-"""Function that Ray Serve's HTTP proxies call if the variable names it in their environment."""
+"""Function that Ray Serve's HTTP proxies call, named by that environment variable."""
 _ANSWER_S: Final = 30.0
 _DESCRIBE_S: Final = 10.0
 _TRY_S: Final = 2.0
@@ -41,25 +41,25 @@ _MOST_BYTES: Final = 1 << 16
 _POLL_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
 _STOPPER_S: Final = 5.0
-"""How long a server that another process stopped keeps its Ray, to which that process is still connected."""
+"""Seconds that a server keeps its Ray after another process, still connected to it, stopped the server."""
 _STORE_S: Final = 5.0
-"""How long following waits for a store that is out."""
+"""Maximum seconds to wait for unavailable storage when following a run."""
 _ATTEMPTS: Final = 4
 _RETRY_S: Final = 15.0
-"""Doubled with each attempt."""
+"""Seconds before the next attempt, doubled each time."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that takes requests."""
+    """Running server."""
 
     url: str
     control: Control
     address: str
-    """Of its Ray cluster, by which `swap` and the like reach it."""
+    """Address of its Ray cluster, for `swap` and other commands."""
 
     def describe(self) -> dict[str, Any]:
-        """Plain JSON values: url, address, and what it serves."""
+        """Return JSON values: URL, cluster address and models."""
         return {"url": self.url, "cluster_address": self.address, **self.control.ask("describe", timeout_s=_DESCRIBE_S)}
 
 
@@ -67,10 +67,10 @@ class Server:
 def serving(
     path: str, *, config: ServeConfig, address: str | None, shadow: str | None = None, console: Console
 ) -> Iterator[Server]:
-    """A server of a checkpoint, run or export, while it is entered, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
-    local Ray). On leaving, requests in flight are answered first.
+    """Serve a checkpoint, run or export while the context is open, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
+    local Ray). Answers requests in flight before it exits.
 
-    Raises InputError for an unusable model or address, and if the cluster or the port already has a server.
+    Raises InputError for an unusable model or address, and if the cluster or port already has a server.
     """
     digest = config.token_digest()
     with _serving(path, config=config, digest=digest, address=address, shadow=shadow, console=console) as server:
@@ -83,7 +83,7 @@ def _serving(
 ) -> Iterator[Server]:
     path = source_of(path)
     shadow = source_of(shadow) if shadow else None
-    own_network(config.recipe)  # refused before Ray starts
+    own_network(config.recipe)  # Fails before Ray starts
     if digest is None and config.host not in LOOPBACK:
         console.note(f"anyone who reaches {config.host}:{config.port} may score: --token-file or --token-env asks for a token")
     quieten()
@@ -94,20 +94,20 @@ def _serving(
     own_ray = not joined and (address or os.environ.get("RAY_ADDRESS")) in (None, "", "local")
     with contextlib.ExitStack() as held:
         if own_ray:
-            held.enter_context(held_port(config.host, config.port))  # refused before Ray starts
+            held.enter_context(held_port(config.host, config.port))  # Fails before Ray starts
             if config.ingress == "serve":
                 os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
         reached = connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
-        quieten()  # Ray sets up its loggers again
+        quieten()  # Ray has reset its loggers
         instance = find_instance(APPLICATION)
-        # One without applications and proxies was left by a server, and its proxies cannot be enabled later.
+        # A server left one without applications and proxies behind, whose proxies cannot be enabled later.
         fresh = instance is None or not (instance.applications or instance.with_proxies)
         if instance is not None and APPLICATION in instance.applications:
             raise InputError(
                 "this Ray cluster runs a `rayrec serve` already; --swap gives it another model, --stop ends it (both with "
                 "--cluster.address)"
             )
-        ends_serve = fresh and not own_ray  # with its own Ray all ends
+        ends_serve = fresh and not own_ray  # A private Ray ends anyway
         try:
             asked, config = config, settle(config, instance, own_ray=own_ray)
             if (asked.host, asked.port) != (config.host, config.port):
@@ -120,14 +120,14 @@ def _serving(
             make = partial(make_application, config, token_digest=digest, model=path, shadow=shadow, started_serve=ends_serve)
             yield Server(_deploy(config, make, control), control, reached)
         finally:
-            with contextlib.suppress(Exception):  # whatever of it is gone already
+            with contextlib.suppress(Exception):  # Parts may be gone already
                 end(started_serve=ends_serve)
             if not joined:
                 ray.shutdown()
 
 
 def _deploy(config: ServeConfig, make: Callable[[], Application], control: Control) -> str:
-    """The URL at which the server answers. Raises InputError if no replica can load the model, or nothing answers."""
+    """Deploy the application and return its URL. Raises InputError if no replica can load the model, or none answers."""
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -159,21 +159,21 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
 
 @dataclass(frozen=True)
 class ServeInstance:
-    """Ray Serve as it runs on a cluster."""
+    """State of Ray Serve on a cluster."""
 
     with_proxies: bool
     host: str
     port: int
-    """Where its HTTP proxies listen, if there are any."""
+    """Port of its HTTP proxies, if it has any."""
     proxy_ips: tuple[str, ...]
-    """Nodes with a proxy."""
+    """IP addresses of nodes with a proxy."""
     replica_ips: tuple[str, ...]
-    """Nodes with a replica of the application asked for."""
+    """IP addresses of nodes with a replica of the requested application."""
     applications: tuple[str, ...]
 
 
 def find_instance(application: str) -> ServeInstance | None:
-    """Ray Serve on the cluster this process is connected to; None if it does not run there."""
+    """Return the state of Ray Serve on the connected cluster, None if it does not run."""
     from ray.serve.exceptions import RayServeException
 
     from rayrec.compat.ray_compat import get_global_client
@@ -201,11 +201,11 @@ def _distinct(actors: Any) -> tuple[str, ...]:
 
 
 def settle(config: ServeConfig, instance: ServeInstance | None, *, own_ray: bool) -> ServeConfig:
-    """`config` with an ingress that the cluster can have, and with the proxies' own address if they run already. Pure.
+    """Resolve the ingress, and set the address of running proxies. Pure.
 
-    auto: direct on a local Ray of its own and on a cluster whose Ray Serve runs without proxies, else serve. Raises InputError if
-    Ray Serve runs there in a way that `config` excludes."""
-    running = instance if instance is not None and instance.applications else None  # an idle one is started again
+    auto becomes direct on a private local Ray and with a Ray Serve that runs without proxies, else serve. Raises InputError if
+    the running Ray Serve conflicts with `config`."""
+    running = instance if instance is not None and instance.applications else None  # An idle one is restarted
     if config.ingress == "auto":
         direct = own_ray or (running is not None and not running.with_proxies)
         config = config.replace(ingress="direct" if direct else "serve")
@@ -225,7 +225,7 @@ def settle(config: ServeConfig, instance: ServeInstance | None, *, own_ray: bool
 
 
 def urls(config: ServeConfig, instance: ServeInstance) -> list[str]:
-    """Where the application may answer: a proxy, or with the direct ingress a replica. Pure."""
+    """Return the URLs of proxies or, with the direct ingress, of replicas. Pure."""
     hosts: Sequence[str] = (config.host,)
     if config.host in WILDCARDS:
         hosts = instance.proxy_ips if config.ingress == "serve" else instance.replica_ips
@@ -233,9 +233,8 @@ def urls(config: ServeConfig, instance: ServeInstance) -> list[str]:
 
 
 def first_answering(found: Sequence[str], *, versions: Sequence[str], timeout_s: float = _ANSWER_S) -> str:
-    """The first of some URLs at which the application says that it is ready with one of these models. Raises InputError if none
-    does in time."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through the proxy of the environment
+    """Return the first URL whose server is ready with one of these model versions. Raises InputError after a timeout."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Ignores the environment's proxies
     deadline_s = time.monotonic() + timeout_s
     while True:
         trouble = "no replica or proxy has an address"
@@ -258,7 +257,7 @@ def first_answering(found: Sequence[str], *, versions: Sequence[str], timeout_s:
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """Without Ray Serve's logs of its start, for which it sets its logger up itself."""
+    """Suppress Ray Serve's startup logs, for which it configures its own logger."""
     logging.disable(logging.INFO)
     try:
         yield
@@ -269,18 +268,18 @@ def _hushed() -> Iterator[None]:
 def serve_forever(
     path: str, *, config: ServerConfig, address: str | None, console: Console, started: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM; then requests in flight are answered. A second signal ends at once.
+    """Serve until Ctrl-C or SIGTERM, then answer requests in flight. A second signal exits immediately.
 
-    If `config.follow`, `path` is a run, to whose newest or best checkpoint the server changes over as they appear. `started` is
-    called when the server takes requests. The variable that `config.token_env` names is taken out of the environment.
+    With `config.follow`, `path` is a run, and the server switches to its newest or best checkpoints. Calls `started` when it
+    accepts requests. Removes the variable `config.token_env` from the environment.
     """
     first = _first_of_run(path, config.follow)
     digest = config.token_digest()
     if config.token_env:
-        del os.environ[config.token_env]  # before Ray starts, whose processes inherit it
+        del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
     with (
         _serving(first, config=config, digest=digest, address=address, shadow=config.shadow, console=console) as server,
-        _until_signal() as asked,  # behind Ray's start, which sets handlers of its own
+        _until_signal() as asked,  # After Ray has started, which sets signal handlers
     ):
         started(server.describe())
         watch = _Watch(server, console)
@@ -306,8 +305,8 @@ def _first_of_run(path: str, follow: Follow) -> str:
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; the second raises KeyboardInterrupt. Signals are handled in the main thread
-    only; in other threads the event is never set."""
+    """Yield an event set by the first Ctrl-C or SIGTERM. The second raises KeyboardInterrupt. Outside of the main thread the
+    event is never set."""
     asked = threading.Event()
 
     def note(number: int, frame: Any) -> None:
@@ -327,7 +326,7 @@ def _until_signal() -> Iterator[threading.Event]:
 
 
 class _Watch:
-    """Reports changes while a server runs. If the store or the cluster's head is unavailable, the server keeps its models."""
+    """Watcher of a running server and of the followed run. The server keeps its models while storage or head is unavailable."""
 
     def __init__(self, server: Server, console: Console) -> None:
         self._server, self._console = server, console
@@ -336,14 +335,14 @@ class _Watch:
         self._failures: dict[str, str] = {}
         self._skipped = set[str]()
         self._attempts = {self._served: (_ATTEMPTS, 0.0)}
-        """Number of attempts to change over to a checkpoint of the run that is followed, and the earliest time of the next."""
+        """Attempts to switch to each checkpoint of the followed run, and the earliest time of the next."""
         self._changing = ThreadPoolExecutor(1, thread_name_prefix="follow")
         self._change: tuple[str, Future[Any]] | None = None
-        """Checkpoint to which the server changes over."""
+        """Checkpoint that the server is switching to."""
         self._trouble = ""
 
     def poll(self) -> bool:
-        """Prints changes of the served models. Returns False if the server was stopped."""
+        """Print changes of the served models. Returns False if the server was stopped."""
         import ray
 
         try:
@@ -351,7 +350,7 @@ class _Watch:
         except InputError:
             return False
         except (ValueError, ray.exceptions.RayError):
-            return True  # the head or the register starts again; a later poll finds it
+            return True  # The head or the register restarts
         for serial, cause in found["failures"].items():
             if self._failures.get(serial) != cause:
                 self._console.note(f"not served: {cause}; the server keeps its model")
@@ -363,7 +362,7 @@ class _Watch:
         return True
 
     def follow(self, run: str, which: Literal["newest", "best"]) -> None:
-        """Changes to the run's checkpoint; if that fails, tries again a few times later."""
+        """Switch to the run's checkpoint, with a few retries."""
         try:
             if self._change is not None:
                 path, change = self._change
@@ -378,7 +377,7 @@ class _Watch:
                 self._attempts[found] = number + 1, time.monotonic() + _RETRY_S * 2 ** (number + 1)
                 self._change = found, self._changing.submit(self._server.control.change, partial(swapped, path=found))
             self._trouble = ""
-        except Exception as error:  # the store or the cluster's head is out
+        except Exception as error:  # Storage or the cluster's head is unavailable
             if str(error) != self._trouble:
                 self._console.note(f"follow: {' '.join(str(error).split())}; the server keeps its model")
             self._trouble = str(error)
@@ -386,9 +385,9 @@ class _Watch:
     def _finish(self, path: str, change: Future[Any]) -> None:
         number, _ = self._attempts.pop(path)
         error = change.exception()
-        if error is None:  # if the model is rolled back, that is what the user wants
+        if error is None:  # No further attempts, so that a rollback by the user stays
             self._attempts[path] = _ATTEMPTS, 0.0
-        elif isinstance(error, InputError):  # `poll` reports it
+        elif isinstance(error, InputError):  # Reported by `poll`
             self._attempts[path] = number, time.monotonic() + _RETRY_S * 2**number
         else:
             raise error
@@ -406,15 +405,14 @@ def _versions(found: dict[str, Any]) -> list[str]:
 def choose(
     run: str, which: Literal["newest", "best"], *, skipped: Callable[[InputError], None] = lambda error: None
 ) -> str | None:
-    """The folder, absolute, of a run's newest complete checkpoint, or of the one with the best score of an evaluation (of equal
-    ones the later); None if there is none (yet). A damaged checkpoint, or one of another format version, is skipped, and
-    `skipped` called with the error."""
+    """Return the absolute folder of a run's newest checkpoint, or of the one with the best evaluation score (the later of equal
+    ones). None if there is none yet. Calls `skipped` with the error of each damaged or incompatible checkpoint."""
     scored: list[tuple[float, str]] = []
     for checkpoint in reversed(committed(storage.absolute(run))):
         try:
             manifest = checkpoint.manifest()
             check_files(checkpoint, manifest)
-        except FileNotFoundError:  # it is being removed
+        except FileNotFoundError:  # Being removed
             continue
         except InputError as error:
             skipped(error)
@@ -423,4 +421,4 @@ def choose(
             return checkpoint.path
         if manifest["score"] is not None:
             scored.append((manifest["score"], checkpoint.path))
-    return max(scored, key=lambda entry: entry[0])[1] if scored else None  # the first, and so the newest, of equal ones
+    return max(scored, key=lambda entry: entry[0])[1] if scored else None  # The first, so the newest of equal scores
