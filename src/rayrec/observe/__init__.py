@@ -1,1 +1,1 @@
-"""Events of a run and the views of them."""
+"""Run events and their views."""

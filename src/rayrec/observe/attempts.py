@@ -1,4 +1,4 @@
-"""Attempts of a run: when workers were started, why each attempt ended, and what it cost to begin again. Pure."""
+"""Attempts of a run from its events: start, end, cause, and restart cost. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,35 +10,35 @@ _SIGNS_OF_LIFE: Final = {"start", "step", "evaluate", "checkpoint", "stop"}
 
 @dataclass(frozen=True)
 class Restart:
-    """One time that training began again."""
+    """A restart of training."""
 
     cause: str
     lost_s: float
-    """From the last sign of training before to the first step logged after it."""
+    """Seconds from the last sign of training before the restart to the first step logged after it."""
     steps_redone: int
-    """Steps logged before that had to be trained again."""
+    """Number of logged steps that were trained again."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One time that workers were started."""
+    """One start of the workers."""
 
     begin_s: float
-    """Seconds since the run began."""
+    """Start, in seconds since the run began."""
     num_workers: int | None = None
     first_step: int | None = None
-    """None where it failed before training began."""
+    """None if it failed before training began."""
     last_step: int | None = None
-    """Logged by it."""
+    """Last step logged by this attempt."""
     end: str | None = None
-    """Why it ended; None where nothing tells."""
+    """Cause of its end. None if unknown."""
     restart: Restart | None = None
-    """What it cost to get from the attempt before to this one's training."""
+    """Cost of resuming training after the previous attempt."""
 
 
 @final
 class Attempts:
-    """Takes the events of a run in order of time."""
+    """Attempts of a run, built from its events in time order."""
 
     def __init__(self) -> None:
         self.all: Final[list[Attempt]] = []
@@ -46,19 +46,19 @@ class Attempts:
         self._driver_begun = False
         self._step = 0
         self._cause: str | None = None
-        """Of the end of the training before."""
+        """Cause of the previous training's end."""
         self._alive_s: float | None = None
-        """The last sign of training; None where none is to be expected."""
+        """Time of the last sign of training. None if no sign is expected."""
         self._restarting: tuple[int, float] | None = None
-        """The attempt that was begun again and has not trained yet, and the last sign of training before it."""
+        """Index of the restarted attempt without a step so far, and time of the last sign of training before it."""
 
     @property
     def restarts(self) -> list[Restart]:
-        """Every restart, in order."""
+        """All restarts, in order."""
         return [attempt.restart for attempt in self.all if attempt.restart is not None]
 
     def update(self, event: Event) -> None:
-        """Takes in the next event."""
+        """Process the next event."""
         kind = event["kind"]
         self._begin_s = event["time"] if self._begin_s is None else self._begin_s
         asked_for = kind == "summary" or bool(kind == "stop" and event.get("paused"))
@@ -74,7 +74,7 @@ class Attempts:
         elif kind == "failure":
             if not self._driver_begun and self.all and self.all[-1].end is None:
                 self._change(end=event["cause"])
-            # What ends a driver is told last, and what ended the training before it counts.
+            # The failure of a driver comes last. The cause that ended the training before it counts.
             self._cause = (event.get("last") and self._cause) or event["cause"]
         elif kind == "stop":
             self._change(last_step=event["step"], end=f"stopped: {event['cause']}")
@@ -84,14 +84,14 @@ class Attempts:
         elif kind in ("step", "evaluate"):
             self._change(last_step=event["step"])
             self._step = event["step"] if kind == "step" else self._step
-        if asked_for:  # a run that is trained for longer, or was paused, was not held up
+        if asked_for:  # Extending or pausing a run is not a loss.
             self._alive_s = self._cause = None
         elif kind in _SIGNS_OF_LIFE:
             self._alive_s = event["time"]
 
     def _start(self, event: Event) -> None:
         if not self.all or self.all[-1].first_step is not None:
-            self._append(event)  # without an event of its own
+            self._append(event)  # No attempt event preceded it.
         self._driver_begun = False
         self._change(num_workers=event.get("world_size"), first_step=event["step"])
         if self._alive_s is not None:
@@ -102,7 +102,6 @@ class Attempts:
         self._step, self._cause = event["step"], None
 
     def _append(self, event: Event, num_workers: int | None = None) -> None:
-        """Another attempt begins."""
         if self.all and self.all[-1].end is None:
             self._change(end="the driver was lost" if self._driver_begun else "the workers were lost")
         assert self._begin_s is not None
@@ -114,7 +113,7 @@ class Attempts:
             self.all[-1] = replace(self.all[-1], **fields)
 
     def _prolong_restart(self, event: Event, *, asked_for: bool) -> None:
-        """A restart lasts until something is trained, or until it fails again before that."""
+        """Extend the current restart until a step is trained, or until it fails again before that."""
         kind = event["kind"]
         if self._restarting is None or not (asked_for or kind == "finish" or kind in _SIGNS_OF_LIFE):
             return

@@ -1,4 +1,4 @@
-"""What limits the speed of a run, in words. Pure."""
+"""Diagnosis of the training bottleneck, in plain words. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -11,46 +11,43 @@ from rayrec.quantities import number_text, size_text
 
 Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]
 _WORTH_TELLING: Final = 0.10
-"""Share of the time from which on waiting is what holds a run back; below it the model does."""
+"""Minimum share of time spent waiting to name it as the bottleneck. Below it, the model is the bottleneck."""
 _BUSY: Final = 0.4
-"""Share of the data CPUs' time from which on they are the limit: of what a bounded pipeline of Ray Data is given it keeps up to
-half in reserve."""
+"""Minimum busy share of the data CPUs to call them the limit. Ray Data keeps up to half of a pipeline's CPUs in reserve."""
 _WAITS_FOR_STORAGE: Final = 0.4
-"""Share of the data tasks' work from which on waiting for storage is what it is."""
+"""Minimum share of the data tasks' work spent waiting for storage to name storage as the cause."""
 _FULL_STORE: Final = 0.9
 _SPILLING: Final = 0.25
-"""Share of the data events from which on spilling goes on: a store is everybody's on its node, and spills now and then."""
+"""Minimum share of data events with spilling. The object store is shared by all jobs of a node, so it spills occasionally."""
 _ONE_WORKER: Final = 0.5
-"""Share of the waiting for other workers that one of them has to spend longer than the mean in a phase to be what is waited
-for."""
+"""Minimum excess of one worker over the mean in a phase to blame that worker, as a share of the waiting for other workers."""
 _CONTENDED: Final = 0.7
 _LARGEST_LIFT: Final = 4.0
-"""Times as many rows/s as now that are promised at most: the model's own speed is an extrapolation there."""
+"""Maximum predicted speedup. Beyond it, the model's own speed is an extrapolation."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a run back."""
+    """The bottleneck of a run."""
 
     bottleneck: Bottleneck
     share: float
-    """Of the time, that it takes."""
+    """Share of time that the bottleneck takes."""
     cause: str | None
-    """Of waiting for data: storage, object_store, read, parse, encode (the stage that keeps the CPUs busy), delivery (rows are
-    made, but do not come in time), unknown. Of waiting for other workers: the phase that one of them takes longer for, if it is
-    that."""
+    """Cause. For data: storage, object_store, the stage that keeps the CPUs busy (read, parse, encode), delivery (rows are
+    made in time but delivered late) or unknown. For collectives: the phase in which one worker is slower, if any."""
     text: str
-    """Plain words: what, why, the remedy."""
+    """Explanation and fix, in plain words."""
 
 
 def verdict(run: RunSummary) -> Verdict | None:
-    """On a run, finished or not; None where no step was logged. The first interval behind each start is left out if there are
-    others."""
+    """Diagnose a run, finished or not. None if no step was logged. Skips the first interval after each start, unless there are
+    no others."""
     split = run.warm_time if run.warm_time.training_s else run.time
     if not split.training_s:
         return None
     shares = split.shares()
-    # Of a run that is under way the end, with its last save and evaluation, is still to come.
+    # The last save and evaluation of a running run are still to come.
     avoidable: tuple[Bottleneck, ...] = ("data", "collectives", "host_to_device", "checkpoint", "evaluation")
     worst = max(avoidable, key=lambda name: shares[name])
     share = shares[worst]
@@ -76,14 +73,14 @@ def _percent(share: float) -> str:
 
 
 def _peak_text(fraction: float) -> str:
-    """The peak is the fastest of a few products measured at the start of a worker, so the device may do more."""
+    """Compare with the measured peak: the fastest of a few matrix products at worker start, so the device may do more."""
     if fraction > 1:
         return ", faster than the peak measured at the start (a lower bound of what the device can do)"
     return f", at {_percent(fraction)} of the device's peak"
 
 
 def _rate(rows_per_s: float) -> str:
-    """Two digits: it is an estimate."""
+    """Format a speed estimate with two significant digits."""
     digits = -max(0, math.floor(math.log10(max(rows_per_s, 1.0))) - 1)
     return f"{round(rows_per_s, digits):,.0f} rows/s"
 
@@ -100,7 +97,7 @@ def _data(side: DataSide | None, split: TimeSplit) -> Verdict:
     unblocked = now * min(_LARGEST_LIFT, split.training_s / max(split.training_s - split.times_s["data"], 1e-9))
     if side.spilling_share >= _SPILLING or (side.store_fill or 0.0) >= _FULL_STORE:
         return Verdict("data", share, "object_store", begin + _store_text(side))
-    threads = [stage.name for stage in side.stages] == ["read"]  # of the workers themselves
+    threads = [stage.name for stage in side.stages] == ["read"]  # Workers read rows in their own threads.
     if side.storage_share >= _WAITS_FOR_STORAGE and side.busy >= _BUSY / 2:
         wait = _percent(side.storage_share)
         return Verdict(
@@ -141,7 +138,7 @@ def _data(side: DataSide | None, split: TimeSplit) -> Verdict:
 
 
 def _more(side: DataSide, now: float, unblocked: float) -> str:
-    """CPUs for data tasks that would let the workers train without a pause."""
+    """Return how many more CPUs for data tasks would avoid all waiting, and the resulting speed."""
     more = max(1, math.ceil(side.cpus * (unblocked / now - 1))) if now else 1
     lifted = min(unblocked, now * (side.cpus + more) / side.cpus)
     cpus = f"{more} more CPU{'s' if more > 1 else ''} for data tasks (now {side.cpus:g})"
@@ -173,7 +170,7 @@ def _checkpoint_text(saves: Saves, share: float) -> str:
 
 
 def _collectives(split: TimeSplit) -> Verdict:
-    """Whether all wait for the exchange, or for one of them: a mean over many workers hides one."""
+    """Diagnose whether all workers wait for the exchange or for one slow worker, which a mean over many workers hides."""
     share, shares, most = split.shares()["collectives"], split.shares(), split.most_shares()
     begin = f"Waiting for other workers {_percent(share)} of the time: "
     slow = max((name for name in PHASES if name != "collectives"), key=lambda name: most[name] - shares[name])

@@ -1,4 +1,4 @@
-"""What a person sees of a run: notes, progress of the preparation, and training as one live panel."""
+"""Console output of a run: notes, preparation progress, and a live training panel."""
 
 import os
 import sys
@@ -19,17 +19,19 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.quantities import number_text
 
 PLAIN_INTERVAL_S = 10.0
-"""Seconds between progress lines where standard error is no terminal."""
+"""Seconds between progress lines if standard error is not a terminal."""
 
 
 @final
 class _StandardError:
-    """Standard error, whichever it is at the moment, as a file of which nothing fails: what a full disk, a pipe that nobody reads
-    any more or a closed stream does not take is lost. (Of a broken pipe rich would make the end of the process.)"""
+    """The current standard error as a file that never raises: output to a full disk, broken pipe or closed stream is lost.
+
+    On a broken pipe, rich would end the process.
+    """
 
     @property
     def _stream(self) -> Any:
-        # While rich shows something live, sys.stderr is rich's own, which would come back here.
+        # During a live display, sys.stderr is rich's proxy, which would call this object again.
         return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
     @property
@@ -45,13 +47,13 @@ class _StandardError:
 
     def _try(self, use: Callable[[Any], object]) -> None:
         stream = self._stream
-        if stream is None:  # of a process without one
+        if stream is None:  # The process has no standard error.
             return
         try:
             use(stream)
         except BrokenPipeError:
             _discard(stream)
-        except (OSError, ValueError):  # ValueError: it is closed
+        except (OSError, ValueError):  # ValueError: closed stream
             pass
 
     def isatty(self) -> bool:
@@ -61,8 +63,7 @@ class _StandardError:
 
 
 def _discard(stream: Any) -> None:
-    """Points a stream whose pipe nobody reads to /dev/null: what its buffer holds would fail again, with status 120, when Python
-    flushes it at the end."""
+    """Redirect a stream with a broken pipe to /dev/null. Otherwise Python fails to flush its buffer at exit, with status 120."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -70,12 +71,11 @@ def _discard(stream: Any) -> None:
 
 
 class Console:
-    """Writes to standard error: live lines on a terminal, now and then a plain line elsewhere. Nothing of it fails: what cannot
-    be written is lost, and a run continues without being seen."""
+    """Output on standard error: live displays on a terminal, else occasional plain lines. Output errors never stop a run."""
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose
-        # Names of columns, files and runs are shown unchanged: no text is markup.
+        # Show names of columns, files and runs unchanged, without markup.
         self._out = RichConsole(
             file=cast(IO[str], _StandardError()), quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False
         )
@@ -85,12 +85,12 @@ class Console:
         self._said: dict[str, float] = {}
 
     def note(self, text: str) -> None:
-        """One line for the user."""
+        """Print one line."""
         self._out.print(text)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """While `progress` is called."""
+        """Show progress bars for the `progress` calls inside this context."""
         if not self._out.is_terminal:
             yield
             return
@@ -109,7 +109,7 @@ class Console:
         self._tasks = {}
 
     def progress(self, what: str, done: int, total: int | None, note: str = "") -> None:
-        """`done` of `total` of something has been done."""
+        """Report that `done` of `total` items of `what` are done."""
         now = time.monotonic()
         start = self._started.setdefault(what, now)
         rate = done / (now - start) if now > start else 0.0
@@ -126,7 +126,7 @@ class Console:
 
     @contextmanager
     def training(self, follow: Callable[[threading.Event], Iterator[dict[str, Any]]]) -> Iterator[None]:
-        """Shows the events of a run while it trains: a live panel on a terminal, else a line now and then."""
+        """Show the events of a run while it trains: a live panel on a terminal, else occasional lines."""
         stop = threading.Event()
         since = time.time()
         run = RunSummary(curves=False)
@@ -137,7 +137,7 @@ class Console:
                     run.update(event)
                     if event["time"] >= since:
                         self._show(event, run)
-            except (InputError, OSError) as error:  # a damaged line: the run itself does without it
+            except (InputError, OSError) as error:  # A damaged line does not stop the run.
                 self.note(f"nothing more can be shown of this run ({error})")
 
         shown = Live(get_renderable=lambda: panel(run), console=self._out, refresh_per_second=4)
@@ -161,7 +161,7 @@ class Console:
             self.note(note)
 
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Two columns."""
+        """Print a table with two columns."""
         table = Table(title=title, title_justify="left", show_header=False)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")

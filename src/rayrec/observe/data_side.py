@@ -1,4 +1,4 @@
-"""The data side of a run: what its events of kind data add up to, and what each stage of making rows did and could do. Pure."""
+"""Data pipeline statistics of a run, from its data events. Pure."""
 
 import statistics
 from collections import Counter, defaultdict
@@ -11,71 +11,71 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StageSide:
-    """One stage of making rows."""
+    """Statistics of one data stage."""
 
     name: str
     rows_per_s: float
-    """Of all the CPUs, were they at this stage alone."""
+    """Rows per second if all CPUs ran only this stage."""
     busy: float
-    """Share of the CPUs' time that it took."""
+    """Share of the CPU time that this stage takes."""
     share: float
-    """Of the work of all stages."""
+    """Share of the work of all stages."""
     cpu_share: float
-    """Of its own work: what it computed in."""
+    """Share of the stage's work spent computing."""
     queue_share: float
-    """Of its own work: what it could have computed in and had no CPU for; for the rest it waited for storage."""
+    """Share of the stage's work spent waiting for a CPU. The rest is waiting for storage."""
 
 
 @dataclass(frozen=True)
 class DataSide:
-    """Sums and means over the events of kind data."""
+    """Data pipeline statistics over all data events of a run."""
 
     cpus: float
-    """That may make rows at once, in the last attempt."""
+    """Number of CPUs that can process rows concurrently, in the last attempt."""
     rows_per_s: float
-    """Rows taken in use."""
+    """Rows consumed per second."""
     busy: float
-    """Share of the CPUs' time in which stages were at work."""
+    """Share of CPU time with active stages."""
     stages: tuple[StageSide, ...]
-    """In their order."""
+    """Stages in pipeline order."""
     storage_share: float
-    """Of the stages' work: what reading waited for storage."""
+    """Share of the stages' work spent waiting for storage reads."""
     contention: float
-    """Share of a CPU that stages got when they could compute: 1 where each had its CPU to itself."""
+    """Share of a CPU that stages got while able to compute. 1 means exclusive CPUs."""
     backlog_rows: float
-    """Mean."""
+    """Mean number of rows ready for training."""
     store_fill: float | None
-    """Share of the object store in use, half of the time at least; None where it was not watched."""
+    """Median share of the object store in use. None if not measured."""
     spilled_bytes: int
-    """Bytes that went from the object store to disk, of all its users, in this time."""
+    """Bytes spilled from the object store to disk by all jobs during this time."""
     spilling_share: float
-    """Of the events, those in which more was spilled than in the one before."""
+    """Share of events with new spilling since the previous event."""
 
     @property
     def capacity_rows_per_s(self) -> float | None:
-        """Rows the CPUs would make a second if they never paused; None where nothing was measured."""
+        """Rows per second if the CPUs never paused. None if not measured."""
         return self.rows_per_s / self.busy if self.busy else None
 
 
 @dataclass
 class _Sums:
-    """Over some events of kind data."""
+    """Sums over some data events."""
 
     count: int = 0
     seconds: float = 0.0
     rows: int = 0
     cpus: float = 0.0
-    """Of the last one."""
+    """Value of the last event."""
     possible_s: float = 0.0
-    """CPU-seconds; attempts may have had different numbers of CPUs."""
+    """CPU-seconds available. The number of CPUs may differ between attempts."""
     backlog: float = 0.0
-    """Rows times seconds."""
+    """Backlog in rows times seconds."""
     wall_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """CPU-seconds that each stage was at work."""
+    """Active CPU-seconds of each stage."""
     cpu_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     queue_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     fills: Counter[float] = field(default_factory=Counter)
-    """Events by the share of the object store in use, to a thousandth."""
+    """Number of events by used share of the object store, rounded to three digits."""
 
     def add(self, event: Event) -> None:
         self.count += 1
@@ -94,7 +94,7 @@ class _Sums:
 
 
 class DataSums:
-    """Takes the events of kind data of a run, and keeps sums."""
+    """Sums over the data events of a run."""
 
     def __init__(self) -> None:
         self._all, self._warm = _Sums(), _Sums()
@@ -102,7 +102,7 @@ class DataSums:
         self._spilled_bytes = self._spills = 0
 
     def begin(self) -> None:
-        """An attempt starts."""
+        """Start a new attempt."""
         self._before = None
 
     def add(self, event: Event) -> None:
@@ -111,15 +111,18 @@ class DataSums:
         self._all.add(event)
         if self._before is not None:
             self._warm.add(event)
-            # What was spilled is told since the attempt began, so each event has to be held against the one before.
+            # Spilled bytes count from the start of the attempt, so compare consecutive events.
             grown = (event.get("spilled_bytes") or 0) - (self._before.get("spilled_bytes") or 0)
             self._spilled_bytes += max(0, grown)
             self._spills += grown > 0
         self._before = event
 
     def side(self) -> DataSide | None:
-        """Of all data events but the first behind each start (if others contain rows): its time is that of the start. Those in
-        which no block was taken in use count with their time: the next block was made in it. None without any."""
+        """Return the statistics, or None without data events.
+
+        Skips the first event after each start, which measures startup, unless no other event contains rows. Events without
+        a consumed block count with their time, because the next block was made in it.
+        """
         used = self._warm if self._warm.rows else self._all
         if not used.count:
             return None

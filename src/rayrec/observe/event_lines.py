@@ -1,4 +1,4 @@
-"""What an event is as a line of JSON: written so that nothing tears, shows a secret or fails; read so that damage shows."""
+"""Events as JSON lines: writing never fails and hides secrets, and reading detects damaged lines."""
 
 import json
 import math
@@ -10,33 +10,33 @@ from typing import Any, Final
 
 from rayrec.config import Config, InputError
 
-TORN_LINE: Final = "torn_line"  # kind of the event that follows, and excuses, a line that a crash left incomplete
+TORN_LINE: Final = "torn_line"  # Kind of the event that marks the previous line as incomplete after a crash.
 _SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential|signature")
-# hf_token, token_file; not tokenizer, tokens_per_s, tokens (of a text)
+# Matches hf_token and token_file, but not tokenizer, tokens_per_s or tokens (of a text).
 _TOKEN: Final = re.compile(r"token(_|$)|.tokens$")
-_SECRET_VALUE: Final = re.compile(  # what the keys of well-known services look like, whatever they are called here
+_SECRET_VALUE: Final = re.compile(  # Key formats of well-known services, under any name.
     r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b|gh[opsru]_\w{36,}|github_pat_\w{22,}|hf_[A-Za-z0-9]{30,}|xox[abprs]-[\w-]{10,}"
     r"|sk-[\w-]{20,}|AIza[\w-]{35}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
 )
 _ASSIGNED: Final = re.compile(r"((?:^-*|[?&])([\w.-]+)=)([^&]*)")
-"""A flag of a command line, or a parameter of a URL, with its value."""
-_USER_OF_URL: Final = re.compile(r"(\b\w+://)[^/?#\s]+@")  # with its password, up to the last @ before path and query
+"""Command-line flag or URL parameter with its value."""
+_USER_OF_URL: Final = re.compile(r"(\b\w+://)[^/?#\s]+@")  # User and password, up to the last @ before path and query.
 
 
 def events_in(lines: Iterable[bytes], path: str | Path) -> Iterator[dict[str, Any]]:
-    """The events of a file's lines. Raises InputError for a line that is none, save an incomplete last one."""
+    """Yield the events of a file's lines. Raises InputError for any invalid line except an incomplete last one."""
     return (event for _, event in lines_and_events(lines, path))
 
 
 def lines_and_events(lines: Iterable[bytes], path: str | Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """`events_in`, each with its line."""
-    torn: int | None = None  # number of the first line that is no event and that nothing has excused yet
+    """Yield (line, event) pairs. See `events_in`."""
+    torn: int | None = None  # Number of the first invalid line that no torn_line event has explained yet.
     for number, line in enumerate(lines, start=1):
         if not line.strip():
-            continue  # two writers may end the same torn line
+            continue  # Two writers may end the same incomplete line.
         event = _parsed(line)
         if event is None and not line.endswith(b"\n"):
-            return  # its writer is at work, and a file being read gives the rest of the line as a next one
+            return  # The line is still being written. A growing file yields its rest as the next line.
         if event is None:
             torn = torn or number
         elif event["kind"] == TORN_LINE:
@@ -62,24 +62,23 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def line_of(event: Mapping[str, Any]) -> bytes:
-    """An event as a line, secrets hidden (see EventWriter.write)."""
-    # ASCII and no newline inside: a torn line is never a different valid one.
+    """Encode an event as a line and hide secrets (see EventWriter.write)."""
+    # ASCII without inner newlines: a truncated line is never valid.
     return json.dumps(_plain(event), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def without_users(text: str) -> str:
-    """The text, with *** for the user and password of every URL: errors of libraries name what they could not reach. Keys of
-    well-known services are replaced as well."""
+    """Replace user and password of each URL, and keys of well-known services, with ***. Library errors may contain them."""
     return _SECRET_VALUE.sub("***", _USER_OF_URL.sub(r"\1***@", text))
 
 
 def without_secrets(text: str) -> str:
-    """Return the text of another program, with *** for what `without_users` hides and for values assigned to secret names."""
+    """Hide secrets in output of other programs: like `without_users`, and also values assigned to secret names."""
     return re.sub(r"\S+", lambda word: _hidden(word[0]), text)
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """A command line as one would type it, with *** for values of flags and URL parameters that look like secrets."""
+    """Join arguments into a shell command line, with *** for secret values of flags and URL parameters."""
     shown, follows_secret = [], False
     for argument in arguments:
         shown.append("***" if follows_secret and not argument.startswith("-") else _hidden(argument))
@@ -95,8 +94,8 @@ def _hidden(argument: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold, with secrets removed; never raises for a strange value."""
-    if isinstance(value, float):  # np.float64 is one, too
+    """Convert a value to plain JSON types without secrets. Never raises."""
+    if isinstance(value, float):  # Includes np.float64.
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str):
         return without_users(value)
@@ -108,16 +107,16 @@ def _plain(value: Any) -> Any:
         return {str(key): "***" if _is_secret(str(key), item) else _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
-    if hasattr(value, "detach"):  # a torch tensor, not importing torch
+    if hasattr(value, "detach"):  # A torch tensor, without importing torch.
         value = value.detach()
-    if hasattr(value, "tolist"):  # NumPy scalar or array, torch tensor
+    if hasattr(value, "tolist"):  # NumPy scalar or array, torch tensor.
         return _plain(value.tolist())
     return without_users(str(value))
 
 
 def _is_secret(key: str, value: Any) -> bool:
     if value is None:
-        return False  # that no password is set is worth knowing
+        return False  # Show that no password is set.
     words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower())  # authToken: auth_token
     is_number = isinstance(value, int | float) or hasattr(value, "tolist")
     return bool(_SECRET.search(words.replace("_", "")) or (_TOKEN.search(words) and not is_number))

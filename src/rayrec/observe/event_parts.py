@@ -1,4 +1,4 @@
-"""Events in an object store, which has no appending: uploaded in the background as small objects, and read from them."""
+"""Events in an object store, which cannot append: uploaded in the background as small objects."""
 
 import atexit
 import os
@@ -15,20 +15,20 @@ from rayrec.config import InputError
 from rayrec.observe.event_lines import lines_and_events
 
 PART_BYTES: Final = 256 << 10
-"""A part that has grown beyond this is not written again; the next event begins another."""
+"""Size above which the next event starts a new part."""
 _INTERVAL_S: Final = 2.0
-"""Between two uploads of a part that grows, unless an event is urgent: each sends the part again."""
+"""Seconds between two uploads of a growing part, unless an event is urgent. Each upload sends the full part."""
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 10.0
-"""Between two attempts on a store that is out."""
+"""Maximum seconds between two attempts during a store outage."""
 _WAITING_BYTES: Final = 16 << 20
-"""Of events that wait for a store that is out, about 100,000; those that come then are lost."""
+"""Maximum bytes of events waiting during a store outage (about 100,000 events). Later events are lost."""
 CLOSE_S: Final = 10.0
-"""How long closing waits for the store."""
+"""Maximum seconds to wait for uploads when closing."""
 
 
 def parts_folder(url: str) -> str:
-    """Where the parts of RUN/events.jsonl are: in RUN/events."""
+    """Return the folder with the parts of RUN/events.jsonl: RUN/events."""
     return url.removesuffix(".jsonl")
 
 
@@ -37,16 +37,16 @@ class _Part:
     number: int
     lines: bytearray = field(default_factory=bytearray)
     num_waiting: int = 0
-    """Lines not uploaded yet."""
+    """Number of lines not uploaded yet."""
     waiting_bytes: int = 0
 
 
 @final
 class EventParts:
-    """Objects FOLDER/WRITER-000001.jsonl, FOLDER/WRITER-000002.jsonl, ... with the lines of one writer, in order.
+    """Background uploader of one writer's lines, as objects FOLDER/WRITER-000001.jsonl, FOLDER/WRITER-000002.jsonl, ...
 
-    `append` never waits for the store. `on_loss(count, cause)` is called with lines that closing gave up, `on_outage(cause)`
-    of every upload that failed and will be tried again.
+    `append` never waits for the store. Calls `on_loss(count, cause)` when closing drops lines, and `on_outage(cause)` for each
+    failed upload, which is retried.
     """
 
     def __init__(self, folder: str, *, on_loss: Callable[[int, str], None], on_outage: Callable[[str], None]) -> None:
@@ -67,9 +67,9 @@ class EventParts:
         self._thread: threading.Thread | None = None
 
     def append(self, line: bytes, *, urgent: bool) -> None:
-        """Takes a line, to be uploaded within about two seconds, or, if urgent, at once. Raises OSError where it is lost."""
+        """Queue a line for upload: at once if urgent, else within about two seconds. Raises OSError if the line is lost."""
         if self._process != os.getpid():
-            self._begin()  # forked: the lines so far, and the thread, are the parent's
+            self._begin()  # After a fork: the previous lines and the thread belong to the parent.
         with self._changed:
             if self._closed:
                 raise OSError("the event writer is closed")
@@ -86,7 +86,7 @@ class EventParts:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Uploads what waits, in at most so long; whether all of it went."""
+        """Upload all queued lines. Returns False if that takes longer than `timeout_s`."""
         if self._process != os.getpid():
             return True
         with self._changed:
@@ -98,7 +98,7 @@ class EventParts:
                 self._num_flushing -= 1
 
     def close(self) -> None:
-        """Flushes for at most `CLOSE_S`; lines that are left then are lost. May be called again."""
+        """Flush for at most `CLOSE_S` seconds and drop the remaining lines. Idempotent."""
         atexit.unregister(self.close)
         if self._closed:
             return
@@ -115,7 +115,7 @@ class EventParts:
             thread = threading.Thread(target=self._run, name="events", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # no more threads, or the interpreter ends
+            except RuntimeError as error:  # Thread limit reached, or interpreter shutdown.
                 raise OSError(str(error)) from None
             self._thread = thread
 
@@ -151,7 +151,7 @@ class EventParts:
                         changed.notify_all()
                 failure_wait_s = 0.0
                 next_s = time.monotonic() + _INTERVAL_S
-            except (OSError, InputError) as error:  # a refusal may pass too: credentials are renewed
+            except (OSError, InputError) as error:  # Retry permission errors too: credentials may be renewed.
                 self._on_outage(str(error))
                 failure_wait_s = min(max(2 * failure_wait_s, _FIRST_WAIT_S), _LONGEST_WAIT_S)
 
@@ -162,7 +162,7 @@ class EventParts:
 
 @final
 class RemoteEvents:
-    """The events of a URL and its parts, each given once."""
+    """Reader of the events at a URL and in its parts. Returns each event once."""
 
     def __init__(self, url: str) -> None:
         self._url: Final = url
@@ -173,7 +173,7 @@ class RemoteEvents:
         return self._sizes.get(file.path) == file.size_bytes
 
     def new(self) -> list[tuple[bytes, dict[str, Any]]]:
-        """Lines and events not given yet, by time, those of one writer in its order."""
+        """Return the new (line, event) pairs, sorted by time. The events of each writer keep their order."""
         found: list[tuple[float, bytes, dict[str, Any]]] = []
         sizes: dict[str, int] = {}
         seen: set[int] = set()
@@ -183,23 +183,23 @@ class RemoteEvents:
             except InputError:
                 if storage.exists(path):
                     raise
-                continue  # merged meanwhile
+                continue  # Merged in the meantime.
             sizes[path] = len(data)
             latest_s = 0.0
             for line, event in lines_and_events(data.splitlines(keepends=True), path):
                 latest_s = max(latest_s, event.get("time") or 0.0)
-                # A million events take 60 MB so, and two are taken for one in one of 10**7 such runs
+                # Hashes take 60 MB per million events. One in 10**7 such runs has a collision.
                 number = hash(line)
                 if number not in self._seen and number not in seen:
                     seen.add(number)
                     found.append((latest_s, line, event))
-        self._sizes |= sizes  # only now: an outage on the way must not lose what was read before it
+        self._sizes |= sizes  # Only now, so that an outage during the loop loses no events.
         self._seen |= seen
         found.sort(key=lambda item: item[0])
         return [(line, event) for _, line, event in found]
 
     def _changed(self) -> Iterator[str]:
-        """The merged file last: what was in a part that is gone when its turn comes is in it by then."""
+        """Yield the new and changed files, the merged file last: it contains the events of parts deleted in the meantime."""
         for file in storage.files_in(parts_folder(self._url)):
             if not self.has_read(file):
                 yield file.path

@@ -1,4 +1,4 @@
-"""The append-only JSONL event file of a run: written by many processes, the single source of every view of the run."""
+"""Append-only JSONL event file of a run, written by many processes and read by all views."""
 
 from __future__ import annotations
 
@@ -50,23 +50,21 @@ KINDS: Final = {
     "summary": "The run is finished: the content of summary.json.",
     TORN_LINE: "The line before is incomplete, because a process or the disk failed while it was written.",
 }
-"""What each kind of event reports."""
+"""Description of each event kind."""
 
 
 @final
 class EventWriter:
-    """Appends events to a JSONL file; any number of processes and threads may write to the same file.
+    """Append-only writer of a JSONL event file. Any number of processes and threads may write to the same file.
 
-    To a local file every event is one `write` to a descriptor opened with O_APPEND, so that lines never interleave (POSIX
-    local file systems; NFS does not promise it). If the file ends in an incomplete line, which a crash or a full disk
-    leaves, the next writer ends that line and reports it, so that `read_events` can skip it.
+    Local file: each event is one `write` to a descriptor opened with O_APPEND, so lines never interleave on POSIX local file
+    systems (NFS does not guarantee this). If a crash or full disk left an incomplete last line, the next writer ends it and
+    adds a `torn_line` event, so that `read_events` skips it.
 
-    To a URL RUN/events.jsonl events are uploaded in the background, as parts in RUN/events/: those of kind step within
-    about two seconds, others at once. What is not uploaded is lost where the process is killed. `merge_events` makes one
-    file of the parts.
+    URL RUN/events.jsonl: a background thread uploads the events as parts to RUN/events/, step events within about two
+    seconds, others at once. Events not uploaded are lost if the process is killed. `merge_events` merges the parts.
 
-    A failing disk or store never stops training: an event that cannot be kept is lost, counted in `num_lost` and warned
-    about once.
+    A failing disk or store never stops training: lost events are counted in `num_lost`, with one warning.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -82,10 +80,10 @@ class EventWriter:
     def write(self, kind: str, **fields: Any) -> None:
         """Append `{"time": <unix seconds>, "kind": kind, **fields}` as one line.
 
-        NumPy and torch scalars and arrays become numbers and lists (a tensor on a device: a device sync), non-finite
-        floats null, other objects their `str`. Values under keys that look like a password, secret, token or access key
-        become "***" at any depth, and so do texts that look like a key of a well-known service. A number under a token key is a
-        count and stays, and so does what is called just `tokens`: those of a text.
+        Converts NumPy and torch scalars and arrays to numbers and lists (device tensors cause a sync), non-finite floats to
+        null and other objects to `str`. Replaces secrets with "***" at any depth: values of keys that look like a password,
+        secret, token or access key, and texts that look like a key of a well-known service. Numbers under token keys are
+        counts and stay, and so does the key `tokens`.
         """
         line = line_of({"time": self._now(), "kind": kind, **fields})
         try:
@@ -94,11 +92,11 @@ class EventWriter:
             self._lose(1, str(error))
 
     def flush(self, *, timeout_s: float = CLOSE_S) -> bool:
-        """Upload the events written so far, in at most so long; whether all went. A local file has them already."""
+        """Upload the queued events. Returns False if that takes longer than `timeout_s`. No-op for local files."""
         return self._sink.flush(timeout_s)
 
     def close(self) -> None:
-        """Flush, for at most ten seconds, and close; may be called again. Events written later are lost."""
+        """Flush for at most ten seconds and close. Idempotent. Events written later are lost."""
         self._sink.close()
 
     def __enter__(self) -> Self:
@@ -108,8 +106,8 @@ class EventWriter:
         self.close()
 
     def _now(self) -> float:
-        """Seconds since 1970, later than any before: two equal lines are one, read from a part and from the merged file."""
-        self._last_s = max(time.time(), self._last_s + 1e-6)  # two threads may agree, but not in all they write
+        """Return strictly increasing unix seconds, because readers drop equal lines as duplicates."""
+        self._last_s = max(time.time(), self._last_s + 1e-6)  # Events of two threads may share a time, but not all fields.
         return self._last_s
 
     def _lose(self, count: int, cause: str) -> None:
@@ -126,7 +124,7 @@ class EventWriter:
 
 @final
 class _LocalFile:
-    """The end of a local file, fixed where it was torn."""
+    """Appender for a local event file that repairs an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         self._path: Final = path
@@ -134,7 +132,7 @@ class _LocalFile:
         self._closed = False
 
     def append(self, line: bytes, *, urgent: bool) -> None:
-        """Raises OSError where the line is lost."""
+        """Append a line. Raises OSError if it is lost."""
         if self._closed:
             raise OSError("the event writer is closed")
         if self._descriptor is None:
@@ -142,7 +140,7 @@ class _LocalFile:
         if _tail_is_torn(self._descriptor):
             line = b"\n" + line_of({"time": time.time(), "kind": TORN_LINE}) + line
         written = os.write(self._descriptor, line)
-        # What a full disk cuts off cannot be taken back: other processes may have appended since.
+        # Do not truncate after a full disk: other processes may have appended since.
         if written < len(line):
             raise OSError(f"only {written} of {len(line)} bytes were written")
 
@@ -161,17 +159,20 @@ class _LocalFile:
 
 
 def _tail_is_torn(descriptor: int) -> bool:
-    """Whether the file ends within a line. Asked before every line, as any writer may have been cut off meanwhile, or have
-    fixed it. One that is at work this very moment may look torn: what fixes it then is an empty line more, and skipped."""
+    """Return whether the file ends within a line.
+
+    Checked before every line, because any writer may have been cut off or repaired it. A line being written at this
+    moment may look torn. The repair then only adds an empty line, which readers skip.
+    """
     size_bytes = os.fstat(descriptor).st_size
     return size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
 
 
 def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """All events of the file in the order written, or those of the given kinds; of a URL with those of its parts, by time.
+    """Read the events of a file in written order, or of a URL and its parts by time, optionally of some kinds only.
 
-    An incomplete last line (its writer is at work, or died) is left out. Raises InputError for any other line that is
-    not an event, naming file and line, and for a file that does not exist.
+    Skips an incomplete last line (its writer is active or was killed). Raises InputError for any other invalid line, and
+    for a missing file.
     """
     url = _url(path)
     if url:
@@ -187,14 +188,13 @@ def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> li
 
 
 def readable_events(path: str | Path) -> list[dict[str, Any]]:
-    """What can be read of a file that `read_events` refuses: without lines that are no events, and, at a URL, parts that are
-    unavailable; nothing of an unavailable file. For output that is better incomplete than absent."""
+    """Read events leniently, for output that is better incomplete than absent: skip invalid lines and unavailable files."""
     url = _url(path)
     files = [str(path)]
     if url:
         with contextlib.suppress(OSError, InputError):
             files = [*(file.path for file in storage.files_in(parts_folder(url))), url]
-    lines: dict[bytes, None] = {}  # a line of a part may be in the merged file as well
+    lines: dict[bytes, None] = {}  # The merged file may repeat lines of a part.
     for file in files:
         with contextlib.suppress(OSError, InputError):
             lines |= dict.fromkeys(storage.read_bytes(file).splitlines(keepends=True))
@@ -206,10 +206,10 @@ def readable_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
-    """A row for each step that was logged or evaluated: step, epoch (passes over the training rows, in part too; NaN if their
-    number is not known), rows, loss, rows_per_s, blocked_fraction, validation_METRIC for each metric, and time_s since
-    the run began. What was not logged with a step is NaN; steps that were done again after a failure appear once, as they were
-    the last time. Raises InputError as `read_events` does, and where pandas is missing."""
+    """Return a DataFrame with one row per logged or evaluated step. Columns: step, epoch (fractional, NaN if unknown), rows,
+    loss, rows_per_s, blocked_fraction, validation_METRIC for each metric, and time_s since the run began. Missing values are
+    NaN. Steps repeated after a failure appear once, with their last values. Raises InputError as
+    `read_events` does, and if pandas is missing."""
     try:
         import pandas
     except ModuleNotFoundError:
@@ -223,10 +223,10 @@ def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
 def follow(
     path: str | Path, *, stop: threading.Event, poll_s: float | None = None, idle: Callable[[], None] = lambda: None
 ) -> Iterator[dict[str, Any]]:
-    """Events as they are written, from the first; once `stop` is set, what is left in the file, then the end.
+    """Yield events as they arrive, from the first. After `stop` is set, yield the rest of the file and return.
 
-    Looks every `poll_s` seconds (None: 0.2, at a URL 2), and calls `idle` before it waits. The file need not exist yet. An
-    outage of a store is waited for, but not once `stop` is set. Raises InputError as `read_events` does.
+    Polls every `poll_s` seconds (None: 0.2, or 2 for URLs) and calls `idle` before each wait. Waits for a missing file to
+    appear, and through store outages until `stop` is set. Raises InputError as `read_events` does.
     """
     url = _url(path)
     if url:
@@ -236,10 +236,10 @@ def follow(
 
 
 def merge_events(path: str | Path) -> None:
-    """Makes the parts of a URL's events the one file that they are of; nothing to do for a local one.
+    """Merge the event parts at a URL into one file. No-op for local files.
 
-    For the end of a run, when its writers are closed: an event uploaded at this very moment may be lost. If it dies, or
-    writers go on later, nothing is doubled: readers know events that they meet twice.
+    Call it after all writers are closed: events uploaded at the same time may be lost. An interrupted merge or later
+    writers cause no duplicates, because readers drop repeated events.
     """
     url = _url(path)
     if not url:
@@ -250,19 +250,19 @@ def merge_events(path: str | Path) -> None:
     if not storage.files_in(folder):
         return
     storage.write_bytes(url, b"".join(lines))
-    if all(remote.has_read(file) for file in storage.files_in(folder)):  # else a writer is at work
+    if all(remote.has_read(file) for file in storage.files_in(folder)):  # Otherwise a writer is active.
         storage.remove_folder(folder)
 
 
 def _followed(url: str, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]) -> Iterator[dict[str, Any]]:
     remote = RemoteEvents(url)
     while True:
-        stopping = stop.is_set()  # read before the parts, so that nothing written before the stop is missed
+        stopping = stop.is_set()  # Read before the parts, so that nothing written before the stop is missed.
         new: list[tuple[bytes, dict[str, Any]]] = []
         try:
             with storage.patience(0):
                 new = remote.new()
-        except OSError as error:  # what it holds is told once it is back
+        except OSError as error:  # Events follow after the outage.
             if stopping:
                 _logger.warning("%s: the last events cannot be shown (%s)", url, error)
         for _, event in new:
@@ -284,7 +284,7 @@ def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float, idle: Ca
     with path.open("rb") as file:
         partial = b""
         while True:
-            stopping = stop.is_set()  # read before the file, so that nothing written before the stop is missed
+            stopping = stop.is_set()  # Read before the file, so that nothing written before the stop is missed.
             for piece in file:
                 partial += piece
                 if partial.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""A run in progress in a terminal: what an event is worth telling, the panel of figures, and `rayrec top`."""
+"""Terminal view of a run: console lines for events, the live panel, and `rayrec top`."""
 
 import contextlib
 import threading
@@ -30,15 +30,15 @@ def metric_text(value: float | None) -> str:
 
 
 def metrics_text(evaluation: Event) -> str:
-    """The metrics a person looks for first."""
+    """Format the main metrics of an evaluation."""
     shown = [name for name in _SHOWN_METRICS if name in evaluation]
-    if not shown:  # of a model of the user's own
+    if not shown:  # A custom model.
         shown = [name for name, value in evaluation.items() if isinstance(value, float) and name != "time"]
     return "  ".join(f"{name} {metric_text(evaluation[name])}" for name in shown)
 
 
 def note_of(event: Event, *, verbose: bool = False) -> str | None:
-    """What an event is worth telling in a line of its own; None: nothing."""
+    """Return the console line for an event, or None if it is not shown."""
     kind = event["kind"]
     if kind == "evaluate":
         return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
@@ -85,7 +85,7 @@ def _note_of_start(event: Event) -> str | None:
 
 
 def figures(run: RunSummary) -> list[tuple[str, str]]:
-    """(name, value) of all that is known, the most important first."""
+    """Return all known figures as (name, value) pairs, the most important first."""
     found: list[tuple[str, str]] = []
     last = run.latest.get("step", {})
     if last.get("loss") is not None:
@@ -100,7 +100,7 @@ def figures(run: RunSummary) -> list[tuple[str, str]]:
     if last.get("blocked_fraction") is not None:
         found.append(("blocked", f"{last['blocked_fraction']:.1%}"))
     if last.get("peak_fraction") is not None:
-        # More than all of it means that the peak, measured for some hundredths of a second, was underestimated.
+        # Above 100 % means that the peak, measured for a few hundredths of a second, was underestimated.
         found.append(("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above the measured one"))
     if last.get("learning_rate") is not None:
         found.append(("learning rate", f"{last['learning_rate']:.3g}"))
@@ -116,19 +116,18 @@ def figures(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def line(run: RunSummary) -> str:
-    """The figures in one line."""
+    """Return the figures in one line."""
     return "  ".join(f"{name} {value}" for name, value in figures(run))
 
 
 _STYLES: Final = dict(zip(PHASES, ("red", "magenta", "blue", "cyan", "green", "yellow", "bright_black"), strict=True))
 _BAR_CELLS: Final = 40
 _STALE_S: Final = 60.0
-"""After which the age of the last event is worth telling."""
+"""Seconds after which the panel shows the age of the last event."""
 
 
 def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) -> RenderableType:
-    """What is known of a run, in a few lines; `full`: where the time goes, what the data side does and the verdict as well.
-    `now_s`: unix time."""
+    """Render a run in a few lines. `full` adds the time breakdown, data stages and bottleneck. `now_s` is in unix time."""
     grid = Table.grid(padding=(0, 1))
     told = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
     grid.add_row(ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(told))
@@ -154,7 +153,7 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
 
 
 def _split(times_s: Mapping[str, float | None]) -> RenderableType:
-    """A bar of the last interval's phases, and their shares in words."""
+    """Render a bar of the last interval's phases with a legend of their shares."""
     bar, words = Text(), Text()
     total_s = sum(value or 0.0 for value in times_s.values())
     for name in PHASES:
@@ -185,9 +184,9 @@ def _data(event: Mapping[str, Any]) -> RenderableType:
 
 
 def top(run: str, *, once: bool = False, console: Console | None = None) -> RunSummary:
-    """Shows a run's folder, local or a URL, until the run has ended or Ctrl-C; on no terminal, or with `once`, as it is now.
+    """Show the run in a folder, local or a URL, until it ends or Ctrl-C. Without a terminal, or with `once`, show it once.
 
-    Returns what it showed last. Raises InputError where there is no run.
+    Returns the last shown state. Raises InputError if the folder contains no run.
     """
     folder = storage.absolute(run).rstrip("/")
     if not storage.exists(storage.join(folder, "config.yaml")):
@@ -204,13 +203,13 @@ def top(run: str, *, once: bool = False, console: Console | None = None) -> RunS
 
 
 def _watch(place: str, run: RunSummary, console: Console) -> None:
-    stop, caught_up = threading.Event(), False  # what lies behind is not told line by line
+    stop, caught_up = threading.Event(), False  # Print no console lines for past events.
 
     def idle() -> None:
         nonlocal caught_up
         caught_up = True
         live.refresh()
-        if run.ended:  # behind an end of long ago there may be another driver, which has been read by now
+        if run.ended:  # Checked here, because events of a later driver may follow an old end.
             stop.set()
 
     live = Live(get_renderable=lambda: panel(run, full=True), console=console, auto_refresh=False)

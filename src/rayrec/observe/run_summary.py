@@ -1,4 +1,4 @@
-"""What the events of a run add up to: how it stands, its attempts and curves, where the time went, what it cost. Pure."""
+"""Summary of a run's events: status, attempts, curves, time and cost. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -11,22 +11,22 @@ from rayrec.observe.timing import Interval, TimeSplit
 
 Event = Mapping[str, Any]
 VALIDATION: Final = "validation_"
-"""What names of validation metrics begin with in a row of `curve`."""
+"""Prefix of validation metrics in the rows of `curve`."""
 _CURVE_FIELDS: Final = ("rows", "loss", "rows_per_s", "blocked_fraction")
 _NO_METRICS: Final = {"time", "kind", "step", "set", "counted"}
 _BEGINS: Final = {"run", "attempt", "start"}
 _ENDS: Final = {"stop", "failure", "finish", "summary"}
 _POINT: Final = 0.01
-"""Of AUROC."""
+"""One AUROC point."""
 
 
 def metrics_of(evaluation: Event) -> dict[str, Any]:
-    """The metrics of an event of kind evaluate."""
+    """Return the metrics of an evaluate event."""
     return {name: value for name, value in evaluation.items() if name not in _NO_METRICS}
 
 
 def series(event: Event) -> tuple[str, str]:
-    """The curve an event belongs to: its kind, and, of an evaluation, the set."""
+    """Return the curve of an event: its kind, and the set for evaluations."""
     return event["kind"], str(event.get("set", ""))
 
 
@@ -38,22 +38,22 @@ def _has_ended(event: Event, *, before: bool) -> bool:
 
 @dataclass
 class Saves:
-    """Sums over the checkpoints of a run."""
+    """Totals over the checkpoints of a run."""
 
     stall_s: float = 0.0
-    """For which training waited."""
+    """Seconds for which training waited."""
     write_s: float = 0.0
     bytes: int = 0
     late: int = 0
-    """Saves that were left out."""
+    """Number of skipped saves."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What the machines cost."""
+    """Price of the machines."""
 
     per_node_hour: float
-    """In `currency`."""
+    """Price of one node per hour, in `currency`."""
     nodes: int = 1
     currency: str = "USD"
 
@@ -64,76 +64,74 @@ class Price:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a run so far; None where it cannot be told."""
+    """Cost of a run so far. None if unknown."""
 
     node_hours: float
     total: float
     per_epoch: float | None
-    """Over the epochs trained, whole or not."""
+    """Cost per epoch, counting partial epochs."""
     per_auroc_point: float | None
-    """For each 0.01 of AUROC above 0.5, which guessing has."""
+    """Cost per 0.01 of AUROC above 0.5, the AUROC of guessing."""
     currency: str = "USD"
 
 
 @final
 class RunSummary:
-    """Takes the events of a run in order of time; all else may be asked at any time. What nothing has told yet is None.
+    """State of a run, updated with its events in time order and readable at any time. Values not reported yet are None.
 
-    Without `curves` it does not grow with the steps of the run. Measures that an event lacks, as another version may have
-    written it, are not counted.
+    Without `curves`, memory use does not grow with the number of steps. Measures that an event of another version lacks
+    are not counted.
     """
 
     status = "preparing"
     ended = False
-    """Finished, stopped or failed for good; a later driver makes it go on."""
+    """Whether the run finished, stopped or failed for good. A later driver may resume it."""
     step = 0
     steps: int | None = None
     evaluation: Event | None = None
-    """The last one of the validation rows."""
+    """Last evaluation of the validation rows."""
     final: Event | None = None
-    """The event of kind finish: the metrics of the chosen weights."""
+    """The finish event, with the metrics of the selected weights."""
     last_time_s: float | None = None
     """Unix time of the last event."""
     working_s = 0.0
-    """Seconds for which the drivers of the run were at work; the time between them is left out."""
+    """Seconds with an active driver, without the time between drivers."""
     interval = Interval()
-    """That the last event of kind step closed."""
+    """Interval that ends with the last step event."""
     steps_redone = 0
-    """Steps logged before that the present attempt trains again."""
+    """Number of logged steps that the current attempt trains again."""
     is_repeat = False
-    """Whether a step as late as the last event's was told before by an event of its `series`."""
+    """Whether an earlier event of the same `series` had this step or a later one."""
     train_rows = 0
-    """Rows of an epoch; 0 where the events do not tell."""
+    """Number of training rows per epoch. 0 if unknown."""
     global_batch_size: int | None = None
     steps_per_epoch = 1
-    """Of the present attempt; where the events do not tell, the whole run counts as one epoch."""
+    """Steps per epoch of the current attempt. If unknown, the run is one epoch."""
     _begin_s: float | None = None
     _logged = (0, 0)
     """Steps and rows at the last log, or at the start of the attempt."""
     _logs = 0
-    """Of the present attempt."""
+    """Number of step events in the current attempt."""
     _pace: tuple[int, float] | None = None
-    """The first step logged by this attempt, and when."""
+    """First step logged by this attempt, and its time."""
     _evaluates_since_s: float | None = None
     _peaks: tuple[int, float] = (0, 0.0)
     _auroc: float | None = None
     _planned_steps: int | None = None
-    """Steps that the run had been meant to make, if it stopped early."""
+    """Planned number of steps if the run stopped early."""
     _turn: Event | None = None
-    """The last event that begins or ends something."""
+    """Last event that begins or ends the run or an attempt."""
     _is_starting = False
 
     def __init__(self, events: Iterable[Event] = (), *, curves: bool = True) -> None:
         self.latest: Final[dict[str, Event]] = {}
-        """The last event of each kind."""
+        """Last event of each kind."""
         self.starts: Final[list[dict[str, float]]] = []
-        """Seconds by stage of every start: that of the command with its first attempt, then one for each further attempt or
-        command."""
+        """Seconds by stage of each start. The first includes the command, the others are later attempts or commands."""
         self.time: Final = TimeSplit()
-        """Of all steps, those done again included: they took time as well."""
+        """Time of all steps, including repeated ones."""
         self.warm_time: Final = TimeSplit()
-        """Without the first interval logged behind each start, in which the first batch is waited for and nothing is at its
-        speed, and without what was evaluated and saved behind it."""
+        """Time without the first logged interval after each start, which includes startup, and its saves and evaluations."""
         self.data: Final = DataSums()
         self.saves: Final = Saves()
         self._attempts: Final = Attempts()
@@ -146,7 +144,7 @@ class RunSummary:
     # -- taking events
 
     def update(self, event: Event) -> None:
-        """Takes in the next event."""
+        """Process the next event."""
         kind, time_s = event["kind"], event["time"]
         if self._begin_s is None:
             self._begin_s = time_s
@@ -199,7 +197,7 @@ class RunSummary:
         self.status, self.step, self.steps = "training", step, event.get("steps")
         self.final = self._planned_steps = self._pace = self._evaluates_since_s = None
         self._logs = 0
-        self._curve = {logged: row for logged, row in self._curve.items() if logged <= step}  # the rest is done again
+        self._curve = {logged: row for logged, row in self._curve.items() if logged <= step}  # Later steps are repeated.
         self.data.begin()
         batch_size = event.get("batch_size")
         self.global_batch_size = batch_size and batch_size * event["world_size"]
@@ -224,7 +222,7 @@ class RunSummary:
         self._draw(event, {name: event[name] for name in _CURVE_FIELDS if name in event} | epoch)
 
     def _splits(self) -> tuple[TimeSplit, ...]:
-        """What the time after the last log counts in."""
+        """Return the breakdowns that count the time after the last log."""
         return (self.time, self.warm_time) if self._logs > 1 else (self.time,)
 
     def _evaluate(self, event: Event) -> None:
@@ -272,16 +270,16 @@ class RunSummary:
             if self._planned_steps is not None and self._planned_steps > self.step:
                 self.status = f"finished, stopped early at step {self.step:,} of {self._planned_steps:,}"
 
-    # -- asking
+    # -- results
 
     @property
     def attempts(self) -> list[Attempt]:
-        """Every attempt, in order."""
+        """All attempts, in order."""
         return self._attempts.all
 
     @property
     def restarts(self) -> list[Restart]:
-        """Every restart, in order."""
+        """All restarts, in order."""
         return self._attempts.restarts
 
     @property
@@ -290,12 +288,12 @@ class RunSummary:
 
     @property
     def peak_fraction(self) -> float | None:
-        """Mean over the logs that tell it."""
+        """Mean peak fraction over the step events that report one."""
         count, total = self._peaks
         return total / count if count else None
 
     def standing(self) -> str:
-        """How the run stands, as far as its last events tell."""
+        """Describe the state of the run from its last events."""
         last = self.latest.get("step")
         reached = f" at step {last['step']:,} of {last['steps']:,}" if last else " before its first step"
         kind = self._turn and self._turn["kind"]
@@ -306,7 +304,7 @@ class RunSummary:
         return f"not finished{reached}"
 
     def left_s(self) -> float | None:
-        """Seconds to the last step at the pace of this attempt, its saves and evaluations included; None: not known yet."""
+        """Return the seconds to the last step at the pace of this attempt, with saves and evaluations. None if unknown."""
         if self._pace is None or self.steps is None or self.last_time_s is None:
             return None
         first_step, first_s = self._pace
@@ -315,14 +313,16 @@ class RunSummary:
         return (self.steps - self.step) * (self.last_time_s - first_s) / (self.step - first_step)
 
     def curve(self) -> list[dict[str, Any]]:
-        """A row for each step that was logged or evaluated, by step: `step`, `epoch` (passes over the training rows so far, in
-        part too; needs the event of kind prepared), `rows`, `loss`, `rows_per_s`, `blocked_fraction`, `validation_METRIC` and
-        `time_s`, seconds since the run began; what was not logged is not there. Steps that were done again after a failure
-        appear once, as they were the last time."""
+        """Return one row per logged or evaluated step, in order.
+
+        Keys: `step`, `epoch` (fractional; needs the prepared event), `rows`, `loss`, `rows_per_s`, `blocked_fraction`,
+        `validation_METRIC` and `time_s` (since the run began). Missing values have no key. Steps repeated after a failure
+        appear once, with their last values.
+        """
         return [self._curve[step] for step in sorted(self._curve)]
 
     def costs(self, *, train_s: float) -> dict[str, Any]:
-        """The part of a run's summary about restarts and saves."""
+        """Return the fields of a run's summary about restarts and saves."""
         again, stall_s = self.restarts, self.saves.stall_s
         return {
             "restarts": len(again),
@@ -334,8 +334,7 @@ class RunSummary:
         }
 
     def cost(self, price: Price) -> Cost:
-        """Counts the time from each start of the driver to the last that is heard of it; machines that stand idle between are not
-        the run's."""
+        """Compute the cost of the time from each driver start to its last event. Idle machines between drivers do not count."""
         hours = self.working_s / 3600 * price.nodes
         total, auroc = hours * price.per_node_hour, self._auroc
         last = self.latest.get("step")
@@ -348,22 +347,21 @@ class RunSummary:
             currency=price.currency,
         )
 
-    # -- epochs: the training rows once, in batches of all workers
+    # -- epochs, in batches of all workers
 
     def rows_at(self, step: int) -> int:
-        """Rows trained once `step` steps of the run are done. Attempts may have batches of different sizes, so rows are counted,
-        not steps."""
+        """Return the number of rows trained after `step` steps. Counts rows, because batch sizes may differ between attempts."""
         logged, rows = self._logged
         return rows + (step - logged) * (self.global_batch_size or 0)
 
     def epochs_at(self, step: int) -> float:
-        """Epochs that are done then, in part too."""
+        """Return the number of epochs after `step` steps, with fractions."""
         if self.train_rows and self.global_batch_size:
             return self.rows_at(step) / self.train_rows
         return step / self.steps_per_epoch
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """(epoch from 0, steps done of it from 1) once `step` steps of the run are done."""
+        """Return (epoch from 0, steps of it from 1) after `step` steps."""
         if self.train_rows and self.global_batch_size:
             epoch, rows = divmod(max(0, self.rows_at(step) - 1), self.train_rows)
             return epoch, rows // self.global_batch_size + 1

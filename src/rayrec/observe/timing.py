@@ -1,4 +1,4 @@
-"""Where the time of a run went, added up from its events, and the stages of its start, from the command to the first step."""
+"""Time breakdown of a run, summed over its events, and startup stages from the command to the first step."""
 
 import os
 import time
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 PHASES: Final = ("data", "host_to_device", "forward", "backward", "optimizer", "collectives", "other")
-"""What a worker's training time is split into: waiting for the next batch, bringing it to the device, the forward pass, the
-backward pass, the optimizer, waiting for other workers (also for the exchange of ids and embeddings), all else."""
+"""Phases of a worker's training time: waiting for the next batch, copying it to the device, forward pass, backward pass,
+optimizer, waiting for other workers (including the exchange of ids and embeddings), and everything else."""
 WORDS: Final = {
     "data": "waiting for data",
     "host_to_device": "copying to the device",
@@ -21,34 +21,34 @@ WORDS: Final = {
     "checkpoint": "held up by checkpoints",
     "evaluation": "evaluation",
 }
-"""Each part of a `TimeSplit` as a person calls it."""
+"""Display name of each part of a `TimeSplit`."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """What lies between two logs of one attempt."""
+    """Interval between two logs of one attempt."""
 
     steps: int = 0
     rows: int = 0
     elapsed_s: float = 0.0
-    """Zero where the speed is not known."""
+    """Zero if the speed is unknown."""
 
 
 @dataclass
 class TimeSplit:
-    """Seconds of training, mean over workers; added up over intervals between two logs."""
+    """Training time in seconds, mean over workers, summed over the intervals between logs."""
 
     times_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     most_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Of the worker that took longest for a phase, interval by interval; the mean where that was not told."""
+    """Sum over intervals of the slowest worker's time in each phase, or of the mean if not reported."""
     checkpoint_s: float = 0.0
-    """That saves held training up for, beside the phases."""
+    """Seconds for which saves blocked training, in addition to the phases."""
     evaluation_s: float = 0.0
-    """Between the last step logged before an evaluation and the evaluation's end, beside the phases."""
+    """Seconds from the last logged step before an evaluation to its end, in addition to the phases."""
     rows: int = 0
-    """Trained in that time, by all workers."""
+    """Rows trained in that time by all workers."""
     measured: bool = False
-    """Whether any interval was split into phases; else what was not blocked on data is `other`."""
+    """Whether any interval reported phases. Otherwise, time not blocked on data counts as `other`."""
 
     @property
     def training_s(self) -> float:
@@ -59,20 +59,20 @@ class TimeSplit:
         return self.training_s + self.checkpoint_s + self.evaluation_s
 
     def shares(self) -> dict[str, float]:
-        """Of `total_s`, by phase, and `checkpoint` and `evaluation`; all 0 where there is none."""
+        """Return the share of `total_s` of each phase, `checkpoint` and `evaluation`. All 0 if `total_s` is 0."""
         total = self.total_s
         return {name: seconds / total if total else 0.0 for name, seconds in self.parts_s().items()}
 
     def parts_s(self) -> dict[str, float]:
-        """Seconds by phase, and of `checkpoint` and `evaluation`: what `WORDS` names."""
+        """Return the seconds of each part named in `WORDS`."""
         return {**self.times_s, "checkpoint": self.checkpoint_s, "evaluation": self.evaluation_s}
 
     def most_shares(self) -> dict[str, float]:
-        """Of `total_s`, what the slowest worker spent, by phase."""
+        """Return the slowest worker's share of `total_s` in each phase."""
         return {name: seconds / self.total_s if self.total_s else 0.0 for name, seconds in self.most_s.items()}
 
     def add(self, step: Mapping[str, Any], interval: Interval) -> None:
-        """Takes in the interval that an event of kind step closed."""
+        """Add the interval that ends with a step event."""
         times_s = step.get("times_s")
         if times_s:
             self.measured = True
@@ -110,35 +110,34 @@ STAGES: Final = {
     "first_batch": "first batch",
     "first_step": "first step",
 }
-"""Each stage in words, in the order in which they run. Stages of the worker are those of rank 0."""
+"""Display name of each startup stage, in order. Worker stages are measured on rank 0."""
 
 
 @dataclass
 class Stopwatch:
-    """Times consecutive stages: each lasts from the end of the one before."""
+    """Timer of consecutive stages. Each stage starts at the end of the previous one."""
 
     last_s: float = field(default_factory=time.time)
-    """End of the last stage, seconds since 1970: processes of one start share this clock."""
+    """End of the last stage in unix seconds, a clock shared by all processes of a start."""
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds by stage."""
 
     @classmethod
     def of_process(cls) -> Self:
-        """A stopwatch that runs since this process was started, or, if the system does not report that, since this call."""
+        """Return a stopwatch that runs since the start of this process, or since this call if the system does not report it."""
         now_s = time.time()
         return cls(now_s - (process_age_s() or 0.0))
 
     def lap(self, stage: str, *, at_s: float | None = None) -> None:
-        """The stage ends now, or at a time in seconds since 1970. A stage that ends twice lasts for the sum. Clocks of two
-        machines may differ, so a stage lasts 0 s at least."""
+        """End the stage now, or at unix time `at_s`. Repeated stages add up. Clocks of two machines may differ, so the
+        minimum is 0 s."""
         now_s = time.time() if at_s is None else at_s
         self.stages[stage] = self.stages.get(stage, 0.0) + max(0.0, now_s - self.last_s)
         self.last_s = now_s
 
 
 def process_age_s(root: Path = Path("/")) -> float | None:
-    """Seconds since this process was started, to a hundredth; None if the system has no /proc. `root` is where /proc is, for
-    tests."""
+    """Return the seconds since this process started, with a resolution of 0.01, or None without /proc. `root` is for tests."""
     try:
         after_name = (root / "proc/self/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
@@ -147,6 +146,6 @@ def process_age_s(root: Path = Path("/")) -> float | None:
 
 
 def in_order(starts: Sequence[Mapping[str, float]]) -> list[str]:
-    """The stages that any of the starts has, as `STAGES` orders them; others, of later versions, last. Pure."""
+    """Return all stages of the starts in the order of `STAGES`, followed by unknown stages of later versions. Pure."""
     named = dict.fromkeys(name for stages in starts for name in stages)
     return [*(name for name in STAGES if name in named), *(name for name in named if name not in STAGES)]

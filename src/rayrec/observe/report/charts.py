@@ -1,4 +1,4 @@
-"""Charts of the HTML report as SVG: lines, bars, timelines; and pictures as PNG in a data: URL."""
+"""SVG charts of the HTML report (lines, bars, timelines), and images as PNG data URLs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rayrec.observe.report.page import draw, folded, table
 from rayrec.quantities import clock_text, number_text
 
 NUM_SERIES = 8
-"""Most lines of a chart, each with a color and a dash; the colors differ for color-blind readers too."""
+"""Maximum number of lines in a chart. Each has a color, distinct for color-blind readers, and a dash pattern."""
 
 Point = tuple[float, float]
 
 
 class _View(NamedTuple):
-    """Size of the SVG in pixels."""
+    """Size of the SVG, in pixels."""
 
     width: float
     height: float
@@ -32,40 +32,40 @@ _VIEW: Final = _View(480.0, 230.0)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 14.0, 36.0
 """Margins around the lines, for labels."""
 _MOST_POINTS = 800
-"""Of a line; more are thinned out, which keeps peaks."""
+"""Maximum number of points in a line. Longer lines are thinned out but keep their peaks."""
 _MOST_ROWS = 20
-"""Of the table of numbers under a chart."""
+"""Maximum number of rows in the table under a chart."""
 _MOST_DOTS = 60
-"""A line of more points has no dot, and so no tooltip, for each."""
+"""Maximum number of points in a line with dots and tooltips."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One series."""
+    """One series of a line chart."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
-    """By x; where y is None or not finite the line is broken."""
+    """Points sorted by x. The line breaks if y is None or not finite."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a place of the x axis."""
+    """Annotation at a position of the x axis."""
 
     x: float
     label: str
-    """A character or two, drawn at the top."""
+    """One or two characters, drawn at the top."""
     text: str
-    """What a tooltip says."""
+    """Tooltip text."""
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A line as the template draws it."""
+    """Line in the form used by the template."""
 
     name: str
     pieces: Sequence[list[Point]]
-    """The points between breaks."""
+    """Points between breaks."""
 
     @property
     def points(self) -> list[Point]:
@@ -82,7 +82,7 @@ class _Drawn:
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> Markup:
-    """A `<figure>` with the chart; empty if there is no point. `from_zero`: the y axis starts at 0."""
+    """Render a `<figure>` with the chart, or nothing without points. `from_zero` starts the y axis at 0."""
     drawn = [_Drawn(line.name, _pieces(line.points)) for line in lines[:NUM_SERIES]]
     points = [point for line in drawn for point in line.points]
     if not points:
@@ -110,14 +110,14 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequen
 
 
 def _said(line: _Drawn) -> str:
-    """A line in words."""
+    """Describe a line in words."""
     values = [y for _, y in line.points]
     first, lowest, highest, last = map(number_text, (values[0], min(values), max(values), values[-1]))
     return f"{line.name} from {first} to {last}, lowest {lowest}, highest {highest}"
 
 
 def _numbers(title: str, drawn: Sequence[_Drawn], x_label: str) -> Markup:
-    """A few points of every line as a table, for those who do not see the chart or have no mouse for its tooltips."""
+    """Tabulate a few points of each line, for readers who cannot see the chart or use its tooltips."""
     values = [dict(line.points) for line in drawn]
     places = sorted({x for line in values for x in line})
     if len(places) > _MOST_ROWS:
@@ -128,7 +128,7 @@ def _numbers(title: str, drawn: Sequence[_Drawn], x_label: str) -> Markup:
 
 
 def _pieces(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
-    """The points between breaks."""
+    """Split the points at breaks."""
     pieces: list[list[Point]] = [[]]
     for x, y in points:
         if y is not None and math.isfinite(y):
@@ -140,7 +140,7 @@ def _pieces(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Numbers from `low` to `high` on places from `start` to `stop`."""
+    """Linear map from values `low` to `high` to positions `start` to `stop`."""
 
     low: float
     high: float
@@ -167,14 +167,14 @@ class _Axis:
 
 
 def tick_step(low: float, high: float, *, most: int) -> float:
-    """1, 2 or 5 times a power of ten, such that at most so many multiples lie between two numbers."""
+    """Return the smallest 1, 2 or 5 times a power of ten with at most `most` multiples between `low` and `high`."""
     wanted = (high - low) / most
     power = 10.0 ** math.floor(math.log10(wanted))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9))
 
 
 def _thinned(points: list[Point], *, keep: int) -> list[Point]:
-    """Where there are more than `keep`: the lowest and the highest of every few that follow each other."""
+    """Return at most `keep` points: the lowest and highest of each group of consecutive points."""
     if len(points) <= keep:
         return points
     size = -(-len(points) * 2 // keep)
@@ -187,11 +187,11 @@ def _thinned(points: list[Point], *, keep: int) -> list[Point]:
 
 
 NUM_PARTS = 9
-"""Most parts of a bar, each with a color; the last one is gray."""
+"""Maximum number of parts in a bar. Each has a color, the last one gray."""
 
 
 class _BarView(NamedTuple):
-    """Places in the SVG, in pixels."""
+    """Sizes and positions in the SVG, in pixels."""
 
     width: float
     left: float
@@ -209,18 +209,18 @@ _BAR_VIEW: Final = _BarView(width=960.0, left=120.0, right=70.0, bar=20.0, row=2
 
 @dataclass(frozen=True)
 class Bar:
-    """A whole, in parts."""
+    """Stacked bar."""
 
     name: str
     parts: Sequence[float]
-    """One for each part that the chart names; at least 0."""
+    """Nonnegative value of each part of the chart."""
 
     def share(self, value: float) -> float:
         return value / max(sum(self.parts), 1e-12)
 
 
 def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], *, text: Callable[[float], str]) -> Markup:
-    """A `<figure>` with one bar below the other on a common scale, or nothing where all are empty. `text` writes a value."""
+    """Render a `<figure>` of bars on a common scale, or nothing if all are empty. `text` formats a value."""
     longest = max((sum(bar.parts) for bar in bars), default=0.0)
     if not longest:
         return Markup()
@@ -241,26 +241,26 @@ def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], *, text:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time."""
+    """Time span on a timeline."""
 
     start_s: float
     stop_s: float
     text: str
     lost: bool = False
-    """Whether nothing was gained in it."""
+    """Whether the time was lost."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Something that happened at a time."""
+    """Event at a point in time."""
 
     at_s: float
     text: str
 
 
 def timeline(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]) -> Markup:
-    """A `<figure>` with a lane for each kind of stretch and of moment, by seconds since the run began; nothing where it has no
-    length. Lanes in which nothing happened are left out."""
+    """Render a `<figure>` with one lane per kind of span and moment, by seconds since the run began. Omits empty lanes, and
+    returns nothing for a timeline of zero length."""
     lanes, moments = [lane for lane in lanes if lane[1]], [lane for lane in moments if lane[1]]
     end_s = max([span.stop_s for _, spans in lanes for span in spans], default=0.0)
     if end_s <= 0:
@@ -279,7 +279,7 @@ def timeline(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: S
 
 
 def _places(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]) -> Markup:
-    """All of a timeline as a table."""
+    """Tabulate a timeline."""
     rows = [[name, clock_text(span.start_s), clock_text(span.stop_s), span.text] for name, spans in lanes for span in spans]
     rows += [[name, clock_text(tick.at_s), "", tick.text] for name, ticks in moments for tick in ticks]
     return _bar_numbers(title, ["", "from", "to", "what"], rows)
@@ -290,7 +290,7 @@ def _bar_numbers(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def data_url(pixels: Sequence[Sequence[int | Sequence[int]]]) -> str:
-    """`data:image/png;base64,...` of rows of pixels, each 0 to 255 or (red, green, blue)."""
+    """Encode pixel rows, each pixel 0 to 255 or (red, green, blue), as `data:image/png;base64,...`."""
     height, width = len(pixels), len(pixels[0])
     in_color = not isinstance(pixels[0][0], int)
     lines = []

@@ -1,4 +1,4 @@
-"""Several runs on one page: numbers side by side, curves over each other, and what differs in the configurations."""
+"""Report that compares several runs: metrics in columns, overlaid curves, and configuration differences."""
 
 import math
 import statistics
@@ -20,19 +20,19 @@ _BETTER: dict[str, Callable[[Iterable[float]], float]] = {
     **dict.fromkeys(("auroc", "accuracy"), max),
     **dict.fromkeys(("loss", "logloss", "normalized_entropy", "perplexity"), min),
 }
-"""Which of two values of a metric is better."""
+"""Function that selects the better of two values, by metric."""
 
 
 def write(folders: Sequence[str], *, out: str, price: Price | None = None) -> str:
-    """Writes the report on the runs in `folders` to the file or folder `out` and returns where it is. Raises InputError if one
-    holds no run, and for more runs than can be told apart."""
+    """Write the comparison report to the file or folder `out` and return its path. Raises InputError if a folder contains no
+    run, or for more runs than the charts can distinguish."""
     if len(folders) > NUM_SERIES:
         raise InputError(f"{len(folders)} runs: at most {NUM_SERIES} can be told apart on one page")
     return save(render([read(folder) for folder in folders], price=price), out)
 
 
 def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
-    """The page on several runs. Pure."""
+    """Render the page. Pure."""
     names = _names(runs)
     rows = [run.sums.curve() for run in runs]
     return document(
@@ -48,7 +48,7 @@ def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """A name for each, none twice."""
+    """Return a unique name for each run."""
     plain = [str(run.begun.get("name") or "run") for run in runs]
     return [name if plain.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(plain, start=1)]
 
@@ -68,7 +68,7 @@ def _results(runs: Sequence[Run], names: Sequence[str], price: Price | None) -> 
 
 
 def _best_marked(head: str, cells: list[str], runs: Sequence[Run]) -> list[str]:
-    """The cells of a row of metrics, the best one marked; others, and those that are all the same, unchanged."""
+    """Mark the best cell in a row of test metrics. Other rows, and rows of equal values, stay unchanged."""
     name = head.removeprefix("test ")
     values = {
         place: value
@@ -82,7 +82,7 @@ def _best_marked(head: str, cells: list[str], runs: Sequence[Run]) -> list[str]:
 
 
 def _over_seeds(runs: Sequence[Run]) -> Markup:
-    """Mean and standard deviation of the test metrics of finished runs whose configurations differ in seed and name alone."""
+    """Tabulate mean and standard deviation of test metrics over finished runs that differ only in seed and name."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     recipes: dict[str, str] = {}
     for run in runs:

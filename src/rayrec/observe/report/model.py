@@ -1,4 +1,4 @@
-"""Sections of a report on what was learnt and how it is kept: metrics, calibration, categories, tables, samples. Pure."""
+"""Report sections about the model: metrics, calibration, categories, embedding tables, samples. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from rayrec.quantities import number_text, size_text, value_text
 
 
 def metrics(evaluation: Event | None, summary: Mapping[str, Any] | None) -> Section | None:
-    """Of a finished run those of its test and validation rows, else the last evaluation's."""
+    """Show the test and validation metrics of a finished run, otherwise the last evaluation."""
     if summary is not None:
         sets = {"test": summary["metrics"], "validation": summary["validation"]}
-        if summary["metrics"] == summary["validation"]:  # without test rows, or with the same
+        if summary["metrics"] == summary["validation"]:  # No separate test rows.
             sets = {"validation": summary["validation"]}
     elif evaluation is None:
         return None
@@ -27,7 +27,7 @@ def metrics(evaluation: Event | None, summary: Mapping[str, Any] | None) -> Sect
 
 
 def calibration(events: Sequence[Event]) -> Section | None:
-    """How often clicks came where they were predicted to."""
+    """Plot observed against predicted click rates."""
     shown = _samples(events, "reliability")
     if not shown:
         return None
@@ -45,7 +45,7 @@ def calibration(events: Sequence[Event]) -> Section | None:
 
 
 def categories(events: Sequence[Event]) -> Section | None:
-    """Vocabularies, and how many values of the evaluated rows they do not hold."""
+    """Tabulate the vocabularies and the shares of unknown and missing values."""
     shown = _samples(events, "categories")
     if not shown:
         return None
@@ -64,7 +64,7 @@ def categories(events: Sequence[Event]) -> Section | None:
 
 
 def sharding(events: Sequence[Event]) -> Section | None:
-    """Which worker holds what of the embedding tables."""
+    """Show the embedding tables of each worker."""
     start = next((event for event in reversed(events) if event["kind"] == "start" and event.get("tables")), None)
     if start is None:
         return None
@@ -101,7 +101,7 @@ def sharding(events: Sequence[Event]) -> Section | None:
 
 
 def samples(events: Sequence[Event]) -> Section:
-    """Images and texts, by the final weights."""
+    """Show sample images and texts of the final model."""
     images = [_image(sample) for sample in _samples(events, "image")]
     return Section(
         "Samples, by the final weights",

@@ -1,4 +1,4 @@
-"""An HTML page that needs no other file and runs no script: templates, sections and tables. Pure."""
+"""Self-contained HTML page without scripts: templates, sections and tables. Pure."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from markupsafe import Markup
 from rayrec.quantities import clock_text, number_text
 
 BEST = "\0"
-"""First character of a table's cell that has the best value of its row."""
+"""First character of the cell with the best value in a table row."""
 _LONG_TABLE = 12
-"""Longer tables are folded."""
+"""Number of rows above which tables are collapsed."""
 _FILTERS: Final[dict[str, Callable[[float], str]]] = {
     "px": lambda value: f"{value:.1f}",
     "number": number_text,
@@ -39,13 +39,13 @@ def _environment() -> Environment:
 
 
 def draw(template: str, macro: str, **values: object) -> Markup:
-    """The HTML of a template's macro; text in `values` is escaped."""
+    """Render a template macro. Text in `values` is escaped."""
     return getattr(_environment().get_template(template).module, macro)(**values)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with a heading; left out if `body` is empty."""
+    """Part of the page with a heading. Omitted if `body` is empty."""
 
     title: str
     body: Markup
@@ -56,7 +56,7 @@ class Section:
 
 
 def document(title: str, sections: Sequence[Section | None], *, intro: str = "", wide: bool = False) -> str:
-    """The whole page: links to the sections, `intro` (Markup, if it is HTML), the sections. `wide`: as wide as the window."""
+    """Render the page: links to the sections, `intro` (Markup for HTML), and the sections. `wide` uses the full window width."""
     present = [section for section in sections if section and section.body]
     return _environment().get_template("page.html").render(title=title, sections=present, intro=intro, wide=wide) + "\n"
 
@@ -66,8 +66,8 @@ def joined(parts: Sequence[str]) -> Markup:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unfolded: bool = False) -> Markup:
-    """A table of texts. A column without a value in any row is left out; a cell that starts with BEST is emphasized; a long table
-    is folded unless `unfolded`."""
+    """Render a table of texts. Omits columns without any value, emphasizes cells that start with `BEST`, and collapses long
+    tables unless `unfolded`."""
     kept = [place for place in range(len(heads)) if not place or not rows or any(row[place] not in ("", "-") for row in rows)]
     drawn = draw(
         "parts.html",
@@ -81,22 +81,22 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unf
 
 
 def folded(title: str, body: Markup) -> Markup:
-    """`body`, shown after a click on the title."""
+    """Show `body` after a click on the title."""
     return draw("parts.html", "folded", title=title, body=body)
 
 
 def facts(named: Sequence[tuple[str, str]]) -> Markup:
-    """A list of names with values."""
+    """Render a list of names and values."""
     return draw("parts.html", "facts", named=named)
 
 
 def tiles(named: Sequence[tuple[str, str]]) -> Markup:
-    """The most important values, in large type; empty if there are none."""
+    """Render the most important values in large type. Empty without values."""
     return draw("parts.html", "tiles", named=named) if named else Markup()
 
 
 def charts(drawn: Sequence[Markup]) -> Markup:
-    """Charts in a grid; empty if there are none."""
+    """Arrange charts in a grid. Empty without charts."""
     present = [chart for chart in drawn if chart]
     return draw("parts.html", "charts", drawn=present) if present else Markup()
 

@@ -1,4 +1,4 @@
-"""A run on one page: everything its events tell, as an HTML file that needs no other file and runs no script."""
+"""Report of one run: its events on a self-contained HTML page without scripts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from rayrec.quantities import date_text, duration_text, number_text
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run holds."""
+    """Content of a run folder."""
 
     config: str
-    """Its config.yaml."""
+    """Content of config.yaml."""
     events: Sequence[Event]
-    """By time."""
+    """Events sorted by time."""
     summary: Mapping[str, Any] | None
-    """Its summary.json; None: it is not finished."""
+    """Content of summary.json. None if the run is not finished."""
 
     @property
     def title(self) -> str:
@@ -36,17 +36,17 @@ class Run:
 
     @property
     def begun(self) -> Event:
-        """Its last event of kind run; empty where it has none."""
+        """Last run event, or empty."""
         return self.sums.latest.get("run", {})
 
     @cached_property
     def sums(self) -> RunSummary:
-        """What its events add up to."""
+        """Summary of the events."""
         return RunSummary(self.events)
 
 
 def read(folder: str) -> Run:
-    """Raises InputError where `folder`, local or a URL, holds no run."""
+    """Read the run in `folder`, a path or URL. Raises InputError if it contains no run."""
     config, summary = storage.join(folder, "config.yaml"), storage.join(folder, "summary.json")
     if not storage.exists(config):
         raise InputError(f"{folder}: not the folder of a run, which holds a config.yaml; give storage_path/name of one")
@@ -58,18 +58,18 @@ def read(folder: str) -> Run:
 
 
 def write(folder: str, *, out: str | None = None, price: Price | None = None) -> str:
-    """Writes the report on the run in `folder`, local or a URL, to `out` (None: report.html in it) and returns where it is.
+    """Write the report of the run in `folder`, a path or URL, to `out` (None: report.html in `folder`) and return its path.
 
-    With a `price` it tells the cost. Raises InputError where `folder` holds no run.
+    Includes the cost if `price` is set. Raises InputError if `folder` contains no run.
     """
     page = render(read(folder), price=price)
     return save(page, out or folder)
 
 
 def save(page: str, out: str) -> str:
-    """Writes the page to the file `out`, or as report.html if that is a folder, and returns its path.
+    """Write the page to the file `out`, or to report.html in the folder `out`, and return the path.
 
-    A path without an ending is a folder, which is made if it does not exist.
+    A path without an extension is a folder, created if missing.
     """
     is_file = storage.name_of(out).endswith((".html", ".htm")) or storage.size_of(out) is not None
     place = storage.absolute(out if is_file else storage.join(out, "report.html"))
@@ -78,7 +78,7 @@ def save(page: str, out: str) -> str:
 
 
 def write_or_note(folder: str, *, note: Callable[[str], None]) -> None:
-    """`write`, for the end of a run, which no trouble with its report shall spoil: that is noted in one line."""
+    """Write the report at the end of a run. Errors are reported in one line instead of raised."""
     try:
         write(folder)
     except Exception as error:
@@ -86,7 +86,7 @@ def write_or_note(folder: str, *, note: Callable[[str], None]) -> None:
 
 
 def render(run: Run, *, price: Price | None = None) -> str:
-    """The page on a run. Pure."""
+    """Render the page. Pure."""
     events, summary, sums = run.events, run.summary, run.sums
     return document(
         run.title,
@@ -111,7 +111,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
 
 
 _ORIGIN = {"commit": "commit", "machine": "machine", "command": "command"}
-"""Fields of the event of kind run that say where it came from."""
+"""Provenance fields of the run event, with their labels."""
 
 
 def _facts(run: Run) -> Markup:
@@ -143,7 +143,7 @@ def _facts(run: Run) -> Markup:
 
 
 def figures(run: Run) -> Markup:
-    """The numbers to see first."""
+    """Render the key figures."""
     summary, last = run.summary, run.sums.latest.get("step")
     named: list[tuple[str, str]] = []
     if summary is not None:
@@ -174,7 +174,7 @@ def figures(run: Run) -> Markup:
 
 
 def _verdict(run: Run) -> Markup:
-    """What held it back, in words."""
+    """Render the bottleneck diagnosis."""
     found = verdict(run.sums)
     told = run.summary["verdict"] if run.summary and run.summary.get("verdict") else found and found.text
     return draw("parts.html", "verdict", text=told) if told else Markup()

@@ -1,4 +1,4 @@
-"""Sections of a report on how a run went: curves, where its time went, attempts, checkpoints, what it cost. Pure."""
+"""Report sections about training: curves, time, attempts, checkpoints, cost. Pure."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -17,9 +17,9 @@ from rayrec.quantities import TIME_UNITS, clock_text, duration_text, number_text
 UNDRAWN = {"rows", "label_rate"}
 """Validation metrics that describe the data, not the model."""
 _STARTS = 4
-"""Starts that the stages are shown of, besides the first: the last ones."""
+"""Number of last starts shown, in addition to the first."""
 _PARTS_OF_RUN = 5
-"""That the time split is shown for, beside the whole."""
+"""Number of run parts with separate time breakdowns."""
 
 
 STEP_CHARTS: Final = (
@@ -30,11 +30,11 @@ STEP_CHARTS: Final = (
     ("Memory of the largest worker (bytes)", "memory_bytes"),
     ("Most memory that tensors took of a GPU (bytes)", "device_memory_bytes"),
 )
-"""Title and field of step events of each chart over time."""
+"""Title and step-event field of each chart over time."""
 
 
 def curves(sums: RunSummary, events: Sequence[Event], summary: Mapping[str, Any] | None) -> Section:
-    """Loss and metrics by step, speed and waiting by time."""
+    """Plot loss and metrics by step, speed and waiting by time."""
     rows = sums.curve()
     by_step, by_time, (unit, unit_s) = *_marks(sums.attempts, summary), time_unit(events)
     by_time = [Mark(mark.x / unit_s, mark.label, mark.text) for mark in by_time]
@@ -45,7 +45,7 @@ def curves(sums: RunSummary, events: Sequence[Event], summary: Mapping[str, Any]
     for name in drawn_metrics(rows):
         line = Line(name.removeprefix(VALIDATION), points(rows, name))
         drawn.append(line_chart(f"Validation {line.name}", [line], x_label="step", marks=by_step))
-    steps = [event for event in events if event["kind"] in ("step", "start")]  # a start breaks the line
+    steps = [event for event in events if event["kind"] in ("step", "start")]  # A start breaks the line.
     for title, name in STEP_CHARTS:
         if any(name in event for event in steps):
             line = Line(title, [((event["time"] - events[0]["time"]) / unit_s, event.get(name)) for event in steps])
@@ -54,7 +54,7 @@ def curves(sums: RunSummary, events: Sequence[Event], summary: Mapping[str, Any]
 
 
 def drawn_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of validation metrics, as in the rows, that have a chart of their own."""
+    """Return the row fields of the validation metrics with their own charts."""
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(VALIDATION))
     return [name for name in names if name.removeprefix(VALIDATION) not in {*UNDRAWN, "loss"}]
 
@@ -64,7 +64,7 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, fl
 
 
 def _marks(tried: Sequence[Attempt], summary: Mapping[str, Any] | None) -> tuple[list[Mark], list[Mark]]:
-    """What happened, by step and by seconds since the run began."""
+    """Return annotations of restarts and selected weights, by step and by seconds since the run began."""
     again = [attempt for attempt in tried if attempt.restart is not None]
     by_step, by_time = [], []
     for number, attempt in enumerate(again, start=1):
@@ -78,7 +78,7 @@ def _marks(tried: Sequence[Attempt], summary: Mapping[str, Any] | None) -> tuple
 
 
 def time_unit(events: Sequence[Event]) -> tuple[str, float]:
-    """The unit that suits the length of the run, and its seconds."""
+    """Return a suitable time unit for the length of the run, and its seconds."""
     seconds = events[-1]["time"] - events[0]["time"] if events else 0.0
     return next((unit, size) for unit, size, most in TIME_UNITS if seconds < most)
 
@@ -87,10 +87,10 @@ def time_unit(events: Sequence[Event]) -> tuple[str, float]:
 
 
 def time_split(events: Sequence[Event]) -> Section | None:
-    """Seconds of the run by what they were spent on, over the whole of it and over fifths of its logged steps."""
+    """Show how the time was spent, over the full run and over fifths of its logged steps."""
     steps = [place for place, event in enumerate(events) if event["kind"] == "step"]
     edges = sorted({round(number * len(steps) / _PARTS_OF_RUN) for number in range(_PARTS_OF_RUN + 1)})
-    # The saves and the evaluation behind a step are of its fifth. Sums up to each edge, as a step's rows count from the first.
+    # Saves and evaluations after a step belong to its fifth. Cumulative sums, because step rows count from the start.
     places = [[*steps, len(events)][edge] for edge in edges]
     run, sums = RunSummary(curves=False), []
     for begin, end in pairwise([0, *places]):
@@ -115,7 +115,7 @@ def time_split(events: Sequence[Event]) -> Section | None:
 
 
 def stages(side: DataSide | None) -> Section | None:
-    """What each stage of the data pipeline did over the run, and could have done."""
+    """Show the measured and possible speed of each data stage."""
     if side is None or not side.stages:
         return None
     heads = ["stage", "rows/s it could do alone", "busy", "computing", "queued for a CPU"]
@@ -144,7 +144,7 @@ def stages(side: DataSide | None) -> Section | None:
 
 
 def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
-    """How long each stage took from the command to the first step, and from each later attempt to its first step."""
+    """Show the time of each startup stage, for the first start and the last restarts."""
     shown = list(enumerate(starts, start=1))
     shown = shown[:1] + shown[1:][-_STARTS:]
     stages_of = [stages for _, stages in shown]
@@ -160,7 +160,7 @@ def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
 
 
 def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
-    """When it trained, when it was down, evaluated and saved; and its attempts."""
+    """Show training, downtime, evaluations and saves on a timeline, and list the attempts."""
     if not tried:
         return None
     lasts = [*(attempt.begin_s for attempt in tried[1:]), _since(events, events[-1])]
@@ -212,7 +212,7 @@ def _attempts(tried: Sequence[Attempt]) -> Markup:
 
 
 def checkpoints(events: Sequence[Event]) -> Section:
-    """Every save, late and damaged ones too."""
+    """List all saves, including late and damaged ones."""
     rows: list[list[str]] = []
     for event in events:
         after = clock_text(_since(events, event))
@@ -231,7 +231,7 @@ def checkpoints(events: Sequence[Event]) -> Section:
 
 
 def profiles(events: Sequence[Event]) -> Section:
-    """Where the steps that were recorded lie, and what could not be."""
+    """List the recorded profiles and the failed ones."""
     rows = [
         [clock_text(_since(events, event)), f"{event['step']:,}", event.get("path", ""), event.get("cause", "")]
         for event in events
@@ -241,7 +241,7 @@ def profiles(events: Sequence[Event]) -> Section:
 
 
 def costs(cost: Cost | None) -> Section | None:
-    """In money; nothing where no price was given."""
+    """Show the cost. None without a price."""
     if cost is None:
         return None
     unit = f" {cost.currency}"

@@ -1,4 +1,4 @@
-"""Which trackers show a run, and what each needs: TensorBoard, Prometheus, MLflow, Weights & Biases, and two old kinds of log."""
+"""Configuration of trackers: TensorBoard, Prometheus, MLflow, Weights & Biases, and two log file formats."""
 
 import importlib
 import importlib.util
@@ -21,26 +21,25 @@ _MLFLOW_SCHEMES: Final = ("http", "https", "databricks", "file", "")
 
 @dataclass(frozen=True, kw_only=True)
 class TrackersConfig(Config):
-    """Where else a run can be looked at, beside the console and the report."""
+    """Experiment trackers, in addition to the console and the report."""
 
     tensorboard: bool = True
-    """Curves for TensorBoard, in RUN/tensorboard."""
+    """Whether to write TensorBoard curves to RUN/tensorboard."""
     prometheus: bool = True
-    """Metrics at Ray's own Prometheus endpoint, while the driver lives; deploy/grafana has a dashboard of them."""
+    """Whether to export metrics to Ray's Prometheus endpoint during the run. deploy/grafana contains a dashboard."""
     mlflow: bool = False
-    """Parameters and metrics to the MLflow server, folder or database that mlflow_uri or MLFLOW_TRACKING_URI names."""
+    """Whether to log parameters and metrics to MLflow, at mlflow_uri or MLFLOW_TRACKING_URI."""
     mlflow_uri: str | None = None
-    """Address of an MLflow server (http://host:port), a local folder (file:/path), or a database (sqlite:///file.db), which needs
-    the whole package mlflow; None: MLFLOW_TRACKING_URI. User and password belong into MLFLOW_TRACKING_USERNAME and
-    MLFLOW_TRACKING_PASSWORD."""
+    """MLflow server (http://host:port), local folder (file:/path) or database (sqlite:///file.db), which needs the full mlflow
+    package. None: MLFLOW_TRACKING_URI. Set credentials in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Configuration and metrics to Weights & Biases; offline: kept in RUN/wandb, for `wandb sync`."""
+    """Whether to log configuration and metrics to Weights & Biases. offline: in RUN/wandb, for `wandb sync`."""
     project: Annotated[str, MinLen(1)] = "rayrec"
-    """Experiment of MLflow, project of Weights & Biases."""
+    """MLflow experiment or Weights & Biases project."""
     mllog: bool = False
-    """Lines of MLPerf's log (:::MLLOG) in RUN/mllog.log."""
+    """Whether to write an MLPerf log (:::MLLOG lines) to RUN/mllog.log."""
     iteration_lines: bool = False
-    """Lines such as `Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.5` in RUN/iterations.log."""
+    """Whether to write lines such as `Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.5` to RUN/iterations.log."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +50,7 @@ class TrackersConfig(Config):
             )
 
     def check(self, environment: Mapping[str, str]) -> None:
-        """Raises InputError where a package or an address is missing, before anything is started."""
+        """Raise InputError for a missing package or address, before anything is started."""
         if self.mlflow:
             require("mlflow", extra="mlflow")
             uri = self.mlflow_uri or environment.get("MLFLOW_TRACKING_URI")
@@ -64,9 +63,10 @@ class TrackersConfig(Config):
             require("wandb", extra="wandb")
 
     def build(self, folder: str, config: Config) -> Makers:
-        """What makes each tracker of the run in `folder` (its whole configuration is `config`), by its name; that for
-        Prometheus, which needs Ray, is in `rayrec.training.launchers.ray_metrics`. Nothing is imported or reached before they
-        are called."""
+        """Return a factory for each tracker by name, except Prometheus (see `rayrec.training.launchers.ray_metrics`).
+
+        `folder` is the run folder and `config` the full configuration. Factories import and connect only when called.
+        """
         values, makers = config.to_dict(), Makers()
         if self.tensorboard:
             makers["TensorBoard"] = _maker("tensorboard", "TensorBoardTracker", folder, config=config.to_yaml())
@@ -85,12 +85,12 @@ class TrackersConfig(Config):
 
 
 def _maker(module: str, cls: str, *arguments: Any, **named: Any) -> Callable[[], Tracker]:
-    """What imports a module of this room, and makes its tracker."""
+    """Return a factory that imports a tracker module and creates its tracker."""
     return lambda: getattr(importlib.import_module(f"rayrec.observe.tracking.{module}"), cls)(*arguments, **named)
 
 
 def _check_mlflow_uri(uri: str) -> None:
-    """Raises InputError for an address that the installed MLflow cannot write to."""
+    """Raise InputError for an address that the installed MLflow cannot write to."""
     scheme = urlsplit(uri).scheme.partition("+")[0]  # postgresql+psycopg2
     if scheme in _DATABASES:
         missing = [module for module in ("sqlalchemy", "alembic") if importlib.util.find_spec(module) is None]

@@ -1,4 +1,4 @@
-"""Logs of a run in other programs' formats: MLPerf's, and the iteration lines of the first DLRM."""
+"""Run logs in MLPerf format and in the iteration format of the original DLRM."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,20 +10,20 @@ from rayrec.observe.tracking.tracker import ViewFile
 
 TOKEN: Final = ":::MLLOG "
 BENCHMARKS: Final = {"mlperf_dcnv2": "dlrm_dcnv2", "mlperf_dlrm": "dlrm"}
-"""MLPerf's name of a recipe that trains one of its benchmarks."""
+"""MLPerf benchmark of each recipe that trains one."""
 _SCORES: Final = ("auroc", "accuracy", "loss")
-"""What eval_accuracy is, the first that an evaluation has: of dlrm_dcnv2 the AUROC."""
+"""Candidates for eval_accuracy, in order of preference. dlrm_dcnv2 uses AUROC."""
 Type = Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
 
 
 @final
 class MlLogTracker:
-    """Writes RUN/mllog.log, in the grammar of the package mlperf-logging 6: `:::MLLOG ` and a JSON object of namespace,
-    time_ms, event_type, key, value and metadata a line.
+    """Writer of RUN/mllog.log in the format of mlperf-logging 6. Each line is `:::MLLOG ` and a JSON object with namespace,
+    time_ms, event_type, key, value and metadata.
 
-    It is a log in MLPerf's form and no submission: submission_org is rayrec, submission_division open. What the rules want
-    of a submission beyond that (cleared caches, the quality to reach) nobody sees to here. Evaluations of steps that
-    are done again appear once. eval_start is the time of the log before: evaluation follows it at once.
+    Uses MLPerf's format but is not a submission: submission_org is rayrec, submission_division open, and other rules for
+    submissions (cleared caches, target quality) are not checked. Repeated evaluations of a step appear once. eval_start is
+    the time of the previous log, because evaluation follows it immediately.
     """
 
     def __init__(self, folder: str, *, config: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class MlLogTracker:
         self._say("INTERVAL_START", "init_start", None, time_ms)
 
     def _start(self, time_ms: int, global_batch_size: int | None) -> None:
-        """Everything is set up, and training begins."""
+        """Log the settings and the start of training after setup."""
         self._running = True
         workload = self._config["workload"]
         for key, value in (
@@ -113,7 +113,7 @@ class MlLogTracker:
 
 
 def line(event_type: Type, key: str, value: Any, *, time_ms: int, metadata: Mapping[str, Any]) -> str:
-    """One line of the log. The metadata gets the `file` and `lineno` that mlperf-logging puts there."""
+    """Format one log line. Adds `file` and `lineno` to the metadata, as mlperf-logging does."""
     where = {"file": "rayrec", "lineno": 0}
     record = {
         "namespace": "",
@@ -127,8 +127,8 @@ def line(event_type: Type, key: str, value: Any, *, time_ms: int, metadata: Mapp
 
 
 def optimizer_lines(workload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys of the optimizer and its schedule: of a click model that of the dense part, which in MLPerf's recipes is also that of
-    the tables. PyTorch's Adagrad begins at 0 and has no decay of its own."""
+    """Yield keys and values for the optimizer and its schedule. Click models report the dense optimizer, which MLPerf's recipes
+    also use for the tables. PyTorch's Adagrad starts at 0 and has no decay."""
     optimizer = workload.get("dense_optimizer") or workload.get("optimizer")
     if optimizer is None:
         return
@@ -151,8 +151,8 @@ def optimizer_lines(workload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @final
 class IterationTracker:
-    """Writes RUN/iterations.log: `Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.512345`, and what was measured of
-    validation rows as `Testing at - 16/150 of epoch 0, auroc 0.7701, ...`. Steps done again appear again, as they did there."""
+    """Writer of RUN/iterations.log: `Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.512345`, and for evaluations
+    `Testing at - 16/150 of epoch 0, auroc 0.7701, ...`. Repeated steps appear again, as in the original."""
 
     def __init__(self, folder: str) -> None:
         self._file = ViewFile(storage.join(folder, "iterations.log"))

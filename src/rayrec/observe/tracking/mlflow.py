@@ -1,4 +1,4 @@
-"""A run as a run of MLflow: parameters, metrics, tags and how it ended. Needs the extra `mlflow`."""
+"""MLflow tracker: parameters, metrics, tags and status. Requires the extra `mlflow`."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -12,20 +12,20 @@ from rayrec.observe.run_summary import RunSummary, series
 from rayrec.observe.tracking.tracker import run_identity, scalars
 
 IDENTITY: Final = "rayrec.run"
-"""Tag by which a driver that goes on finds the run of the one before."""
+"""Tag that a resuming driver uses to find the MLflow run."""
 _MOST_METRICS: Final = 1000
 _MOST_PARAMS: Final = 100
-"""MLflow's limits for one request."""
+"""MLflow's limits per request."""
 _PARAM_LENGTH: Final = 6000
 
 
 @final
 class MlflowTracker:
-    """Sends each measure once, in requests of up to a thousand. What an earlier driver sent, and steps done again, are left
-    out: MLflow can take nothing back, and would show both."""
+    """MLflow tracker. Sends each measure once, in batches of up to 1000, and skips steps that were sent before or are repeated,
+    because MLflow cannot delete points."""
 
     def __init__(self, uri: str | None, *, experiment: str, config: Mapping[str, Any]) -> None:
-        # MLflow refuses a folder unless this is set: it advises databases, for which its client alone has no driver.
+        # MLflow rejects folders without this setting. It prefers databases, but its client-only package has no drivers for them.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=uri)
         self._experiment = experiment
@@ -36,7 +36,7 @@ class MlflowTracker:
         self._waiting: list[dict[str, Any]] = []
         self._metrics: list[Metric] = []
         self._sent: dict[tuple[str, str], int] = {}
-        """The last step of each series that an earlier driver sent."""
+        """Last step of each series sent by an earlier driver."""
         self._status = RunStatus.to_string(RunStatus.RUNNING)
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
@@ -79,7 +79,7 @@ class MlflowTracker:
             self._client.set_terminated(self._run_id, status=self._status)
 
     def _opened(self) -> str:
-        """The id of the run, found or made, with its parameters and tags."""
+        """Find or create the MLflow run, log parameters and tags, and return its id."""
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
         found = self._client.search_runs([number], f"tags.`{IDENTITY}` = '{self._identity}'", max_results=1)
@@ -95,7 +95,7 @@ class MlflowTracker:
         return run_id
 
     def _last_step(self, key: str) -> int:
-        """The last step at which a metric was sent before; -1 where it never was."""
+        """Return the last step sent for a metric, or -1."""
         assert self._run_id is not None
         try:
             history = self._client.get_metric_history(self._run_id, key)
@@ -112,7 +112,7 @@ def _metrics(event: Mapping[str, Any]) -> list[Metric]:
 
 
 def parameters(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of a configuration by their dotted names, as text of at most 6000 characters."""
+    """Yield the configuration fields as dotted names with values of at most 6000 characters."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from parameters(item, f"{name}.{key}" if name else str(key))

@@ -1,4 +1,4 @@
-"""Curves of a run for TensorBoard, as files of its own format in the run's folder."""
+"""TensorBoard tracker: curves in TensorBoard's file format, in the run folder."""
 
 import os
 import socket
@@ -15,21 +15,21 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.tracker import ViewFile, scalars
 
 _SUFFIX: Final = ".rayrec"
-"""Tells the files made here from others in the folder."""
+"""Distinguishes files written here from other files in the folder."""
 _SCHEME: Final = "rayrec"
-"""Paths of this scheme are opened by tensorboardX as a ViewFile."""
+"""Path scheme that makes tensorboardX write through a ViewFile."""
 
 
 @final
 class TensorBoardTracker:
-    """Writes RUN/tensorboard/events.out.tfevents.*: every measure at its step and time, and the configuration as text.
+    """Writer of RUN/tensorboard/events.out.tfevents.*: all measures by step and time, and the configuration as text.
 
-    Each driver writes all events of the run again, and then removes the files of earlier drivers: the folder shows the
-    content of the event file, no less and no more. A SessionLog of status START makes a running TensorBoard drop the points
-    from its step on: all of them at the start, later those of steps that are repeated.
+    Each driver rewrites all events of the run and then deletes the files of earlier drivers, so the folder always matches the
+    event file. A SessionLog with status START makes a running TensorBoard drop the points from its step on: all points at the
+    start, later only repeated steps.
 
-    tensorboardX writes the records (TFRecord framing, checksums) but not the file: its EventFileWriter reports no error of
-    its thread, creates the file before there is anything to show, and needs boto3 for s3:// and Google's client for gs://.
+    Uses the record writer of tensorboardX (TFRecord framing, checksums) but not its EventFileWriter, which hides errors of
+    its thread, creates the file too early, and needs boto3 for s3:// and Google's client for gs://.
     """
 
     def __init__(self, folder: str, *, config: str) -> None:
@@ -38,7 +38,7 @@ class TensorBoardTracker:
         self._path = ""
         self._records: RecordWriter | None = None
         self._old: list[str] | None = None
-        """Files of earlier drivers that are still there; None: nobody has looked yet."""
+        """Remaining files of earlier drivers. None before the first lookup."""
         self._last_step = -1
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
@@ -77,7 +77,7 @@ class TensorBoardTracker:
         self._records = RecordWriter(f"{_SCHEME}:{self._path}")
         self._write(Record(wall_time=time_s, file_version="brain.Event:2"))
         self._write(Record(wall_time=time_s, step=0, session_log=_START))
-        # Markdown's way of leaving text as it is
+        # Indented text is verbatim in Markdown.
         fenced = "\n".join(f"    {line}" for line in self._config.splitlines())
         self._write(Record(wall_time=time_s, step=0, summary=text("config", fenced)))
 
@@ -90,7 +90,7 @@ _START: Final = SessionLog(status=SessionLog.START)
 
 
 class _ViewFiles:
-    """Opens files for tensorboardX (`register_writer_factory`)."""
+    """File factory for tensorboardX (`register_writer_factory`)."""
 
     def open(self, path: str) -> ViewFile:
         return ViewFile(path.removeprefix(f"{_SCHEME}:"))

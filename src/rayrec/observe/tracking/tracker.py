@@ -1,4 +1,4 @@
-"""Trackers read the events of a run, each in a thread of its own, so that none of them delays training or another tracker."""
+"""Tracker interface and threads: each tracker follows the run's events in its own thread and never delays training."""
 
 import contextlib
 import hashlib
@@ -16,15 +16,15 @@ from rayrec.observe.events import follow
 from rayrec.observe.run_summary import Event, RunSummary
 
 UPLOAD_S: Final = 30.0
-"""Between two uploads, each of the whole file: a store has no appending."""
+"""Seconds between uploads. Each sends the full file, because object stores cannot append."""
 
 
 @final
 class ViewFile:
-    """Bytes appended to a file, which takes the place of an older one at the first `flush`.
+    """Append-only file that replaces an older one at the first `flush`.
 
-    What could not be written is kept and written with the next `flush`; at a URL the whole file is kept in memory (of
-    TensorBoard's about 2 kB a logged step).
+    Unwritten bytes are kept for the next `flush`. For URLs, the full file stays in memory (TensorBoard: about 2 kB per logged
+    step).
     """
 
     def __init__(self, path: str) -> None:
@@ -36,11 +36,11 @@ class ViewFile:
         self._next_upload_s = 0.0
 
     def write(self, data: bytes) -> None:
-        """Keeps bytes in memory until `flush`."""
+        """Buffer bytes until `flush`."""
         self._waiting += data
 
     def flush(self, *, now: bool = False) -> None:
-        """Writes what was taken; to a URL only every `UPLOAD_S`, or `now`. Raises OSError where it cannot."""
+        """Write the buffered bytes. URLs are uploaded every `UPLOAD_S` seconds, or `now`. Raises OSError on failure."""
         if self._is_url:
             self._upload(now)
             return
@@ -50,7 +50,7 @@ class ViewFile:
             self._descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         while self._waiting:
             del self._waiting[: os.write(self._descriptor, self._waiting)]
-        with contextlib.suppress(FileNotFoundError):  # it has its name already
+        with contextlib.suppress(FileNotFoundError):  # Already renamed.
             os.replace(partial, self.path)
 
     def _upload(self, now: bool) -> None:
@@ -62,7 +62,7 @@ class ViewFile:
         self._next_upload_s = time.monotonic() + UPLOAD_S
 
     def close(self) -> None:
-        """Flushes, and closes the file whatever comes of that."""
+        """Flush, and close the file even if that fails."""
         try:
             self.flush(now=True)
         finally:
@@ -72,49 +72,48 @@ class ViewFile:
 
 
 FLUSH_S: Final = 2.0
-"""Between two deliveries, so that what comes at once goes at once."""
+"""Seconds between deliveries, so that simultaneous events are sent together."""
 CLOSE_S: Final = 10.0
-"""What all trackers together may take at the end of a run; who takes longer is left behind."""
+"""Maximum seconds for all trackers at the end of a run. Slower trackers are abandoned."""
 _ABANDONED_S: Final = 10.0
-"""What the thread of a tracker that was abandoned may take to end."""
+"""Maximum seconds for the thread of an abandoned tracker to end."""
 _FIRST_WAIT_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 30.0
-"""Between two attempts on a tracker that cannot be reached."""
+"""Maximum seconds between retries if a tracker is unreachable."""
 _URL_POLL_S: Final = 10.0
 
 
 class Tracker(Protocol):
-    """Shows the events of a run elsewhere. It is given every event of the run, also of earlier drivers, in their order."""
+    """Destination for the events of a run. Receives all events in order, including events of earlier drivers."""
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
-        """Takes an event, and what it and those before add up to; neither waits nor writes."""
+        """Process an event and the run summary so far, without waiting or writing."""
         ...
 
     def flush(self) -> None:
-        """Delivers what was taken. May raise anything and may take its time; what was not delivered is kept, and is
-        delivered by a later call."""
+        """Deliver the processed events. May raise any error and may block. Undelivered events are kept for later calls."""
         ...
 
     def close(self) -> None:
-        """Delivers the rest; nothing is called after it."""
+        """Deliver the rest. This is the last call."""
         ...
 
 
 @runtime_checkable
 class Lingering(Protocol):
-    """What a tracker is, too, that would keep this process from ending for as long as it cannot be reached."""
+    """Tracker that keeps the process alive while its server is unreachable."""
 
     def abandon(self) -> None:
-        """Called, from another thread, where the tracker is left behind: sees to it that the process can end."""
+        """Let the process end. Called from another thread if the tracker is abandoned."""
         ...
 
 
 @contextmanager
 def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Within it trackers follow the event file, made by `makers` in their threads; on leaving it they get what is left of it.
+    """Follow the event file with trackers while the context is open. On exit, they receive the remaining events.
 
-    Whatever a tracker does, nothing is raised here, and leaving takes `CLOSE_S` at most; the first trouble of each is
-    noted. The events' writers must be closed before it is left.
+    `makers` run in the trackers' threads. Never raises because of a tracker: the first error of each is logged with `note`.
+    Exit takes at most `CLOSE_S` seconds. Close all event writers before.
     """
     stop = threading.Event()
     feeds = [Feed(name, make, path, stop=stop, note=note) for name, make in makers.items()]
@@ -131,13 +130,13 @@ def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Ca
 
 @final
 class Feed:
-    """One tracker and its thread. The event file is its queue: it reads on when the tracker has taken what came before."""
+    """Thread of one tracker. The event file is its queue: it reads on when the tracker has processed the previous events."""
 
     def __init__(
         self, name: str, make: Callable[[], Tracker], path: str, *, stop: threading.Event, note: Callable[[str], None]
     ) -> None:
         self.num_failures = 0
-        """Attempts at anything that failed."""
+        """Number of failed calls."""
         self._name, self._make, self._path, self._stop, self._note = name, make, path, stop, note
         self._tracker: Tracker | None = None
         self._summary = RunSummary(curves=False)
@@ -150,26 +149,26 @@ class Feed:
         self._thread.start()
 
     def finish(self, deadline_s: float) -> None:
-        """Waits for the thread until `deadline_s` of the monotonic clock; `stop` was set before."""
+        """Wait for the thread until `deadline_s` of the monotonic clock, after `stop` is set."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             self._tell(f"not done {CLOSE_S:.0f} s after the end; its last events may be missing there")
             if isinstance(self._tracker, Lingering):
                 self._tracker.abandon()
-                # A thread that the interpreter's end finds within foreign code may abort the process.
+                # The interpreter may abort if its shutdown interrupts the thread in foreign code.
                 self._thread.join(_ABANDONED_S)
 
     def _run(self) -> None:
         poll_s = _URL_POLL_S if storage.is_url(self._path) else None
         try:
             self._tracker = tracker = self._make()
-            # What comes within FLUSH_S of a delivery goes later, and need not wait for an event that goes with it.
+            # Events within FLUSH_S of a delivery are sent by a later idle call, without waiting for another event.
             idle = partial(self._deliver_due, tracker)
             for event in follow(self._path, stop=self._stop, poll_s=poll_s, idle=idle):
                 self._take(tracker, event)
                 self._deliver_due(tracker)
             tracker.close()
-        except Exception as error:  # of a tracker anything may come, and none of it is a reason to end a run
+        except Exception as error:  # No tracker error may end the run.
             self.num_failures += 1
             self._tell(f"{_line(error)}; the run continues without it")
 
@@ -177,7 +176,7 @@ class Feed:
         try:
             self._summary.update(event)
             tracker.update(event, self._summary)
-        except Exception as error:  # an event of another version, perhaps
+        except Exception as error:  # For example, an event of another version.
             self.num_failures += 1
             self._tell(f"an event of kind {event['kind']} was left out ({_line(error)}); later ones are only counted")
         self._has_taken = True
@@ -188,12 +187,12 @@ class Feed:
             self._next_flush_s = time.monotonic() + FLUSH_S
 
     def _deliver(self, tracker: Tracker) -> None:
-        """Flushes until it works, or the run ends."""
+        """Retry `flush` until it succeeds or the run ends."""
         pause_s = _FIRST_WAIT_S
         while True:
             try:
                 return tracker.flush()
-            except Exception as error:  # as above
+            except Exception as error:  # See `_run`.
                 self.num_failures += 1
                 self._tell(f"{_line(error)}; it is tried again, and the run continues")
             if self._stop.wait(pause_s):
@@ -210,15 +209,15 @@ def _line(error: Exception) -> str:
     return without_users(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
-# -- what trackers show of events
+# -- measures
 
 _PREFIXES = {"step": "train", "checkpoint": "checkpoint", "data": "data"}
 _NO_MEASURES = {"time", "kind", "step", "steps", "set"}
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The measures of an event by name: train/loss, train/times_s/forward, validation/auroc, checkpoint/stall_s, final/auroc,
-    data/backlog_rows, data/parse/busy (of a stage); nothing of kinds that measure nothing. What was not finite is left out."""
+    """Return the finite measures of an event by name: train/loss, train/times_s/forward, validation/auroc, checkpoint/stall_s,
+    final/auroc, data/backlog_rows, data/parse/busy (of a stage). Empty for other kinds."""
     kind = event["kind"]
     if kind == "finish":
         return dict(_numbers(event["metrics"], "final"))
@@ -240,6 +239,6 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def run_identity(name: str, begin_s: float) -> str:
-    """16 hex digits: the same for all drivers of a run, others for a run of the same name that is started again. `begin_s` is the
-    time of its first event."""
+    """Return 16 hex digits that identify a run: the same for all its drivers, different for a new run with the same name.
+    `begin_s` is the time of its first event."""
     return hashlib.sha256(f"{name} {begin_s:.6f}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A run as a run of Weights & Biases, online or kept in the run's folder. Needs the extra `wandb`."""
+"""Weights & Biases tracker, online or offline in the run folder. Requires the extra `wandb`."""
 
 import contextlib
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from rayrec.observe.run_summary import RunSummary, series
 from rayrec.observe.tracking.tracker import run_identity, scalars
 
 _STEP: Final = "step"
-"""The axis of all curves. W&B's own counts what was sent and only goes up, so a save that is through late would be lost."""
+"""X axis of all curves. W&B's own step counts messages and only increases, so it would drop late saves."""
 
 
 @final
 class WandbTracker:
-    """Sends each measure once, under the step it belongs to; steps done again are left out.
+    """Weights & Biases tracker. Sends each measure once, under its step. Skips repeated steps.
 
-    A driver that goes on continues the online run, each series from the step that the run's summary names. Offline there is
-    nobody to ask: the run is rewritten from its events, and takes the place of what an earlier driver left in RUN/wandb.
+    A resuming driver continues the online run: each series continues after the step stored in the W&B summary. Offline, it
+    rewrites the run from its events and replaces the previous copy in RUN/wandb.
     """
 
     def __init__(self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]) -> None:
@@ -32,9 +32,9 @@ class WandbTracker:
         self._run: Any = None
         self._waiting: list[dict[str, Any]] = []
         self._rows: list[tuple[str, dict[str, Any]]] = []
-        """(the key of the summary that tells how far the series was sent, what to send)"""
+        """(summary key with the last sent step of the series, values to send)"""
         self._sent: dict[tuple[str, str], int] = {}
-        """The last step of each series that an earlier driver sent."""
+        """Last step of each series sent by an earlier driver."""
         self._exit_code = 1
         self._abandoned = False
 
@@ -60,7 +60,7 @@ class WandbTracker:
             of = series(event)
             known = "/".join(("last_step", *filter(None, of)))
             if of not in self._sent:
-                # Of each series its own: an evaluation of step 100 may be unsent when the losses of step 100 are there.
+                # Per series: the losses of step 100 may have been sent without its evaluation.
                 self._sent[of] = int(self._run.summary.get(known, -1)) if self._run.resumed else -1
             if event[_STEP] > self._sent[of]:
                 self._rows.append((known, {_STEP: event[_STEP], **scalars(event)}))
@@ -75,18 +75,18 @@ class WandbTracker:
         self.flush()
         if self._run is not None and not self._abandoned:
             self._run.finish(exit_code=self._exit_code)
-            if wandb.run is None:  # the user has none of their own in this process, which it would end
-                wandb.teardown()  # returns when W&B's own process has written all; `finish` does not wait for that
+            if wandb.run is None:  # Teardown would end the user's own run in this process.
+                wandb.teardown()  # Unlike `finish`, waits until W&B's process has written everything.
         if self._scratch is not None:
             if self._offline and not self._abandoned:
                 self._send(Path(self._scratch.path) / "wandb")
             self._scratch.close()
 
     def abandon(self) -> None:
-        """Ends W&B's own process: this one would wait for it at its end, and it for the server."""
+        """Kill W&B's process, which waits for the server and keeps this process alive."""
         self._abandoned = True
         if wandb.run is not None:
-            return  # the user has a run of their own, which it serves too
+            return  # It also serves the user's own run.
         for process in children_named("wandb-core"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -100,11 +100,11 @@ class WandbTracker:
             dir=self._folder_to_write(),
             mode="offline" if self._offline else "online",
             resume=None if self._offline else "allow",
-            reinit="create_new",  # leaves a run of the user's own alone
+            reinit="create_new",  # Keep the user's own run.
             settings=wandb.Settings(
                 console="off",
                 silent=True,
-                host="",  # the machine's name, which would be sent; its load belongs to Ray's metrics
+                host="",  # Do not send the machine name. Its load is in Ray's metrics.
                 x_disable_stats=True,
                 x_disable_meta=True,
                 x_disable_machine_info=True,
@@ -117,7 +117,7 @@ class WandbTracker:
         return run
 
     def _folder_to_write(self) -> str:
-        """Where W&B makes its folder wandb: the run's, where that is a local one and what is written stays there."""
+        """Return the parent of W&B's folder: the run folder if offline and local, otherwise a scratch folder."""
         if self._offline:
             kept = storage.join(self._folder, "wandb")
             for name in storage.list_folder(kept):
@@ -135,10 +135,10 @@ class WandbTracker:
 
 
 def children_named(name: str) -> list[psutil.Process]:
-    """Child processes of this process with that name."""
+    """Return the child processes of this process with that name."""
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
             if child.name() == name:
                 found.append(child)
     return found
