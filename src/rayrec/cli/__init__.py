@@ -1,4 +1,4 @@
-"""The command `rayrec`: finds the command, calls its function and shows the result. Imports nothing heavy before it is known."""
+"""The command line `rayrec`. Imports nothing heavy before the command is known."""
 
 import contextlib
 import difflib
@@ -16,31 +16,31 @@ from rayrec.commands.declaration import Command
 from rayrec.config import InputError
 
 _COLLECT_EVERY = 5000
-"""Objects made between two collections of the youngest; Python's 700 makes imports of torch and TorchRec a fifth slower."""
+"""Allocations between garbage collections. Python's 700 slows imports of torch and TorchRec by a fifth."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs one command and exits with one of `rayrec.cli.help.STATUSES`."""
+    """Run one command and exit with one of `rayrec.cli.help.STATUSES`."""
     _keep_stdout_for_results()
     gc.set_threshold(_COLLECT_EVERY)
     status = run(list(sys.argv[1:] if arguments is None else arguments))
-    gc.freeze()  # or the interpreter's last collections visit all modules, for a second
+    gc.freeze()  # Otherwise the final collections scan all modules for a second.
     sys.exit(status)
 
 
 def _keep_stdout_for_results() -> None:
-    """Points file descriptor 1 to standard error, and `sys.stdout` to what it was: Ray's C++ prints warnings to the former, and
-    the processes it starts inherit it."""
-    if sys.stdout is None or sys.stderr is None:  # closed by the caller
+    """Redirect file descriptor 1 to standard error, but keep `sys.stdout`. Ray's C++ code and child processes print warnings
+    to the descriptor."""
+    if sys.stdout is None or sys.stderr is None:  # Closed by the caller.
         return
     sys.stdout.flush()
-    results = os.dup(1)  # which no child inherits
+    results = os.dup(1)  # Not inherited by child processes.
     os.dup2(2, 1)
     sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command and returns its exit status."""
+    """Run one command and return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help.overview())
         return 0 if arguments else 2
@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
         print(rayrec.__version__)
         return 0
     name, words = arguments[0], arguments[1:]
-    if name == "resume":  # with a slash it is a folder, and no recipe
+    if name == "resume":  # A trailing slash marks a folder instead of a recipe.
         words = [word if word.startswith("-") or number else f"{word.rstrip('/')}/" for number, word in enumerate(words)]
     command = COMMANDS.get("train" if name == "resume" else name)
     if command is None:
@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
         mendable = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
         if mendable and error.filename is not None:
             return _fail(f"rayrec {name}: {error.filename}: {error.strerror}")
-        # A store that is out, a disk that is full
+        # Store outage or full disk.
         return _fail(f"rayrec {name}: {str(error) or type(error).__name__}", status=1)
     except ModuleNotFoundError as error:
         if error.name in ("torchrec", "fbgemm_gpu", "torch", "ray"):
@@ -88,12 +88,12 @@ def _run(command: Command, words: list[str]) -> int:
 
     call, out = parse(command, words), sys.stdout
     quiet = "-q" in switches or not _is_first(command)
-    silent = quiet and command.recipe != "after --"  # -q hides what a job prints, not what its supervisor reports
+    silent = quiet and command.recipe != "after --"  # -q hides the output of a job, but not of its supervisor.
     given = {"console": lambda: _console("-v" in switches, silent), "started": lambda: lambda told: print_json(told, out)}
     given |= {"stopwatch": _stopwatch, "show": lambda: None if quiet else _to_stderr}
     parameters = inspect.signature(command.function).parameters
     keywords = call.keywords | {name: make() for name, make in given.items() if name in parameters}
-    # What Ray and other libraries print goes to standard error, so that only results reach standard output.
+    # Only results reach standard output. Output of Ray and other libraries goes to standard error.
     with contextlib.nullcontext() if command.prints else contextlib.redirect_stdout(sys.stderr):
         result = command.function(*call.arguments, **keywords)
     if result is None or not _is_first(command):
@@ -102,7 +102,7 @@ def _run(command: Command, words: list[str]) -> int:
 
 
 def take_switches(words: list[str]) -> tuple[list[str], set[str]]:
-    """Take the switches of all commands out of the words before --, which begins the command of a job."""
+    """Take the common switches out of the words before --, which starts the command of a job."""
     end = words.index("--") if "--" in words else len(words)
     known = {*SWITCHES, "-h", "--help", "--help-all"}
     own, job = words[:end], words[end:]
@@ -118,7 +118,7 @@ def _help(command: Command, words: list[str], *, everything: bool) -> str:
 
 
 def _is_first(command: Command) -> bool:
-    """Whether this process shows the result: of those that torchrun started, one does."""
+    """Return whether this process shows the result. With torchrun, only rank 0 does."""
     if command.recipe != "first":
         return True
     from rayrec.cluster.layout import Launched

@@ -1,4 +1,4 @@
-"""Flags of a command: its arguments, and the settings of configurations with the values that they have. No parser is needed."""
+"""Flags of commands, from arguments and configuration fields with their values. Imports no parser."""
 
 import dataclasses
 import types
@@ -14,36 +14,36 @@ SWITCHES = {
     "-v": "also shows every checkpoint and the output of Ray's processes",
     "-q": "shows only the result and errors",
 }
-"""Flags of every command that main takes before any parser."""
+"""Flags of all commands, parsed before the others."""
 
 MISSING = dataclasses.MISSING
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag, or an argument without a flag."""
+    """One flag or positional argument."""
 
     path: str
-    """Name of the parameter, or of the setting with dots."""
+    """Parameter name, or dotted path of a configuration field."""
     type: Any
     value: Any = MISSING
-    """What holds without the flag; MISSING: it must be given."""
+    """Default value. MISSING if required."""
     owner: type[Config] | None = None
-    """Class of the configuration that has the setting."""
+    """Configuration class that declares the field."""
     help: str = ""
     metavar: str = ""
     name: str = ""
-    """Without dashes; of an argument none."""
+    """Name without dashes. Empty for positional arguments."""
     aliases: tuple[str, ...] = ()
     old: str = ""
-    """Its name until this release."""
+    """Deprecated name."""
     read: Callable[[str, str], Any] | None = None
     pair: bool = False
-    """Whether it is on or off: --name and --no-name."""
+    """Whether the flag has a negative form: --name and --no-name."""
 
     @property
     def text(self) -> str:
-        """The help, of a setting from the docstring below its field."""
+        """Help text, by default from the docstring of the field."""
         if self.owner is None:
             return self.help
         docs = field_docs(self.owner)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """The flag with what it takes."""
+        """Flag and metavar, for the help."""
         if self.type is bool:
             return f"--{self.name}, --{self.negative}" if self.pair else f"--{self.name}"
         taken = self.metavar or metavar_of(self.type)
@@ -68,7 +68,7 @@ def flag_name(path: str) -> str:
 
 
 def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> Iterator[Flag]:
-    """Yield every setting of a configuration, or of a class with its defaults, with the value that it has."""
+    """Yield a flag for each field of a configuration, or of a class with its defaults."""
     cls = config if isinstance(config, type) else type(config)
     kinds = field_types(cls)  # type: ignore[arg-type]
     old_names = {new: name for name, new in cls.RENAMED.items()}
@@ -96,14 +96,14 @@ def _value(config: Config | type[Config], field: dataclasses.Field[Any]) -> Any:
 
 
 def members(kind: Any) -> list[Any]:
-    """The types of a union, with the literals within it as one each."""
+    """Return the member types of a union, including nested ones."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return [member for part in typing.get_args(kind) for member in members(part)]
     return [kind]
 
 
 def takes_many(kind: Any) -> bool:
-    """Whether a value is several words."""
+    """Return whether a value consists of several words."""
     return any(typing.get_origin(member) in (tuple, dict, Sequence, _SEQUENCE) for member in members(kind))
 
 
@@ -112,7 +112,7 @@ _NAMES = {int: "N", float: "X", str: "TEXT"}
 
 
 def metavar_of(kind: Any) -> str:
-    """What a flag takes, for its help."""
+    """Return the metavar of a type."""
     found = []
     for member in members(kind):
         origin, inner = typing.get_origin(member), typing.get_args(member)
@@ -130,7 +130,7 @@ def metavar_of(kind: Any) -> str:
 
 
 def value_of(flag: Flag, words: list[str]) -> Any:
-    """Return the value that words give a flag. Raises InputError if they do not fit its type."""
+    """Parse the words given for a flag. Raises InputError if they do not match its type."""
     label = f"--{flag.name}" if flag.name else flag.metavar or flag.path
     if flag.read is not None and len(words) == 1:
         return flag.read(label, words[0])

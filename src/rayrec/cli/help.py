@@ -1,4 +1,4 @@
-"""Help: the overview of all commands, and the arguments and flags of one."""
+"""Help texts: the overview, and the arguments and flags of a command."""
 
 import shutil
 import textwrap
@@ -17,7 +17,7 @@ STATUSES = {
     130: "interrupted (Ctrl-C), after a checkpoint if a run was in progress",
     143: "terminated (SIGTERM), after a checkpoint if a run was in progress",
 }
-"""Exit statuses of every command."""
+"""Exit statuses of all commands."""
 _FIRST_STEPS = """\
 First steps:  rayrec generate log --rows 200000
               rayrec train criteo_demo --data log/train.txt --name demo
@@ -25,7 +25,7 @@ First steps:  rayrec generate log --rows 200000
 
 
 def overview() -> str:
-    """The help of `rayrec`."""
+    """Return the help of `rayrec`."""
     lines = [
         "rayrec: click models from raw logs to a served model, on a laptop, under torchrun or on Ray.",
         f"usage: rayrec COMMAND [arguments] [{'] ['.join(SWITCHES)}]",
@@ -42,7 +42,7 @@ def overview() -> str:
 
 
 def usage(command: Command, flags: Sequence[Flag], recipe: str = "") -> str:
-    """The words that a command needs, in one line."""
+    """Return the usage line of a command."""
     job = {"": "", "first": recipe or "RECIPE", "after --": ""}[command.recipe]
     needed = [flag.shown if flag.name else _argument(flag) for flag in flags if flag.value is MISSING or not flag.name]
     tail = "-- train RECIPE [flags]" if command.recipe == "after --" else ""
@@ -57,7 +57,7 @@ def _argument(flag: Flag) -> str:
 
 
 def command_help(command: Command, *, everything: bool = False) -> str:
-    """The help of a command without the settings of its recipe."""
+    """Return the help of a command without the settings of its recipe."""
     from rayrec.cli.parser import own_flags
 
     flags = own_flags(command)
@@ -74,7 +74,7 @@ def command_help(command: Command, *, everything: bool = False) -> str:
 
 
 def recipe_help(command: Command, config: Any, *, everything: bool = False) -> str:
-    """The help of a command with the settings of its recipe: the most important ones, or all."""
+    """Return the help of a command with the main settings of its recipe, or all settings."""
     from rayrec import recipes
     from rayrec.cli.parser import own_flags
     from rayrec.cli.recipe_flags import SHORT, recipe_flags
@@ -109,7 +109,7 @@ def _title(owner: type[Config] | None) -> str:
 
 
 def _groups(flags: Sequence[tuple[str, Flag]]) -> Iterator[str]:
-    """The lines of flags, below the title of their group."""
+    """Yield the lines for flags, grouped below titles."""
     width = max(100, min(shutil.get_terminal_size().columns, 160))
     column = min(36, max((len(_taken(flag)) for _, flag in flags), default=0)) + 4
     title = ""
@@ -135,7 +135,7 @@ def _taken(flag: Flag) -> str:
 
 
 def _default(flag: Flag) -> str:
-    """What holds without the flag."""
+    """Format the default value of a flag."""
     from rayrec.cli.recipe_flags import SHORT
 
     if flag.value is MISSING:

@@ -1,4 +1,4 @@
-"""Results of commands on standard output: text on a terminal, JSON with --json or into a pipe."""
+"""Command results on standard output: text on a terminal, JSON with --json or into a pipe."""
 
 import sys
 from typing import IO, Any
@@ -9,9 +9,9 @@ from rayrec.quantities import json_values
 
 
 def show(shown: Shown, *, as_json: bool, quiet: bool, out: IO[str]) -> int:
-    """Print a result and return the exit status. Text that accompanies JSON goes to standard error.
+    """Print a result and return the exit status. Text in addition to JSON goes to standard error.
 
-    Raises InputError for what fails although there is a result.
+    Raises InputError if the result contains an error, such as a failed gate.
     """
     text = shown.value if isinstance(shown.value, str) else shown.text
     to_people = not as_json and (shown.as_text or out.isatty())
@@ -27,7 +27,7 @@ def show(shown: Shown, *, as_json: bool, quiet: bool, out: IO[str]) -> int:
 
 
 def print_json(value: Any, out: IO[str]) -> None:
-    """Print indented JSON that every reader accepts; NaN and infinities become null."""
+    """Print indented standard JSON. NaN and infinities become null."""
     import json
 
     print(json.dumps(json_values(value), indent=2, ensure_ascii=False, allow_nan=False), file=out, flush=True)

@@ -1,4 +1,4 @@
-"""The arguments and flags of one command, and the call that its words make. The only module that parses."""
+"""Command-line parser: from the words of a command to a function call. The only module that parses."""
 
 import argparse
 import difflib
@@ -16,13 +16,13 @@ from rayrec.commands.settings import nest, settings_of, updated
 from rayrec.config import InputError, renamed
 
 _MOST_MATCHES = 3
-"""Flags that a message about an unknown flag suggests."""
+"""Maximum number of suggestions for an unknown flag."""
 _READERS = {"num_embeddings_per_feature": table_sizes}
-"""Readers of settings."""
+"""Custom parsers of settings."""
 
 
 class Call(NamedTuple):
-    """What the words of a command come to."""
+    """Parsed function call of a command."""
 
     command: Command
     arguments: list[Any]
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 
 def own_flags(command: Command) -> list[Flag]:
-    """Return the arguments and flags of a command, without those of its recipe."""
+    """Return the arguments and flags of a command without its recipe's flags."""
     found: dict[str, Flag] = {}
     for parameter, kind, argument in command.parameters():
         is_flag = parameter.kind is parameter.KEYWORD_ONLY
@@ -51,7 +51,7 @@ def own_flags(command: Command) -> list[Flag]:
 
 
 def parse(command: Command, words: Sequence[str]) -> Call:
-    """Return the call that the words after a command's name make. Raises InputError for words that make none."""
+    """Parse the words after a command's name into a call. Raises InputError for invalid words."""
     words = list(words)
     if command.raw:
         return Call(command, words, {})
@@ -73,8 +73,8 @@ def parse(command: Command, words: Sequence[str]) -> Call:
 
 
 def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
-    """Take a recipe, `--config FILE` or both, `--schema FILE` and `--model NAME` out of the words, and return the
-    configuration and the other words. The flags of a recipe depend on these."""
+    """Take a recipe, `--config FILE` or both, `--schema FILE` and `--model NAME` out of the words. Return the configuration,
+    which determines the recipe's flags, and the other words."""
     from rayrec import recipes, storage
     from rayrec.commands.training import named_configuration
 
@@ -95,7 +95,7 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
 
 
 def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]]:
-    """Take single flags out of the words, and return their values and the other words."""
+    """Take single flags out of the words. Return their values and the other words."""
     parser = _parser()
     for name in names:
         parser.add_argument(name, action="append", default=[])
@@ -110,7 +110,7 @@ def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]
 
 
 def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, Any]:
-    """Return the values that words give to flags and arguments, by their paths."""
+    """Parse the words and return the values of flags and arguments by path."""
     parser = _parser()
     for flag in flags:
         names = [f"--{name}" for name in (flag.name, *flag.aliases) if name]
@@ -140,7 +140,7 @@ def _value(flag: Flag, given: Any) -> Any:
 
 
 def _placed(prog: str, arguments: Sequence[Flag], words: list[str]) -> dict[str, list[str]]:
-    """Give each argument without a flag its word; one that takes several gets those that the others leave."""
+    """Assign words to positional arguments. One with several values gets the words that the others do not need."""
     placed: dict[str, list[str]] = {}
     rest = list(words)
     for number, argument in enumerate(arguments):
@@ -154,7 +154,7 @@ def _placed(prog: str, arguments: Sequence[Flag], words: list[str]) -> dict[str,
 
 
 def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
-    """The call with these values: settings of a configuration become an object, or further keyword arguments."""
+    """Build the call: configuration settings become an object or further keyword arguments."""
     parameters = inspect.signature(command.function).parameters
     keywords = nest(values)
     for prefix, cls in command.settings():
@@ -170,7 +170,7 @@ def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise an InputError in place of the usage and the end of the process."""
+        """Raise an InputError instead of printing the usage and exiting."""
         raise InputError(re.sub(r"^argument ([^:/]+)\S*: expected .*", r"\1 needs a value", message))
 
 
@@ -179,7 +179,7 @@ def _parser() -> _Parser:
 
 
 def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
-    """The words; an old flag by its new name, with a notice on standard error."""
+    """Replace deprecated flags by their new names, with a notice on standard error."""
     new, known = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}, set(flag_names(flags))
     found = []
     for word in words:
@@ -194,7 +194,7 @@ def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
 
 
 def flag_names(flags: Iterable[Flag]) -> list[str]:
-    """All names of flags, with their dashes."""
+    """Return all flag names with dashes."""
     names = [(*([flag.name] if flag.name else []), *flag.aliases, *([flag.negative] if flag.pair else [])) for flag in flags]
     return [f"--{name}" for of_flag in names for name in of_flag]
 
@@ -203,7 +203,7 @@ def _refuse(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
     wanted = word.partition("=")[0].replace("_", "-")
     known = flag_names(flags)
     near = [flag for flag in difflib.get_close_matches(wanted, known, cutoff=0.7) if _has_words_of(flag, wanted)][:1]
-    if not near:  # a nested field without the names before its last dot
+    if not near:  # A nested field without its prefix.
         last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in known}
         similar = difflib.get_close_matches(wanted.removeprefix("--").rpartition(".")[2], last.values(), n=1)
         near = [flag for flag, name in last.items() if name in similar and _has_words_of(flag, wanted)][:_MOST_MATCHES]
@@ -212,8 +212,8 @@ def _refuse(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
 
 
 def _has_words_of(flag: str, wanted: str) -> bool:
-    """Return whether each word of the wanted flag is similar to a word of the flag, short ones equal: pin-memory is not a typo of
-    no-memory or in-memory."""
+    """Return whether each word of the unknown flag is similar to a word of the known one, and equal if short: pin-memory is not
+    a typo of no-memory or in-memory."""
     words, wanted_words = re.findall(r"\w+", flag), re.findall(r"\w+", wanted)
     if len(wanted_words) == 1:
         return True

@@ -1,4 +1,4 @@
-"""Flags of a recipe: its settings, short names of some, and the few that its help shows."""
+"""Flags of a recipe: its settings, their short names, and the selection for its help."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from rayrec.config import Config
 
 
 class Short(NamedTuple):
-    """A flag of the short help."""
+    """Entry of the short help."""
 
     group: str
     name: str
     metavar: str
     help: str
     unset: str = ""
-    """What holds where the setting is None."""
+    """Description of the behavior if the setting is None."""
 
 
 SHORT = {
@@ -42,11 +42,11 @@ SHORT = {
     "gpus": Short("Machines", "", "N", "train on N GPUs, one for each worker"),
     "cluster.address": Short("Machines", "", "A", "HOST:PORT or auto: a Ray cluster; local: a local Ray; none: this process"),
 }
-"""What the help of a recipe shows, in this order; --help-all shows all settings."""
+"""Flags in a recipe's help, in order. --help-all shows all settings."""
 
 
 def recipe_flags(config: Config) -> list[Flag]:
-    """Return every setting of a recipe as a flag, in the order of its fields, then --gpus."""
+    """Return all settings of a recipe as flags in field order, followed by --gpus."""
     short = {aliased(config, name): flag_name(name) for name in ALIASES if name != "gpus"}
     gpus = Flag("gpus", int, None, name="gpus", help=SHORT["gpus"].help, metavar="N")
     return [replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag for flag in [*flags_of(config), gpus]]

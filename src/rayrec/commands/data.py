@@ -1,4 +1,4 @@
-"""Commands on data: generate, fetch, validate, split, vocabulary, preprocess, adopt."""
+"""Data commands: generate, fetch, validate, split, vocabulary, preprocess, adopt."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def generate(
     ] = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Write a synthetic click log whose best AUROC and logloss are known.
+    """Write a synthetic click log with known best AUROC and logloss.
 
-    Returns what truth.json says of it. `drift`: from one day to the next, the truth changes as much as in so many days; 0:
-    never. `first_date`, such as 2026-01-31: write a folder a day, `dt=2026-01-31/train.txt`, from this date on. The same seed
-    gives the same bytes on any machine, whatever its number of cores. Raises InputError for bad arguments and where `out`
-    holds a log already.
+    Returns the content of truth.json. `drift` is the number of days of change between consecutive days; 0: no change.
+    `first_date`, such as 2026-01-31, writes one folder per day, `dt=2026-01-31/train.txt`, from this date on. The same seed
+    creates the same bytes on any machine and number of cores. Raises InputError for invalid arguments, or if `out` already
+    contains a log.
     """
     from rayrec.data import synthetic
 
@@ -62,7 +62,7 @@ def fetch(
     verify: Annotated[bool, Argument("check the checksums of files that are there already, too")] = False,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
-    """Download a published data set; resumes, checks each file.
+    """Download a published data set. Resumes partial downloads and checks each file.
 
     See rayrec.datasets.fetch.
     """
@@ -94,10 +94,10 @@ def validate(
     console: Console | None = None,
     **options: Any,
 ) -> Report:
-    """Report on a log: faults, missing values, label rate, categories, drift; exit status 2 if a gate fails.
+    """Report faults, missing values, label rate, categories and drift of a log. Exit status 2 if a gate fails.
 
-    `options` are the fields of `rayrec.PreparationConfig`; what its `failures` name does not pass `gates`. Raises InputError
-    where there is no log.
+    `options` are the fields of `rayrec.PreparationConfig`. The report's `failures` lists the failed `gates`. Raises InputError
+    if no log is found.
     """
     from rayrec.prepare.validate import Gates as DefaultGates
     from rayrec.prepare.validate import validate as run
@@ -126,13 +126,13 @@ def split(
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Split a log into training, validation and test files, which split kind named_files reads.
+    """Split a log into training, validation and test files, for split kind named_files.
 
-    The folder appears complete or not at all, and an interrupted call made again resumes. `by`: "rows" (random), "group"
+    Writes the folder completely or not at all. An interrupted call resumes if repeated. `by`: "rows" (random), "group"
     (random values of a column), "time" or "last-out" (the last row of each user for the test, the one before it for
     validation). `options` are the fields of `rayrec.prepare.split.RowSplit` (validation, test, seed, group, timestamp, ...)
     and of `rayrec.PreparationConfig`. Returns rows, share and number of files of each part, `bad_rows`, and
-    `rows_without_group`. Raises InputError for an unusable log, a part without rows, or where `out` exists.
+    `rows_without_group`. Raises InputError for an unusable log, a part without rows, or if `out` exists.
     """
     from rayrec.prepare.split import RowSplit
     from rayrec.prepare.split import split as run
@@ -167,9 +167,9 @@ def vocabulary(
 ) -> dict[str, Any]:
     """Count the categories of a log in one pass and write the Preprocessor (schema, constants, vocabularies).
 
-    `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Returns the hash,
-    the rows counted, and the rows each embedding table needs. Without `split` all rows are counted: keep what you evaluate
-    on out of the log then. Raises InputError for an unusable log or where `out` exists.
+    `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Returns the hash, the
+    counted rows, and the required rows of each embedding table. Without `split`, counts all rows, so keep evaluation data out
+    of the log. Raises InputError for an unusable log or if `out` exists.
     """
     from rayrec.prepare.preprocess import vocabulary as run
 
@@ -205,13 +205,13 @@ def preprocess(
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Write a log as Parquet, npy or binary files, or text as rows of tokens.
+    """Write a log as Parquet, npy or binary files, or text as token rows.
 
-    The folder appears complete or not at all; an interrupted call made again resumes where it stopped. `options` are the
-    fields of `rayrec.PreparationConfig`. Without a `preprocessor` folder the categories are counted first. shuffle "full"
-    puts the training rows into an order that is random over the whole log. With format "mds" plain text becomes rows of
-    tokens; `options` are then the fields of `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an
-    unusable log or text, a format that cannot hold it, or where `out` exists.
+    Writes the folder completely or not at all. An interrupted call resumes if repeated. `options` are the fields of
+    `rayrec.PreparationConfig`. Without a `preprocessor` folder, counts the categories first. shuffle "full" shuffles the
+    training rows over the full log. Format "mds" converts plain text to token rows; `options` are then the fields of
+    `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an unusable log or text, an unsuitable
+    format, or if `out` exists.
     """
     from rayrec.prepare.preprocess import RowOutput
     from rayrec.prepare.preprocess import preprocess as run
@@ -251,13 +251,12 @@ def adopt(
     """Make TorchRec's arrays, or MDS shards of tokens, trainable without copying them.
 
     Checks all arrays that TorchRec's scripts wrote (day_N_dense.npy, day_N_sparse.npy or day_N_sparse_multi_hot.npz,
-    day_N_labels.npy), and writes dataset.json and a Preprocessor next to them, or into the new folder `out`, which has links
-    to them. MDS shards of tokens become trainable in the same way, with the option `tokenizer`, the folder of the tokenizer
-    that made them.
+    day_N_labels.npy), and writes dataset.json and a Preprocessor next to them, or into the new folder `out` with links to them.
+    For MDS shards of tokens, the option `tokenizer` is the folder of their tokenizer.
 
     `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on.
-    Returns rows, sets, num_embeddings, modulo, bad_rows, hashes; see `rayrec.prepare.adopt.adopt`. Raises InputError for arrays
-    that cannot be trained on.
+    Returns rows, sets, num_embeddings, modulo, bad_rows, hashes; see `rayrec.prepare.adopt.adopt`. Raises InputError for
+    unsuitable arrays.
     """
     from rayrec.prepare.adopt import AdoptionConfig
     from rayrec.prepare.adopt import adopt as run
@@ -266,7 +265,7 @@ def adopt(
 
 
 def _divided(options: dict[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options that are fields of a class, and the others."""
+    """Split the options into fields of a class and others."""
     fields = {field.name for field in dataclasses.fields(kind)}
     own = {name: value for name, value in options.items() if name in fields}
     return own, {name: value for name, value in options.items() if name not in fields}

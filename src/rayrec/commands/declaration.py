@@ -1,4 +1,4 @@
-"""Declarations of commands: what the command line must know of a public function beyond its signature. Imports nothing heavy."""
+"""Command declarations: information for the command line beyond function signatures. Imports nothing heavy."""
 
 import builtins
 import importlib
@@ -15,22 +15,22 @@ Group = Literal["Data", "Train", "Score", "Serve", "Watch"]
 
 @dataclass(frozen=True)
 class Argument:
-    """What the command line shows of a parameter, and how it reads it."""
+    """Help and parsing of a parameter on the command line."""
 
     help: str
     metavar: str = ""
     flag: str = ""
-    """Name of its flag; empty: the parameter's."""
+    """Flag name. Empty: the parameter's name."""
     type: str = ""
-    """MODULE:NAME of its type, where the annotation would import too much."""
+    """MODULE:NAME of the type, if importing it for the annotation is expensive."""
     read: Callable[[str, str], Any] | None = None
-    """Reads the text of a flag, whose name comes first."""
+    """Function that parses (flag name, text)."""
     required: bool = False
-    """Whether the command line needs it although the function does not."""
+    """Whether the command line requires it, unlike the function."""
 
 
 def table_sizes(option: str, text: str) -> tuple[int, ...]:
-    """Rows of each embedding table, from the value of an option: mlperf, or numbers with commas between them."""
+    """Parse rows per embedding table: mlperf, or numbers separated by commas."""
     from rayrec.data.encoding.presets import MLPERF_NUM_EMBEDDINGS
 
     if text == "mlperf":
@@ -64,38 +64,38 @@ ClusterAddress = Annotated[
 ]
 
 NOT_FLAGS = frozenset({"console", "show", "started", "stopwatch"})
-"""Parameters for Python alone; the command line passes its own console, stopwatch and so on."""
+"""Parameters without flags, which the command line sets itself."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """How the result of a command is shown: as JSON, or as text on a terminal."""
+    """Command result as JSON, or as text on a terminal."""
 
     value: Any
     text: str | None = None
     error: str = ""
-    """What fails although there is a result, such as a gate."""
+    """Failure in addition to a result, such as a failed gate."""
     status: int = 0
     as_text: bool = False
-    """Whether text goes into a pipe too, unless JSON is asked for."""
+    """Whether to print text into pipes too, unless JSON is requested."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A public function, and what its signature cannot say. Name and help are the function's name and docstring."""
+    """Public function with its command-line declaration. Name and help are the function's name and docstring."""
 
     function: Callable[..., Any]
     group: Group
     options: Sequence[tuple[str, str]] = ()
-    """Prefix of flags, and MODULE:CLASS of the configuration whose fields they are. The configuration is passed as the parameter
-    that has the prefix's name, or else its fields as further keyword arguments."""
+    """Flag prefix and MODULE:CLASS of configurations whose fields become flags. Passed as the parameter named like the prefix,
+    otherwise as keyword arguments."""
     recipe: Literal["", "first", "after --"] = ""
-    """Where the command line names a recipe, whose flags are flags of the command."""
+    """Position of a recipe in the words of the command. Its settings become flags of the command."""
     show: Callable[[Any], Shown] = Shown
     prints: bool = False
-    """Whether the function itself writes its results to standard output."""
+    """Whether the function itself writes results to standard output."""
     raw: bool = False
-    """Whether the words after the command's name are passed unread."""
+    """Whether to pass the words after the command's name without parsing."""
     examples: Sequence[str] = ()
     not_flags: frozenset[str] = NOT_FLAGS
 
@@ -105,11 +105,11 @@ class Command:
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring."""
+        """First line of the docstring."""
         return inspect.getdoc(self.function).partition("\n")[0].rstrip(".")  # type: ignore[union-attr]
 
     def parameters(self) -> Iterator[tuple[inspect.Parameter, Any, Argument]]:
-        """Yield the parameters that are arguments or flags, each with its type."""
+        """Yield (parameter, type, declaration) for each argument and flag."""
         names = _Names(vars(builtins) | getattr(self.function, "__globals__", {}))
         named = list(inspect.signature(self.function).parameters.values())[{"": 0, "first": 1, "after --": 2}[self.recipe] :]
         objects = {prefix for prefix, _ in self.options}
@@ -128,23 +128,23 @@ class Command:
             yield parameter, kind, argument
 
     def settings(self) -> list[tuple[str, type[Config]]]:
-        """Return the configurations that its flags may set, by prefix."""
+        """Return (prefix, class) of the configurations with flags."""
         return [(prefix, load(place)) for prefix, place in self.options]
 
 
 class _Names(dict[str, Any]):
-    """Names of annotations; those that are imported for type checkers alone, which `Argument.type` names, are Any."""
+    """Annotation namespace. Names imported only for type checkers are Any (see `Argument.type`)."""
 
     def __missing__(self, name: str) -> Any:
         return Any
 
 
 COMMANDS: dict[str, Command] = {}
-"""Every command by its name, in the order of the overview."""
+"""All commands by name, in overview order."""
 
 
 def command(group: Group, **declared: Any) -> Callable[[Function], Function]:
-    """Declare a command; `declared` are the other fields of `Command`. Imports nothing."""
+    """Declare a command. `declared` are the other fields of `Command`. Imports nothing."""
 
     def declare(function: Function) -> Function:
         COMMANDS[function.__name__] = Command(function, group, **declared)
@@ -154,6 +154,6 @@ def command(group: Group, **declared: Any) -> Callable[[Function], Function]:
 
 
 def load(place: str) -> Any:
-    """Import what MODULE:NAME names."""
+    """Import MODULE:NAME."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

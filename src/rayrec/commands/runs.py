@@ -1,4 +1,4 @@
-"""Commands on how it went, or goes: top, report, profile, benchmark, doctor."""
+"""Commands on runs: top, report, profile, benchmark, doctor."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def top(
     *,
     once: Annotated[bool, Argument("show it as it stands now, and end; the default if no terminal is there")] = False,
 ) -> None:
-    """Show a run in the terminal while it trains; Ctrl-C leaves it alone.
+    """Show a run in the terminal while it trains. Ctrl-C does not stop the run.
 
-    `once`: as it stands now. Raises InputError where there is no run.
+    With `once`, shows the current state and returns. Raises InputError if no run is found.
     """
     from rayrec.observe.panel import top as show
 
@@ -47,11 +47,11 @@ def report(
     nodes: Annotated[int, Argument("machines that this price was paid for")] = 1,
     currency: Annotated[str, Argument("currency of the price")] = "USD",
 ) -> str:
-    """Write an HTML report of one or several runs, also of runs in progress.
+    """Write an HTML report of one or several runs, finished or in progress.
 
-    It needs no other file; several runs are side by side. `out` None: RUN/report.html, which several runs do not have. With the
-    price of each of so many nodes, in `currency`, it tells what the run cost. `out` may be a file (.html) or a folder.
-    Returns the file's path. Raises InputError where there is no run.
+    The page is self-contained. Several runs are shown in columns. `out` is a file (.html) or folder; None: RUN/report.html,
+    only for a single run. With a node price in `currency`, includes the cost of the run. Returns the file's path. Raises
+    InputError if no run is found.
     """
     from rayrec.observe.report import comparison
     from rayrec.observe.report import run as run_report
@@ -75,11 +75,11 @@ def profile(
     timeout_s: Annotated[float, Argument("seconds to wait for the workers to have written it")] = 300.0,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Record steps of a run in progress with torch.profiler, on every worker.
+    """Record steps of a run in progress with torch.profiler, on all workers.
 
-    Asks the run for a profile of so many steps (at most 200), waits for it, and says where it is: a folder in RUN/profile.
-    Nothing but the run's folder is needed to reach it. Raises InputError where the run is not training, does not answer, ends
-    before, or a worker could not write its profile.
+    Requests a profile of `steps` steps (at most 200), waits for it, and returns its folder in RUN/profile. Needs only access to
+    the run's folder. Raises InputError if the run is not training, does not answer or ends before, or if a worker fails to
+    write its profile.
     """
     from rayrec import storage
     from rayrec.observe.events import read_events
@@ -92,8 +92,8 @@ def profile(
 
 @command("Watch", prints=True, raw=True, examples=("rayrec benchmark train --quick",))
 def benchmark(*arguments: Annotated[str, Argument("name of a benchmark, then its flags; --help lists them", "NAME")]) -> None:
-    """Run a benchmark against its peers, one JSON object a row."""
-    # Benchmarks live beside the package in the source tree, with the peers they measure against.
+    """Run a benchmark against other implementations. Prints one JSON object per row."""
+    # Benchmarks exist only in the source tree.
     script = Path(__file__).parents[3] / "benchmarks" / "run.py"
     if not script.exists():
         raise InputError("benchmarks are part of the source tree; run them from a checkout installed with `pip install -e .`")
@@ -107,7 +107,7 @@ def _shown_doctor(found: Report) -> Shown:
 
 @command("Watch", show=_shown_doctor)
 def doctor() -> Report:
-    """Check the installation: what fits together, what does not and how to fix it."""
+    """Check the installation and report problems with their fixes."""
     from rayrec.environment.doctor import doctor as examine
 
     return examine()

@@ -1,4 +1,4 @@
-"""Commands on what was trained: evaluate, compare, predict, ensemble, export."""
+"""Commands on trained models: evaluate, compare, predict, ensemble, export."""
 
 from __future__ import annotations
 
@@ -49,13 +49,18 @@ def evaluate(
     """Compute the metrics of a model on labelled rows, each scored exactly once.
 
     Returns the workload's metrics, rows, checkpoint. `options` are the fields of `rayrec.inference.config.EvaluationConfig`:
-    batch_rows, device, max_bad_fraction, and for a click model group, slice_by, slice_top, confidence, resamples, seed and
+    batch_rows, device, max_bad_fraction, and for click models group, slice_by, slice_top, confidence, resamples, seed and
     compare (another checkpoint), see `rayrec.inference.evaluate.evaluate`.
 
-    `checkpoint` is the folder of a checkpoint, or of a run (then the one its summary names, else the newest); `recipe` the
-    function it was trained with, or FILE.py:FUNCTION, where that is the caller's own. `cluster_address`: HOST:PORT or auto: a
-    running Ray cluster; local: a local Ray; none: threads of this process; None: the Ray that this process is connected to or
-    that RAY_ADDRESS names, else threads of this process. Raises InputError for an unusable checkpoint or path.
+    Args:
+        checkpoint: Folder of a checkpoint, or of a run (the checkpoint in its summary, otherwise the latest).
+        path: Labelled rows.
+        recipe: Custom recipe of the checkpoint, as a function or FILE.py:FUNCTION.
+        cluster_address: HOST:PORT or auto for a running Ray cluster, local for a local Ray, none for threads of this process.
+            None: the connected Ray or RAY_ADDRESS, otherwise threads of this process.
+
+    Raises:
+        InputError: for an unusable checkpoint or path.
     """
     from rayrec.inference.config import EvaluationConfig
     from rayrec.inference.evaluate import evaluate as run
@@ -97,12 +102,13 @@ def compare(
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Compare several click models on the same labelled rows, with p-values; exit status 2 if a gate fails.
+    """Compare several click models on the same labelled rows, with p-values. Exit status 2 if a gate fails.
 
-    Returns metrics with intervals, what each model costs, and which of them differ; see `rayrec.inference.compare.compare`.
-    `options` are the fields of `rayrec.inference.config.ComparisonConfig`: batch_rows, device, max_bad_fraction, group, ensemble,
-    confidence, resamples and seed; what fails of `gates` is in the result's `failures`, and no error is raised for it. The other
-    arguments are those of `evaluate`. Raises InputError for models that are not of one raw schema, one label and the same rows.
+    Returns metrics with intervals, the cost of each model, and the significant differences; see
+    `rayrec.inference.compare.compare`. `options` are the fields of `rayrec.inference.config.ComparisonConfig`: batch_rows,
+    device, max_bad_fraction, group, ensemble, confidence, resamples and seed. Failed `gates` are listed in the result's
+    `failures` and raise no error. Other arguments: see `evaluate`. Raises InputError for models without a common raw schema,
+    label and rows.
     """
     from rayrec.inference.compare import compare as run
     from rayrec.inference.config import ComparisonConfig
@@ -131,10 +137,10 @@ def predict(
 ) -> Any:
     """Write scores of rows as Parquet, in their order.
 
-    Returns a `ray.data.Dataset` of `row` and what the workload predicts, such as `score`, `logit` and, if the input has labels,
-    `label`. With `out`, writes them as Parquet files into this folder, which appears complete or not at all, and returns what was
-    written; an interrupted call made again resumes where it stopped. `options` are the fields of
-    `rayrec.inference.config.ScoringConfig`; the other arguments are those of `evaluate`.
+    Returns a `ray.data.Dataset` of `row` and the workload's predictions, such as `score`, `logit` and, for labelled input,
+    `label`. With `out`, writes them to this folder as Parquet files, completely or not at all, and returns a summary. An
+    interrupted call resumes if repeated. `options` are the fields of `rayrec.inference.config.ScoringConfig`. Other
+    arguments: see `evaluate`.
     """
     from rayrec.inference import predict as prediction
     from rayrec.inference.config import ScoringConfig
@@ -151,7 +157,7 @@ def predict(
 
 
 def predict_to(checkpoint: str, path: str, *, out: str, **options: Any) -> dict[str, Any]:
-    """Call `predict` with `out`, by its old name."""
+    """Call `predict` with `out`. Deprecated."""
     warnings.warn(renamed("rayrec.predict_to", "rayrec.predict"), FutureWarning, stacklevel=2)
     written: dict[str, Any] = predict(checkpoint, path, out=out, **options)
     return written
@@ -159,11 +165,10 @@ def predict_to(checkpoint: str, path: str, *, out: str, **options: Any) -> dict[
 
 @command("Score", examples=("rayrec ensemble runs/one runs/two --out both",))
 def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: OwnRecipe = None) -> dict[str, Any]:
-    """Join several click models into one, which is evaluated, predicted with, exported and served as any.
+    """Merge several click models into one, usable like any other model.
 
-    Its logit is the mean of those of two or more models that were trained with one Preprocessor; see
-    `rayrec.inference.ensemble.ensemble`. Folder `out`, a checkpoint, appears complete or not at all. Checkpoints and recipe
-    are as in `evaluate`.
+    Its logit is the mean of the logits of two or more models trained with the same Preprocessor; see
+    `rayrec.inference.ensemble.ensemble`. Writes the checkpoint `out` completely or not at all. Other arguments: see `evaluate`.
     """
     from rayrec.inference.ensemble import ensemble as run
 
@@ -178,10 +183,9 @@ def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: OwnRecipe = No
 def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: OwnRecipe = None, **options: Any) -> dict[str, Any]:
     """Write a model as a folder for other tools.
 
-    The folder appears complete or not at all. Checkpoint and recipe are as in `evaluate`. `options`, of a click model, are
-    the fields of `rayrec.inference.config.ExportConfig`: quantize, parity_path, and so on. Raises InputError for an unusable
-    checkpoint, a model that cannot be exported, a click model's export that does not score as its checkpoint does, and where
-    `out` exists.
+    Writes the folder completely or not at all. Checkpoint and recipe: see `evaluate`. `options`, for click models, are the
+    fields of `rayrec.inference.config.ExportConfig`: quantize, parity_path, and so on. Raises InputError for an unusable
+    checkpoint, an unsupported model, an exported click model with different scores than its checkpoint, or if `out` exists.
     """
     from rayrec.inference.config import ExportConfig
     from rayrec.inference.export.write import export as run
@@ -190,14 +194,14 @@ def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: OwnRecipe = None, 
 
 
 def _config_of(checkpoint: str, recipe: Any) -> TrainConfig:
-    """The configuration a checkpoint was trained with."""
+    """Load the configuration of a checkpoint."""
     from rayrec import storage
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import find, load_config
 
     own = find(recipe) if isinstance(recipe, str) else recipe
     found = open_checkpoint(checkpoint)
-    found.manifest()  # says so where it is none
+    found.manifest()  # Raises if it is not a checkpoint.
     place = storage.join(found.path, "config.yaml")
     return load_config(storage.read_text(place), recipe=own, source=place)
 
@@ -210,7 +214,7 @@ def _scoring_config(checkpoint: str, recipe: Any, cluster_address: str | None, a
 
 
 def _grouped(config: TrainConfig, group: str | None) -> TrainConfig:
-    """The configuration with another group of its schema, where one is asked for."""
+    """Replace the group column of the schema, if requested."""
     from rayrec.workloads.recsys.workload import ClickWorkload
 
     if group is None:

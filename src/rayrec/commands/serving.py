@@ -1,4 +1,4 @@
-"""Commands that serve models: serve, and the function serving."""
+"""Serving commands: serve, and the function serving."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def serve(
 ) -> None:
     """Score rows over HTTP until Ctrl-C or SIGTERM, or change a running server.
 
-    See `rayrec.serve.server.serve_forever`. With `swap`, `rollback`, `no_shadow`, or `shadow` and no model, tells the server
-    that runs on the Ray cluster at `cluster_address` to change, with `stop` to end; nothing else is given then. `options` are
-    the fields of `rayrec.serve.config.ServerConfig`.
+    See `rayrec.serve.server.serve_forever`. `swap`, `rollback`, `no_shadow`, or `shadow` without a model change the server that
+    runs on the Ray cluster at `cluster_address`, and `stop` ends it; no other options are allowed then. `options` are the
+    fields of `rayrec.serve.config.ServerConfig`.
 
-    `started` gets what is served, once it is. Raises InputError for an unusable model or address, and where no server runs.
+    Calls `started` with a description of the served models. Raises InputError for an unusable model or address, or if no
+    server runs.
     """
     from rayrec.serve import control, server
     from rayrec.serve.config import ServerConfig
@@ -82,10 +83,10 @@ def serve(
 def serving(
     model: str, *, shadow: str | None = None, cluster_address: str | None = None, console: Console | None = None, **options: Any
 ) -> AbstractContextManager[Server]:
-    """Run a server while the context lasts: `with rayrec.serving("runs/demo", port=8123) as server: ...`.
+    """Run a server in a context: `with rayrec.serving("runs/demo", port=8123) as server: ...`.
 
-    The server's `url` takes requests. `options` are the fields of `rayrec.serve.config.ServeConfig`. Raises InputError as `serve`
-    does.
+    The server's `url` accepts requests. `options` are the fields of `rayrec.serve.config.ServeConfig`. Raises InputError as
+    `serve` does.
     """
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.server import serving as run

@@ -1,4 +1,4 @@
-"""Settings of a configuration as users give them: short names, data by its path, a schema by its file, a model by its name."""
+"""User settings of a configuration: short names, and texts for data paths, schema files and model names."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -17,19 +17,19 @@ ALIASES = {
     "workers": ("scaling.num_workers",),
     "gpus": ("scaling.num_workers", "scaling.use_gpu"),
 }
-"""Short names of a recipe's settings: the first that it has. gpus sets both of its settings."""
+"""Short names of a recipe's settings. The first existing path is used; gpus sets both of its settings."""
 WHOLE = ""
-"""Key of a text that is given for a configuration together with settings in it."""
+"""Key of a text value for a nested configuration that also has other settings."""
 _WHOLE_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "PATH"}
 
 
 def whole_metavar(cls: type[Config]) -> str:
-    """What a text is that may be given for a configuration of a class; empty: its settings are given one by one."""
+    """Return the metavar if a text may replace a configuration of this class, otherwise an empty string."""
     return next((_WHOLE_METAVARS[base.__name__] for base in cls.__mro__ if base.__name__ in _WHOLE_METAVARS), "")
 
 
 def aliased(config: Config, name: str) -> str | None:
-    """Return the setting with a short name; None if the configuration has none."""
+    """Return the setting with a short name, or None if the configuration lacks it."""
     return next((path for path in ALIASES.get(name, ()) if _has(config, path)), None)
 
 
@@ -42,12 +42,12 @@ def _has(config: Any, path: str) -> bool:
 
 
 def settings_of(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings from those with short names, and from dotted ones (`scaling.num_workers`)."""
+    """Convert settings with short or dotted names (`scaling.num_workers`) to nested settings."""
     return nest(dict(each for name, value in changes.items() for each in _written_out(config, name, value)))
 
 
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with dotted names as nested ones."""
+    """Convert settings with dotted names to nested settings."""
     nested: dict[str, Any] = {}
     for path, value in settings.items():
         _put(nested, path.split("."), value)
@@ -80,8 +80,8 @@ def _put(nested: dict[str, Any], names: list[str], value: Any) -> None:
 
 
 def updated(config: Settings, changes: Mapping[str, Any]) -> Settings:
-    """As `Config.updated`, but a text may be given for data (its path), a schema (its file) and a click model (its name, or
-    several: `dlrm+finalnet`); items of a list of configurations go by their number."""
+    """Update a configuration like `Config.updated`, but also accept a text for data (path), a schema (file) and a click model
+    (name, or several: `dlrm+finalnet`). Items of a configuration list are addressed by number."""
     return config.updated({name: _value(config, name, value) for name, value in changes.items()})
 
 
@@ -113,7 +113,7 @@ def _read(current: Config, name: str, text: str) -> Config:
 
 
 def _model(current: Any, names: str) -> Config:
-    """Another of rayrec's click models, or several as an ensemble; what all models have in common stays."""
+    """Replace the click model by others from their names, with several as an ensemble. Keeps the common settings."""
     from rayrec import models
     from rayrec.models.ranking.ensemble import EnsembleConfig
 

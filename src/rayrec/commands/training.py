@@ -1,4 +1,4 @@
-"""Commands on recipes: recipes, config, plan, train, tune, supervise."""
+"""Recipe commands: recipes, config, plan, train, tune, supervise."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 _SAVED_S = 30.0
-"""What a job that is stopped gets beyond the time its workers have to save: the driver must notice and end, too."""
+"""Seconds for the driver of a stopped job to notice and end, in addition to the workers' time to save."""
 
 
 @command("Train")
 def recipes() -> str:
-    """List the recipes, a line each."""
+    """List the recipes, one per line."""
     from rayrec.recipes import ALL
 
     return "\n".join(f"{name:24} {(recipe.__doc__ or '').strip().splitlines()[0]}" for name, recipe in ALL.items())
@@ -59,13 +59,12 @@ def plan(
 ) -> str:
     """Show sharding, memory and expected speed before training.
 
-    Nothing is started. The tables' sizes come from `tables` (rows of each), a Preprocessor (`--workload.preprocessor DIR`),
-    or a preset that fixes them. With a `cluster`, such as "cpus=16,gpus=1,nodes=2,gpu_memory_gb=80,network_gbit=100", the
-    plan is for its workers, with the bytes that they send each other and the rows/s that its links carry. If a log is given
-    and no `tables`, the text also has rows/s of each stage there, the bottleneck and the CPUs that keep a GPU busy, from a
-    slice of the log that is read and trained on here (some twenty seconds); without a Preprocessor the tables are then the
-    slice's. Recipe and settings are as in `train`. Raises InputError when the tables do not fit, with what they need, and for
-    data that cannot be trained on.
+    Starts no training. Table sizes come from `tables` (rows of each), a Preprocessor (`--workload.preprocessor DIR`), or a
+    preset that fixes them. With a `cluster`, such as "cpus=16,gpus=1,nodes=2,gpu_memory_gb=80,network_gbit=100", plans for its
+    workers, with their communication volume and the resulting limit in rows/s. With a log and no `tables`, the text also
+    contains rows/s of each stage, the bottleneck and the CPUs needed per GPU, measured by training on a slice of the log here
+    for about twenty seconds. Without a Preprocessor, table sizes then come from the slice. Recipe and settings: see `train`.
+    Raises InputError for tables that do not fit, with their required memory, and for unusable data.
     """
     resolved = configuration(config, settings)
     resolved = resolved.workload.adapted(resolved)
@@ -109,11 +108,11 @@ def train(
     stop: threading.Event | None = None,
     **settings: Any,
 ) -> Result:
-    """Train a recipe; the same name resumes (also: rayrec resume RUN).
+    """Train a recipe. An existing name resumes its run (also: rayrec resume RUN).
 
-    `config`: a configuration, a recipe, or a text: a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run.
-    `settings` are laid over it: `rayrec.train("criteo_demo", data="log/train.txt", steps=100, schema="shop.yaml")`. The data
-    is that which `config.train_data` names, or a DataFrame or Dataset; see `rayrec.training.trainer.train`.
+    `config` is a configuration, a recipe, or a text: a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run.
+    `settings` override it: `rayrec.train("criteo_demo", data="log/train.txt", steps=100, schema="shop.yaml")`. The data comes
+    from `config.train_data`, a DataFrame or a Dataset; see `rayrec.training.trainer.train`.
     """
     from rayrec.training.trainer import train as run
 
@@ -143,8 +142,8 @@ def tune(
 ) -> dict[str, Any]:
     """Search for the best settings of a recipe.
 
-    See `rayrec.tuning.search.tune`. `search`: the fields and their values, as a mapping or as the path of a YAML file;
-    `options` are the fields of `rayrec.tuning.space.TuneConfig`. The recipe is as in `train`.
+    See `rayrec.tuning.search.tune`. `search` maps fields to their values, directly or as the path of a YAML file. `options` are
+    the fields of `rayrec.tuning.space.TuneConfig`. The recipe: see `train`.
     """
     from rayrec import storage
     from rayrec.tuning.search import tune as run
@@ -181,9 +180,9 @@ def supervise(
 ) -> Outcome:
     """Train as a cluster job that survives the loss of the head node.
 
-    Submits `rayrec train ARGUMENTS` through Ray Jobs, as often as it takes. See rayrec.cluster.supervisor.supervise. `config`
-    is what `arguments` (a recipe, or --config FILE, then flags) come to; without a name in it, one is chosen and added to
-    them. `show` takes what the job prints. Raises InputError for what the user can fix.
+    Submits `rayrec train ARGUMENTS` through Ray Jobs until it finishes. See rayrec.cluster.supervisor.supervise. `config` is the
+    configuration of `arguments` (a recipe, or --config FILE, then flags). If it has no name, a name is generated and added to
+    them. `show` receives the output of the job. Raises InputError for user errors.
     """
     from rayrec import storage
     from rayrec.cluster.restart_policy import SuperviseConfig
@@ -208,7 +207,7 @@ def supervise(
 
 
 def configuration(recipe: TrainConfig | Recipe | str, settings: Mapping[str, Any]) -> TrainConfig:
-    """Return a recipe's configuration with settings laid over it; see `train`."""
+    """Return a recipe's configuration with settings applied. See `train`."""
     if isinstance(recipe, str):
         config = named_configuration(recipe)
     else:
@@ -219,7 +218,7 @@ def configuration(recipe: TrainConfig | Recipe | str, settings: Mapping[str, Any
 def named_configuration(text: str) -> TrainConfig:
     """Return the configuration of a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run, which then resumes.
 
-    Raises InputError where there is none.
+    Raises InputError if there is no such recipe, file or run.
     """
     from rayrec import recipes, storage
     from rayrec.imports import is_in_file
@@ -242,8 +241,8 @@ def named_configuration(text: str) -> TrainConfig:
 
 
 def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
-    """Raises InputError where a recipe of published files is given a folder that lacks some: which, how large they are
-    and where they are published. Files of an unlikely size are noted."""
+    """Check that the data folder of a published data set is complete. Raises InputError with names, sizes and source of missing
+    files. Logs files of an unlikely size."""
     from rayrec import recipes
     from rayrec.data.log_source import LogSource
     from rayrec.datasets import fetch as fetching
@@ -262,7 +261,7 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
 
 
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:
-    """The short table a finished run ends with."""
+    """Return the table shown after a finished run."""
     metrics = summary["metrics"]
     rows = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"]
     if summary.get("share_of_best_auroc") is not None:

@@ -1,1 +1,1 @@
-"""Search for the best settings of a recipe: many runs that share one reading of the log."""
+"""Hyperparameter search for click models."""

@@ -1,4 +1,4 @@
-"""Trials in processes of Ray, each of which trains one part of a trial after the other."""
+"""Pool of Ray actors, each of which trains parts of trials sequentially."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from rayrec.workloads.run_config import ClusterConfig
 
 _POLL_S: Final = 0.2
 _NOTE_S: Final = 30.0
-"""Seconds without a process that trains after which this is reported."""
+"""Seconds without a training process before a note."""
 _MOST_FAILED_STARTS: Final = 10
 _NODES_POLL_S: Final = 10.0
-"""Seconds between two looks for nodes that have joined."""
+"""Seconds between polls for new nodes."""
 
 
 @contextlib.contextmanager
 def ray_pool(wanted: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console) -> Iterator[RayPool]:
-    """A pool on the Ray that `wanted` names, or a local one, for trials like `config`. Raises InputError if a trial fits on no
-    node."""
+    """Open a pool on the Ray cluster of `wanted`, or a local one, for trials like `config`. Raises InputError if no node fits a
+    trial."""
     connection.connect(
         wanted.address, num_cpus=wanted.num_cpus, object_store_bytes=wanted.object_store_bytes, log_to_driver=console.verbose
     )
@@ -47,10 +47,10 @@ def ray_pool(wanted: ClusterConfig, options: TuneConfig, config: TrainConfig, *,
 
 @final
 class RayPool:
-    """See `rayrec.tuning.trials.Pool`. There are as many processes as the cluster has room for, and stay until the end.
+    """Trial pool (see `rayrec.tuning.trials.Pool`) with as many processes as the cluster has room for, kept until the end.
 
-    A trial whose process dies (killed for memory, say, or its node lost) resumes in another one, `max_failures` times (-1:
-    without limit); then it has failed.
+    If a process is killed (out of memory, node loss), its trial resumes in another one, up to `max_failures` times (-1: no
+    limit).
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class RayPool:
         self._queue: deque[Job] = deque()
         self._deaths: Counter[int] = Counter()
         self._starting: dict[Any, Any] = {}
-        """Processes that are not there yet, by the reference to their first answer."""
+        """Starting processes, by the reference of their `ready` call."""
         self._idle: list[Any] = []
         self._busy: dict[Any, tuple[Any, Job]] = {}
-        """Processes and their jobs, by the reference to the end of it."""
+        """Processes and their jobs, by the reference of their `run` call."""
         self._failed_starts = 0
         self._room, self._looked_s = 0, -_NODES_POLL_S
         if not self._look_for_room():
@@ -94,7 +94,7 @@ class RayPool:
                 self._busy[process.run.remote(job)] = process, job
             awaited = [*self._busy, *self._starting]
             done, _ = ray.wait(awaited, num_returns=1, timeout=_POLL_S) if awaited else ([], [])
-            if not awaited:  # all nodes were lost
+            if not awaited:  # All nodes were lost.
                 time.sleep(_POLL_S)
             if self._signals.cause is not None:
                 self._stop()
@@ -105,7 +105,7 @@ class RayPool:
                     return job_done
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Kill all processes."""
         for process in [*self._idle, *self._starting.values(), *(process for process, _ in self._busy.values())]:
             ray.kill(process)
 
@@ -119,14 +119,14 @@ class RayPool:
             self._starting[process.ready.remote()] = process
 
     def _look_for_room(self) -> int:
-        """Processes that the cluster has room for, but for what others hold."""
+        """Return the number of processes that fit on the cluster, ignoring resources in use by other jobs."""
         if time.monotonic() - self._looked_s >= _NODES_POLL_S:
             self._looked_s, cpus, gpus = time.monotonic(), self._options.cpus_per_trial, self._options.gpus_per_trial
             self._room = sum(_room(node.resources, cpus=cpus, gpus=gpus) for node in connection.alive_nodes())
         return self._room if self._options.concurrent is None else min(self._room, self._options.concurrent)
 
     def _take(self, reference: Any) -> Job | None:
-        """The job that has ended; None if a process is there now, or a job is to be done again."""
+        """Process a completed call. Returns its job, or None if a process has started or the job is retried."""
         starting = self._starting.pop(reference, None)
         process, job = (starting, None) if starting is not None else self._busy.pop(reference)
         try:
@@ -140,7 +140,7 @@ class RayPool:
                         f"tune: {self._failed_starts} processes in a row ended before a trial began "
                         f"({' '.join(str(error).split())[-200:]}); see Ray's logs of workers for the cause"
                     ) from None
-                return None  # another one takes its place
+                return None  # Another process replaces it.
             self._deaths[job.number] += 1
             if 0 <= self._max_failures < self._deaths[job.number]:
                 cause = f"its process died {self._deaths[job.number]} times ({type(error).__name__})"
@@ -153,7 +153,7 @@ class RayPool:
         return job
 
     def _stop(self) -> None:
-        """Has all trials in progress save and end. What they may take, `failure.max_grace_s` says, which they keep to."""
+        """Stop all running trials after they save. They take at most `failure.max_grace_s` seconds."""
         for process, _ in self._busy.values():
             process.stop.remote()
         if self._busy:
@@ -162,7 +162,7 @@ class RayPool:
 
 @ray.remote
 class _Process:
-    """Trains parts of trials."""
+    """Actor that trains parts of trials."""
 
     def __init__(self, train: Callable[..., None]) -> None:
         self._train, self._asked = train, threading.Event()
@@ -171,7 +171,7 @@ class _Process:
         pass
 
     def run(self, job: Job) -> None:
-        with contextlib.suppress(SystemExit):  # it was stopped
+        with contextlib.suppress(SystemExit):  # The trial was stopped.
             self._train(job, stop=self._asked)
 
     def stop(self) -> None:
@@ -179,6 +179,6 @@ class _Process:
 
 
 def _room(resources: dict[str, float], *, cpus: int, gpus: float) -> int:
-    """Trials that fit on a node with these resources."""
+    """Return the number of trials that fit on a node with these resources."""
     rooms = [resources.get(name, 0.0) / each for name, each in (("CPU", cpus), ("GPU", gpus)) if each]
     return int(min(rooms) + 1e-9)

@@ -1,4 +1,4 @@
-"""What a search found, as a table for people and as a page. Pure."""
+"""Search results as a text table and an HTML page. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from rayrec.quantities import value_text
 
 
 def table_text(found: Mapping[str, Any]) -> str:
-    """A line a trial, the best first, and what is known of the best one."""
+    """Format one line per trial, the best first, and notes on the best one."""
     heads, rows = _rows(found)
     widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)]
@@ -17,7 +17,7 @@ def table_text(found: Mapping[str, Any]) -> str:
 
 
 def render(name: str, found: Mapping[str, Any]) -> str:
-    """The page on a search."""
+    """Render the page of a search."""
     heads, rows = _rows(found)
     best = sorted(found["trials"], key=lambda trial: trial["number"] != found["best"]["number"])
     lines = [Line(f"trial {trial['number']}", [tuple(point) for point in trial["curve"]]) for trial in best[:NUM_SERIES]]
@@ -68,7 +68,7 @@ def _rows(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _scatter(found: Mapping[str, Any], field: str) -> Any:
-    """The metric over a numeric field, a dot a trial."""
+    """Plot the metric over a numeric field, one dot per trial."""
     trials: Sequence[Mapping[str, Any]] = found["trials"]
     points = [
         (float(trial["values"][field]), trial["best"])

@@ -1,4 +1,4 @@
-"""A search: the data prepared once, trials, the best of them, and how sure that is."""
+"""Hyperparameter search: prepare the data once, train the trials, select the best one and test it."""
 
 import contextlib
 import dataclasses
@@ -35,45 +35,49 @@ from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import ClusterConfig
 
 SEARCH: Final = "search.json"
-"""File in a search's folder that holds what it searches."""
+"""File in the search folder with the search's settings."""
 _DATA, _TRIALS, _PREPARED = "data", "trials", "prepared"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial, as far as it is known."""
+    """State and results of a trial."""
 
     number: int
     values: Mapping[str, Any]
-    """What it has in place of the recipe's settings; none: it is the recipe's own."""
+    """Overrides of the recipe's settings. Empty for the recipe's own settings."""
     state: str
     error: str | None
     step: int
     rows: int
     seconds: float
     share: float
-    """Of its steps, that were trained."""
+    """Trained share of the steps."""
     curve: tuple[tuple[int, float], ...]
-    """(step, the metric) of each validation."""
+    """(step, metric) of each validation."""
     best: float | None
-    """The metric of the weights to use: those of the last validation, with early stopping those of the best one."""
+    """Metric of the selected weights: of the last validation, or of the best one with early stopping."""
     checkpoint: str | None
-    """Of a finished trial: the one to use."""
+    """Selected checkpoint. None if the trial is not finished."""
 
 
 def tune(
     config: TrainConfig, space: Space, *, options: TuneConfig | None = None, console: Console | None = None
 ) -> dict[str, Any]:
-    """Tries settings of a click recipe -> `folder`, `best` (number, values, validation metric), `best_config` (a file for
-    `rayrec train --config`), `trials` (a dict each), `compared` (the best one less the recipe's own settings on the test rows:
-    differences with intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`,
-    `trained_share` (of the rows of a search that trains all trials to their end). Plain JSON.
+    """Search the settings of a click recipe for the best trial.
 
-    The log is indexed, counted and parsed once, into `FOLDER/data`; trials train from that, each in one process of Ray, or with
-    `cluster.address` none in this process, one after the other. `rayrec.tuning.trials` says which trials train on. FOLDER is
-    storage_path/name; the same call again resumes the search. The result depends on no timing.
+    The log is indexed, counted and preprocessed once, into `FOLDER/data`. Each trial trains on that in one Ray process, or with
+    `cluster.address` none sequentially in this process. `rayrec.tuning.trials` selects the trials to continue. FOLDER is
+    storage_path/name. The same call again resumes the search. The result does not depend on timing.
 
-    Raises InputError for what is wrong with recipe, space or data, before anything starts; and if no trial could be trained.
+    Returns:
+        Plain JSON: `folder`, `best` (number, values, validation metric), `best_config` (a file for `rayrec train --config`),
+        `trials` (one dict each), `compared` (test-set differences of the best trial minus the recipe's settings, with
+        intervals and p-values; None if the recipe's settings are best), `validation_rows`, `test_rows`, and `trained_share`
+        (trained rows, relative to training all trials to their end).
+
+    Raises:
+        InputError: before anything starts, for an invalid recipe, space or data; later, if no trial finished.
     """
     options, console = options or TuneConfig(), console or Console()
     config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -103,7 +107,7 @@ def tune(
 
 
 def _trained(configs: Sequence[TrainConfig], wanted: ClusterConfig, options: TuneConfig, console: Console) -> dict[int, Standing]:
-    """How all trials stand at the end of the search."""
+    """Train the trials and return their final states."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache
@@ -120,7 +124,7 @@ def _trained(configs: Sequence[TrainConfig], wanted: ClusterConfig, options: Tun
 
 
 def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneConfig) -> None:
-    """Raises InputError if the folder has another search."""
+    """Check that the folder contains no other search. Raises InputError."""
     searched = {
         "config": config.replace(cluster=ClusterConfig()).to_dict(),
         "space": space.plain(),
@@ -145,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepared, str]:
-    """Index, Preprocessor and preprocessed rows, made by the first call."""
+    """Return the preparation and the path of the preprocessed rows, created by the first call."""
     workload = config.workload
     assert isinstance(workload, ClickWorkload)
     assert config.train_data.path is not None
@@ -157,7 +161,7 @@ def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepa
         context = RunContext(config, place, engine, console.note, console.progress)
         prepared = workload.prepare(context)
         if not LogSource.at(data).is_preprocessed:
-            quiet = dataclasses.replace(context, note=lambda text: None)  # the log's faults are reported by now
+            quiet = dataclasses.replace(context, note=lambda text: None)  # The log's faults are already reported.
             index = workload.open_index(config.train_data, quiet, index_text=index_log)
             preprocessor = prepared.open_preprocessor()
             preprocess(
@@ -177,19 +181,19 @@ def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepa
 def _trial_config(
     config: TrainConfig, number: int, values: Mapping[str, Any], *, folder: str, data: str, options: TuneConfig
 ) -> TrainConfig:
-    """The run of a trial, on the preprocessed rows."""
+    """Return the configuration of a trial, on the preprocessed rows."""
     return with_values(config, values).replace(
         name=f"trial_{number:04d}",
         storage_path=storage.join(folder, _TRIALS),
         train_data={"path": data, "files": ()},
-        workload={"schema": {"group": None}},  # preprocessed rows have no raw values to group by
+        workload={"schema": {"group": None}},  # Preprocessed rows contain no raw values to group by.
         scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
         cluster={"address": connection.IN_PROCESS, "num_cpus": options.cpus_per_trial},
     )
 
 
 def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, standing: Standing, options: TuneConfig) -> Trial:
-    """What a trial's folder says of it."""
+    """Read the results of a trial from its folder."""
     folder = folder_of(config)
     place, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
     events = read_events(place) if storage.exists(place) else []
@@ -221,7 +225,7 @@ def _concluded(
     options: TuneConfig,
     console: Console,
 ) -> dict[str, Any]:
-    """The best trial, its test against the recipe's own settings, and the files that report both."""
+    """Select the best trial, test it against the recipe's own settings, and write the result files."""
     sign = -1.0 if options.metric == "auroc" else 1.0
     ranked = sorted(trials, key=lambda trial: math.inf if trial.best is None else sign * trial.best)
     finished = [trial for trial in ranked if trial.checkpoint is not None and trial.best is not None]
@@ -255,8 +259,7 @@ def _concluded(
 
 
 def _trained_share(trials: Sequence[Trial]) -> float | None:
-    """Rows that were trained, of the rows of all these trials if each were trained to its end; those that failed before their
-    first step are left out."""
+    """Return the trained share of the rows of full training. Ignores trials that failed before their first step."""
     begun = [trial for trial in trials if trial.share]
     whole = sum(trial.rows / trial.share for trial in begun)
     return sum(trial.rows for trial in begun) / whole if whole else None
@@ -273,7 +276,7 @@ def _best_yaml(config: TrainConfig, best: Trial, options: TuneConfig, prepared: 
 
 
 def _compared(configs: Sequence[TrainConfig], best: Trial, own: Trial, console: Console) -> dict[str, Any]:
-    """The best trial less the recipe's own settings, on the test rows."""
+    """Compute test-set differences of the best trial minus the recipe's own settings."""
     scored = [_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (own, best)]
     comparison = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling())
     found = comparison.differences[0, 1]
@@ -289,7 +292,7 @@ def _compared(configs: Sequence[TrainConfig], best: Trial, own: Trial, console: 
 
 
 def _test_rows(config: TrainConfig, checkpoint: str, console: Console) -> ScoredRows:
-    """The scores of the test rows, which follow each other in the log."""
+    """Score the test rows, which are contiguous in the log."""
     path = str(config.train_data.path)
     first, stop = open_preprocessed(path).sets["test"]
     count = stop - first

@@ -1,4 +1,4 @@
-"""The settings that a search tries: which fields of a configuration, and which values of each."""
+"""Search space: the fields of a configuration and the values to try."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _SHARED: Final = {
     "scaling": "a trial trains in one process",
     "recipe": "trials are of one recipe",
 }
-"""Fields that trials have in common, and why."""
+"""Fields shared by all trials, and the reasons."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The values of one field."""
+    """Values of one field."""
 
     field: str
-    """By its path in the configuration, such as workload.model.dropout."""
+    """Dotted path in the configuration, such as workload.model.dropout."""
     kind: Kind
     values: tuple[Any, ...]
-    """grid and choice: the values; the others: the least and the largest."""
+    """All values for grid and choice, otherwise minimum and maximum."""
 
     def draw(self, chance: random.Random) -> Any:
-        """A random value. Not of a grid."""
+        """Draw a random value. Not for grids."""
         if self.kind == "choice":
             return chance.choice(self.values)
         low, high = self.values
@@ -60,21 +60,21 @@ class Domain:
 
 @dataclass(frozen=True)
 class Space:
-    """The values of all fields that are searched."""
+    """Domains of all searched fields."""
 
     domains: tuple[Domain, ...]
 
     @classmethod
     def of(cls, values: object, *, source: str) -> Space:
-        """Of a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}; `source` is named in errors. Raises InputError for
-        anything else."""
+        """Parse a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}. Raises InputError with `source` for an invalid
+        mapping."""
         if not isinstance(values, Mapping) or not values:
             raise InputError(f"{source}: needs fields and their values, such as workload.model.dropout: {{uniform: [0, 0.5]}}")
         return cls(tuple(_domain(str(field), given, source) for field, given in values.items()))
 
     @classmethod
     def read(cls, text: str, *, source: str) -> Space:
-        """Of a YAML file's text. Raises InputError for what `of` refuses."""
+        """Parse a YAML text. Raises InputError with `source` if it is invalid."""
         import yaml
 
         try:
@@ -84,11 +84,11 @@ class Space:
         return cls.of(values, source=source)
 
     def plain(self) -> dict[str, Any]:
-        """The mapping that `of` takes."""
+        """Return the mapping that `of` parses."""
         return {domain.field: {domain.kind: list(domain.values)} for domain in self.domains}
 
     def check(self, config: TrainConfig) -> None:
-        """Raises InputError for a field that trials have in common, and for values that the configuration refuses."""
+        """Check that all fields may be searched and that the configuration accepts their values. Raises InputError."""
         for domain in self.domains:
             for shared, why in _SHARED.items():
                 if domain.field == shared or domain.field.startswith(f"{shared}."):
@@ -97,8 +97,9 @@ class Space:
                 with_values(config, {domain.field: value})
 
     def trials(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """The values of each trial by field, the default's (none) first: of every combination of the grids as many draws of the
-        other fields as `count` allows, at least one; without such fields each combination once. Pure."""
+        """Return the values of each trial by field; the first is empty, for the recipe's own settings. Combines each grid point
+        with as many draws of the other fields as `count` allows, at least one. Without such fields, uses each grid point once.
+        Pure."""
         grids = [domain for domain in self.domains if domain.kind == "grid"]
         others = [domain for domain in self.domains if domain.kind != "grid"]
         combinations = [
@@ -116,7 +117,7 @@ class Space:
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a trial. Raises InputError for values that do not fit together."""
+    """Return the configuration of a trial. Raises InputError for incompatible values."""
     changes: dict[str, Any] = {}
     for field, value in values.items():
         *path, last = field.split(".")
@@ -143,7 +144,7 @@ def _domain(field: str, given: object, source: str) -> Domain:
 
 
 def _numbers(value: Any) -> Any:
-    """1e-4 is a text in YAML 1.1, and a number to everybody else."""
+    """Convert numbers such as 1e-4, which YAML 1.1 parses as text."""
     if isinstance(value, list | tuple):
         return [_numbers(item) for item in value]
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
@@ -161,23 +162,23 @@ def _check_range(where: str, kind: str, values: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(Config):
-    """How many trials there are, how the best is chosen, and what each of them gets."""
+    """Settings of a search: number of trials, selection, and resources per trial."""
 
     trials: Count = 20
-    """Trials, the recipe's own settings being one of them; grids alone decide this themselves."""
+    """Number of trials, including the recipe's own settings. Ignored if all domains are grids."""
     metric: Literal["auroc", "logloss"] = "auroc"
-    """Of the validation rows: what the best trial is best in."""
+    """Validation metric that selects the best trial."""
     seed: int = 0
-    """Of the values that are drawn."""
+    """Seed of the drawn values."""
     stop_early: bool = True
-    """Train all trials for the first part of their steps only, then the best of them for longer, and so on (successive halving);
-    the recipe's own settings are always trained to the end. False: all trials are."""
+    """Whether to stop weak trials early (successive halving): train all for a few steps and only the best for longer. The
+    recipe's own settings are always trained to the end."""
     keep_fraction: Annotated[float, Gt(0), Le(0.5)] = 1 / 3
-    """Share of the trials that train on after each part. By default trials are compared when 1/27, 1/9 and 1/3 of their steps are
-    done."""
+    """Share of trials to continue after each part. With the default, trials are compared after 1/27, 1/9 and 1/3 of their
+    steps."""
     cpus_per_trial: Count = 1
-    """Threads of a trial, which trains in one process."""
+    """Number of threads per trial."""
     gpus_per_trial: Amount = 0.0
-    """GPUs of a trial; a fraction lets several share one."""
+    """Number of GPUs per trial. With a fraction, several trials share a GPU."""
     concurrent: Count | None = None
-    """Most trials at once; None: as many as there is room for."""
+    """Maximum number of concurrent trials. None: as many as fit."""

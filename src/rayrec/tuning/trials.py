@@ -1,9 +1,8 @@
-"""Trials of a search: runs that train in parts, pause between them, and note how they stand; and which of them train on:
-synchronous successive halving (Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization",
-AISTATS 2016).
+"""Trials of a search: runs trained in parts, with pauses, and synchronous successive halving (Jamieson and Talwalkar,
+"Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS 2016).
 
-Trials train in waves. In each, all trials of the wave train up to the same share of their steps and pause there; when the last
-has come, the best of them go on to the next wave. So which trials these are depends on no timing.
+Trials train in waves. All trials of a wave train to the same share of their steps and pause. When all have paused, the best
+of them continue with the next wave, so the selection does not depend on timing.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from rayrec.tuning.space import TuneConfig
 from rayrec.workloads.base import TrainConfig
 
 STANDING: Final = "trial.json"
-"""File in a trial's folder that says how it stands."""
+"""File in a trial's folder with its state."""
 State = Literal["new", "paused", "finished", "failed"]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How a trial stands after the parts that it has trained."""
+    """State of a trial after its trained parts."""
 
     state: State
     values: tuple[float | None, ...] = ()
-    """The metric after each wave that it was in; of a finished trial the last one is that of its weights to use."""
+    """Metric after each wave. For a finished trial, the last one is the metric of the selected weights."""
     error: str | None = None
     can_retry: bool = False
-    """Whether the next search trains a failed trial again, because its settings did not cause the error."""
+    """Whether the next search retries a failed trial, because its settings did not cause the error."""
 
     def save(self, folder: str) -> None:
         storage.write_json(storage.join(folder, STANDING), vars(self))
@@ -53,16 +52,16 @@ class Standing:
         return cls(found["state"], tuple(found["values"]), found["error"], found.get("can_retry", True))
 
     def reopened(self) -> Standing:
-        """Return the standing to resume from in a new search."""
+        """Return the state to resume from in a new search."""
         return Standing("paused", self.values) if self.state == "failed" and self.can_retry else self
 
     def has_ended(self, wave: int) -> bool:
-        """Whether nothing is left to train in this wave."""
+        """Return whether this wave is complete for the trial."""
         return self.state in ("finished", "failed") or len(self.values) > wave
 
     def value(self, wave: int) -> float | None:
-        """The metric after a wave; of a trial that had finished by then, that of its weights to use. None if it has none, or
-        failed before."""
+        """Return the metric after a wave, or of the selected weights if the trial had finished by then. None
+        without metric, or if the trial failed before."""
         if wave < len(self.values):
             return self.values[wave]
         return self.values[-1] if self.state == "finished" else None
@@ -70,24 +69,24 @@ class Standing:
 
 @dataclass(frozen=True)
 class Job:
-    """A part of a trial that is to be trained."""
+    """Part of a trial to train."""
 
     number: int
     config: TrainConfig
     wave: int
     share: float
-    """Of the trial's steps, after which it pauses; 1: it trains to its end."""
+    """Share of the trial's steps after which it pauses. 1 trains to the end."""
     metric: str
 
 
 def folder_of(config: TrainConfig) -> str:
-    """Of a trial's run."""
+    """Return the run folder of a trial."""
     return storage.join(config.storage_path, str(config.name))
 
 
 def train_part(job: Job, *, stop: threading.Event | None = None) -> None:
-    """Trains a part of a trial in this process and writes down how it stands then. An error ends the trial, and is written down;
-    `stop` and signals are as for `rayrec.training.trainer.train`, and write nothing."""
+    """Train a part of a trial in this process and save its state. Errors are saved as a failed trial. `stop` and signals act as
+    in `rayrec.training.trainer.train` and save no state."""
     folder = folder_of(job.config)
     before = Standing.of(folder).values[: job.wave]
     try:
@@ -103,20 +102,20 @@ def train_part(job: Job, *, stop: threading.Event | None = None) -> None:
 
 
 def failed(job: Job, error: str, *, can_retry: bool) -> None:
-    """Save the standing of a failed trial, which this search does not train again."""
+    """Save the state of a failed trial, which this search does not train again."""
     folder = folder_of(job.config)
     Standing("failed", Standing.of(folder).values, error, can_retry).save(folder)
 
 
 def validations_in(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluations of the validation rows among a run's events."""
+    """Return the validation evaluations among a run's events."""
     return [event for event in events if event["kind"] == "evaluate" and event["set"] == "validation"]
 
 
 def chosen(evaluations: Sequence[Mapping[str, Any]], config: TrainConfig, metric: str) -> float | None:
-    """Return the metric of the weights that a run which ended here would have, None if there is none or it is not finite. Pure.
+    """Return the metric of the weights selected if the run ended here, or None if absent or not finite. Pure.
 
-    These are the weights of the last evaluation, with early stopping those of the best one. Earlier pauses, which early stopping
+    These are the weights of the last evaluation, or of the best one with early stopping. Earlier pauses, which early stopping
     does not count, kept no weights.
     """
     kept = [*(event for event in evaluations[:-1] if event.get("counted", True)), *evaluations[-1:]]
@@ -136,7 +135,7 @@ def _score(event: Mapping[str, Any], config: TrainConfig) -> float:
 
 @final
 class HerePool:
-    """See `rayrec.tuning.trials.Pool`. A signal reaches the trial that trains."""
+    """Pool that trains sequentially in this process (see `rayrec.tuning.trials.Pool`). Signals reach the running trial."""
 
     def __init__(self) -> None:
         self._queue: deque[Job] = deque()
@@ -151,24 +150,25 @@ class HerePool:
 
 
 _MOST_COST: Final = 1 / 6
-"""Of the steps of all trials, that the waves may train; a fifth is left for rounding up and for the recipe's own settings."""
+"""Maximum share of all steps trained in the waves. A fifth is left for rounding and the recipe's own settings."""
 _ROUNDING: Final = 1e-9
 
 
 class Pool(Protocol):
-    """Trains trials, several at once or one after the other, in the order in which they were submitted."""
+    """Pool that trains trials concurrently or sequentially, in submission order."""
 
     def submit(self, job: Job) -> None: ...
 
     def next(self) -> Job:
-        """Waits for one that has ended, however it has. Raises KeyboardInterrupt or SystemExit for a signal, after all that are
-        in progress have saved."""
+        """Wait for a job to end or fail and return it. On a signal, raises KeyboardInterrupt or SystemExit after all running
+        jobs have saved."""
         ...
 
 
 def shares_of(options: TuneConfig) -> tuple[float, ...]:
-    """The share of a trial's steps at the end of each wave; the last is 1. Each is `keep_fraction` of the next, and there are as
-    few as keep the cost without rounding, `keep**n * (1 + n * (1 - keep))` for n waves before the last, to a sixth. Pure."""
+    """Return the share of a trial's steps at the end of each wave; the last is 1. Each is `keep_fraction` of the next. Uses the
+    fewest waves for which the cost without rounding, `keep**n * (1 + n * (1 - keep))` for n waves before the last, is at most
+    a sixth. Pure."""
     keep = options.keep_fraction
     if not options.stop_early:
         return (1.0,)
@@ -177,20 +177,20 @@ def shares_of(options: TuneConfig) -> tuple[float, ...]:
 
 
 def num_kept(count: int, keep: float) -> int:
-    """How many of `count` trials of a wave go on, at least one. Pure."""
+    """Return how many of `count` trials continue, at least one. Pure."""
     return max(1, math.ceil(count * keep - _ROUNDING))
 
 
 def best_of(values: Mapping[int, float | None], keep: float, *, sign: float) -> list[int]:
-    """The numbers of the trials that go on, the best first, given the metric of each trial of a wave (None: it has failed); of
-    equal ones the lower number is better. `sign`: 1 if more is better, else -1. Pure."""
+    """Return the trials to continue, the best first, given each trial's metric (None if it failed). Ties go to the lower number.
+    `sign` is 1 if more is better, else -1. Pure."""
     known = {number: value for number, value in values.items() if value is not None}
     ranked = sorted(known, key=lambda number: (-sign * known[number], number))
     return ranked[: num_kept(len(values), keep)]
 
 
 def cost(trials: int, options: TuneConfig) -> float:
-    """The share of the steps of `trials` trials that a search trains if none of them fails, the recipe's own settings being one.
+    """Return the share of all steps trained in a search of `trials` trials without failures, including the recipe's own settings.
     Pure."""
     total, group, before = 1.0, trials - 1, 0.0
     for share in shares_of(options):
@@ -200,8 +200,8 @@ def cost(trials: int, options: TuneConfig) -> float:
 
 
 def order_of_trials(count: int, seed: int) -> list[int]:
-    """The numbers of trials in the order in which they start: 0, which trains to its end, then the others at random, so that the
-    first ones tell something of all values of a grid. Pure."""
+    """Return the start order: trial 0, which trains to its end, then the others shuffled, so that the first ones sample all
+    values of a grid. Pure."""
     others = list(range(1, count))
     random.Random(seed).shuffle(others)
     return [0, *others]
@@ -210,9 +210,8 @@ def order_of_trials(count: int, seed: int) -> list[int]:
 def run_waves(
     configs: Sequence[TrainConfig], pool: Callable[[], Pool], options: TuneConfig, *, note: Callable[[str], Any]
 ) -> dict[int, Standing]:
-    """Trains the trials with these configurations, as far as each is to be trained -> how each stands. What was trained before
-    is not trained again. Trial 0 has the recipe's own settings and trains to its end. `pool` gives the one that trains; it is not
-    called if nothing is left to train."""
+    """Train the trials and return their states. Skips parts that are already trained. Trial 0 has the recipe's own settings and
+    trains to its end. `pool` creates the pool and is not called if nothing is left to train."""
     shares, sign = shares_of(options), 1.0 if options.metric == "auroc" else -1.0
     first, *group = order_of_trials(len(configs), options.seed)
     standings = {number: Standing.of(folder_of(config)).reopened() for number, config in enumerate(configs)}
