@@ -1,12 +1,12 @@
-"""Checkpoints free of plan and world size: tensors by name in safetensors files, a JSON manifest written last.
+"""Checkpoints independent of sharding plan and world size: named tensors in safetensors files and a JSON manifest.
 
-A checkpoint folder holds a `data_*.safetensors` of each rank (its shards, written in parallel), what belongs with the
-weights (`config.yaml`, the workload's own files), and `manifest.json`, which says where every part of every tensor
-lies, with checksums, and holds the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is
-ever unpickled. torch.distributed.checkpoint plans which rank writes and reads what; its own storage pickles and is not used.
-For programs that use it, `CheckpointReader` and `CheckpointWriter` are such storage in this format.
+A checkpoint folder contains a `data_*.safetensors` file for each rank (its shards, written in parallel), files that belong to the
+weights (`config.yaml`, the workload's own files) and `manifest.json`. The manifest is written last and contains the location and
+checksums of every tensor part, and the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is ever
+unpickled. torch.distributed.checkpoint plans the reads and writes of each rank; its own storage is not used, because it pickles.
+For programs that use it, `CheckpointReader` and `CheckpointWriter` implement its storage in this format.
 
-Names are imported when first used: a command that only looks for a checkpoint loads no torch.
+Names are imported lazily, so that a command that only searches for a checkpoint does not load torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # ruff: noqa: F403
-if TYPE_CHECKING:  # what `_NAMES` says of them is public
+if TYPE_CHECKING:  # public names are those in `_NAMES`
     from rayrec.checkpoint.dcp import *
     from rayrec.checkpoint.discovery import *
     from rayrec.checkpoint.format import *

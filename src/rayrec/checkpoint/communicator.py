@@ -1,4 +1,4 @@
-"""The processes that save and restore together, and how they agree on what to do and on what failed."""
+"""Collectives over the processes that save and restore together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes of the process group, or this one alone where none is up. Methods are collective.
+    """All processes of the default process group, or this process alone if it is not initialized. Methods are collective.
 
-    Objects travel as pickles between these live processes of one run and their group only, never by way of a file.
+    Objects are pickled only between the live processes of one run, never read from a file.
     """
 
     rank: int
     size: int
     group: Any = None
-    """None: the default group."""
+    """None means the default group."""
 
     @classmethod
     def all(cls) -> Self:
@@ -34,7 +34,7 @@ class Ranks:
 
     @classmethod
     def in_group_of_their_own(cls, *, timeout_s: float) -> Self:
-        """With a gloo group for one thread's use: collectives of two threads must not meet in one group."""
+        """Create a gloo group for one thread: collectives of two threads must not share a group."""
         everyone = cls.all()
         if not distributed.is_initialized():
             return everyone
@@ -46,7 +46,7 @@ class Ranks:
         return self.rank == 0
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag whether it is set on any rank."""
+        """Return for each flag whether any rank set it."""
         if self.size == 1:
             return list(flags)
         tensor = torch.tensor(flags, dtype=torch.uint8)
@@ -57,7 +57,7 @@ class Ranks:
         self.any(False)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks on rank 0, nothing on the others."""
+        """Return the values of all ranks on rank 0, an empty list on the others."""
         if self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size if self.first else []
@@ -72,7 +72,7 @@ class Ranks:
         return everyone
 
     def share(self, value: T) -> T:
-        """The value of rank 0."""
+        """Return the value of rank 0."""
         if self.size == 1:
             return value
         shared = [value if self.first else None]
@@ -80,7 +80,7 @@ class Ranks:
         return shared[0]  # type: ignore[return-value]
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """What the function returns, or raises, on rank 0, where alone it is called."""
+        """Run the function on rank 0 only and broadcast its result or exception."""
         outcome, failure = attempt(function) if self.first else (None, None)
         outcome, failure = self.share((outcome, failure))
         if failure is not None:
@@ -88,13 +88,13 @@ class Ranks:
         return outcome  # type: ignore[return-value]
 
     def each(self, function: Callable[[], T]) -> list[T]:
-        """What the function returns on each rank. Raises, on every rank, what it raised on one of them."""
+        """Run the function on all ranks and return all results. If it raises on any rank, raise on every rank."""
         results = self.gather_all(attempt(function))
         raise_worst([failure for _, failure in results])
         return [outcome for outcome, _ in results]  # type: ignore[misc]
 
     def together(self, function: Callable[[], T]) -> T:
-        """What the function returns on this rank. Raises, on every rank, what it raised on one of them."""
+        """Run the function on all ranks and return this rank's result. If it raises on any rank, raise on every rank."""
         outcome, failure = attempt(function)
         raise_worst(self.gather_all(failure))
         return outcome  # type: ignore[return-value]
@@ -108,7 +108,7 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def portable(error: Exception) -> Exception:
-    """The error, or one that says the same, as other ranks can unpickle it: not every exception of a library can be."""
+    """Return the error, or an equivalent one that other ranks can unpickle: not all library exceptions can be."""
     if type(error) in {InputError, DamagedError, UnreadableError, OSError, TypeError, ValueError, MemoryError}:
         return error
     if isinstance(error, InputError):
@@ -116,12 +116,12 @@ def portable(error: Exception) -> Exception:
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error)) if error.errno else OSError(str(error))
     told = RuntimeError(f"{type(error).__name__}: {error}")
-    told.__cause__ = error  # seen on the rank where it happened
+    told.__cause__ = error  # shown on the failing rank only
     return told
 
 
 def raise_worst(failures: list[Exception | None]) -> None:
-    """Raises one of the failures, the same for the same list: damage first, since the caller can help it."""
+    """Raise the same failure on every rank, if there is one. DamagedError comes first, because callers can recover from it."""
     for kind in (DamagedError, InputError, Exception):
         for failure in failures:
             if isinstance(failure, kind):

@@ -1,4 +1,4 @@
-"""Checkpoints as storage of torch.distributed.checkpoint (DCP), for a model or a training loop that rayrec does not know.
+"""Checkpoints as torch.distributed.checkpoint (DCP) storage, for any model or training loop.
 
 dcp.save(state_dict, storage_writer=CheckpointWriter("runs/mine/checkpoints/step_00000100", state={"step": 100}))
 dcp.load(state_dict, storage_reader=CheckpointReader("runs/demo/checkpoints/step_00000628"))
@@ -29,11 +29,10 @@ CheckpointId = str | os.PathLike[str]
 
 @final
 class CheckpointReader(StorageReader):
-    """Reads a checkpoint, local or a URL, under any number of ranks. Each rank reads and verifies what it needs; nothing is
-    unpickled. Names are those in the manifest: `model.NAME`, `optimizer.PARAMETER.STATE`.
+    """DCP reader for a checkpoint path or URL, on any number of ranks. Each rank reads and verifies only its part, and nothing is
+    unpickled. Tensor names are those in the manifest: `model.NAME`, `optimizer.PARAMETER.STATE`.
 
-    `dcp.load` raises InputError, within its CheckpointException, for a folder without a manifest and for a file that is not as it
-    was written.
+    `dcp.load` raises InputError, within its CheckpointException, for a folder without a manifest and for a damaged file.
     """
 
     def __init__(self, path: CheckpointId) -> None:
@@ -67,17 +66,17 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether a folder is a complete checkpoint."""
+        """Return whether the folder is a complete checkpoint."""
         return storage.exists(storage.join(os.fspath(checkpoint_id), MANIFEST))
 
 
 @final
 class CheckpointWriter(StorageWriter):
-    """Writes a checkpoint, local or to a URL, which rayrec's own commands and `CheckpointReader` read. Memory: a copy of what the
-    rank writes.
+    """DCP writer for a checkpoint path or URL that rayrec's commands and `CheckpointReader` can read. Memory: a copy of the
+    rank's data.
 
-    `dcp.save` raises TypeError, within its CheckpointException, for a value that is no tensor (`state` is for plain JSON values),
-    and InputError where `path` holds a checkpoint already.
+    `dcp.save` raises TypeError, within its CheckpointException, for a value that is not a tensor (`state` is for plain JSON
+    values), and InputError if `path` already contains a checkpoint.
     """
 
     def __init__(self, path: CheckpointId, *, state: Mapping[str, Any] | None = None) -> None:
@@ -92,7 +91,7 @@ class CheckpointWriter(StorageWriter):
             raise InputError(f"{self._path}: holds a checkpoint already; choose another folder")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        laid_out(plan.items)  # refuses what no checkpoint holds before anything is written
+        laid_out(plan.items)  # checks all items before anything is written
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -131,12 +130,12 @@ class CheckpointWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether a checkpoint can be written there: nothing is there yet."""
+        """Return whether the folder does not contain a checkpoint yet."""
         return not storage.exists(storage.join(os.fspath(checkpoint_id), MANIFEST))
 
 
 class _Planned:
-    """What a planner of DCP has to write."""
+    """Tensor source of a DCP save planner."""
 
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner

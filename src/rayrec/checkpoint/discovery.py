@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie, which of them are complete, and which one to resume from."""
+"""Discovery of a run's checkpoints: complete ones, uncommitted ones, and the one to resume from."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -15,16 +15,16 @@ from rayrec.storage.stores import enduring
 
 _PICKLE_NAMES: Final = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
 _PICKLE_START: Final = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
-"""Of a pickle of protocol 2 to 5, and of a zip archive, as torch.save makes."""
+"""First bytes of a pickle (protocol 2 to 5), or of a zip archive written by torch.save."""
 
 
 SUMMARY = "summary.json"
-"""In the folder of a finished run."""
+"""File name of the summary in the folder of a finished run."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint."""
+    """Complete checkpoint of a run, by its folder."""
 
     path: str
 
@@ -33,7 +33,7 @@ class Checkpoint:
         return step_of(self.path)
 
     def manifest(self) -> dict[str, Any]:
-        """Raises DamagedError where it is missing or damaged, InputError where it is of another version."""
+        """Return the manifest. Raises DamagedError if it is missing or damaged, InputError if it has another version."""
         return read_manifest(self.path)
 
 
@@ -49,12 +49,12 @@ def step_of(path: str) -> int:
 
 
 def committed(run_folder: str) -> list[Checkpoint]:
-    """The complete checkpoints of a run, oldest first. Whether they are damaged is not looked at."""
+    """Return the complete checkpoints of a run, oldest first. Does not check them for damage."""
     return [found for found in _step_folders(run_folder) if storage.exists(storage.join(found.path, MANIFEST))]
 
 
 def torn(run_folder: str) -> list[str]:
-    """The folders of saves that were never committed, or whose removal was cut short."""
+    """Return the folders of saves that were never committed or only partly removed."""
     return [found.path for found in _step_folders(run_folder) if not storage.exists(storage.join(found.path, MANIFEST))]
 
 
@@ -66,15 +66,15 @@ def _step_folders(run_folder: str) -> list[Checkpoint]:
 
 
 def latest(run_folder: str) -> Checkpoint | None:
-    """The newest complete checkpoint of a run, None where there is none."""
+    """Return the newest complete checkpoint of a run, or None."""
     found = committed(run_folder)
     return found[-1] if found else None
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """A checkpoint by its folder; of a run's folder the one its summary names, else the newest.
+    """Open a checkpoint by its folder, or by its run folder: the step that the summary names, else the newest.
 
-    Raises InputError where there is none.
+    Raises InputError if no complete checkpoint is found.
     """
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
@@ -100,14 +100,17 @@ def newest_good(
     exclude: Collection[str] = (),
     repair: Callable[[Checkpoint], bool] = lambda checkpoint: False,
 ) -> Checkpoint | None:
-    """The newest checkpoint whose manifest is sound and whose files all have their size; collective, rank 0 looks.
+    """Return the newest checkpoint with a valid manifest and files of the right size, or None. Collective, only rank 0 reads.
 
-    Others are passed over and told by `log`. `exclude` holds paths of those that a `restore` found damaged. `repair` is called
-    on rank 0 with one that lacks files, and returns whether it wrote some of them again. Raises
-    InputError for a checkpoint of another version, and where one cannot be read and there is no other: to pass over it would
-    be to train again behind the user's back.
+    Args:
+        log: Called for each damaged checkpoint that is skipped.
+        exclude: Paths of checkpoints that a `restore` found damaged.
+        repair: Called on rank 0 for a checkpoint with missing files; returns whether it restored any of them.
+
+    Raises InputError for a checkpoint of another version, and if the only checkpoint is unreadable: skipping it would silently
+    restart the training.
     """
-    from rayrec.checkpoint.communicator import Ranks  # loads torch: other functions here are for commands without it
+    from rayrec.checkpoint.communicator import Ranks  # imports torch, which callers of the other functions here avoid
 
     return Ranks.all().from_first(lambda: _newest_good(run_folder, log, set(exclude), repair))
 
@@ -115,7 +118,7 @@ def newest_good(
 def _newest_good(
     run_folder: str, log: Callable[[str, dict[str, Any]], None], exclude: set[str], repair: Callable[[Checkpoint], bool]
 ) -> Checkpoint | None:
-    # What is newer than an excluded one was looked at, and told, by the call that chose that one.
+    # The call that chose an excluded checkpoint has logged all newer ones.
     oldest = min((step_of(path) for path in exclude), default=None)
     unreadable = None
     for checkpoint in reversed(committed(run_folder)):
@@ -145,7 +148,7 @@ def _check_or_repair(checkpoint: Checkpoint, repair: Callable[[Checkpoint], bool
 
 
 def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
-    """Raises DamagedError where a file is missing or has another size; reads none."""
+    """Check that all files exist and have the right size, without reading them. Raises DamagedError."""
     wrong = wrong_file(checkpoint.path, manifest["files"])
     if wrong is not None:
         path, what = wrong
@@ -153,8 +156,8 @@ def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
 
 
 def wrong_file(folder: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
-    """The path of the first of `files` that is missing below a folder or has another size, and what is wrong with it; None if
-    all are there. Lists the folder once, and reads no file."""
+    """Return the path and the problem of the first of `files` that is missing or has the wrong size, or None. Lists the folder
+    once, and reads no file."""
     sizes = file_sizes(folder)
     for name, file in files.items():
         if name not in sizes:
@@ -165,19 +168,19 @@ def wrong_file(folder: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str
 
 
 def refuse_pickles(folder: str, files: Collection[str]) -> None:
-    """Raises InputError where a pickle, or an archive that may hold one, lies in a folder whose manifest names `files`, but not
-    it. rayrec writes none, and opens none; but other tools run what they hold."""
+    """Reject a folder with a pickle, or an archive that may contain one, in addition to `files` of its manifest. rayrec never
+    writes or opens pickles, but other tools execute them. Raises InputError."""
     for name in sorted(file_sizes(folder).keys() - set(files)):
         path = storage.join(folder, name)
         head = np.zeros(4, np.uint8)
-        if not is_data_file(name):  # such start with any bytes, and may be of an attempt that lost
+        if not is_data_file(name):  # data files can start with any bytes, and may be left over from another attempt
             storage.read_into(path, 0, head)
         if name.endswith(_PICKLE_NAMES) or _PICKLE_START.match(head.tobytes()):
             raise InputError(f"{path}: is a pickle, which can run any code, and none of the files of {folder}; remove it")
 
 
 def file_sizes(folder: str) -> dict[str, int]:
-    """Bytes of every file below a folder, by its path from there."""
+    """Return the size of every file in a folder, in bytes, by relative path."""
 
     def look(filesystem: arrow_fs.FileSystem, inner: str) -> dict[str, int]:
         inner = inner.rstrip("/")

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint look like: their names, the sealed manifest, checksums by block. Loads no torch."""
+"""File format of a checkpoint: file names, sealed manifest, block checksums. Does not import torch."""
 
 import errno
 import hashlib
@@ -18,28 +18,28 @@ from rayrec.config import InputError
 MANIFEST = "manifest.json"
 VERSION = 2
 BLOCK_BYTES = 16 * 2**20
-"""Piece of a chunk that has a checksum of its own: what a rank reads at least of a chunk it needs a part of."""
+"""Chunk bytes covered by one checksum: the smallest unit that a rank reads."""
 CHECKSUM = "checksum"
 _UNREADABLE: Final = {errno.EIO, errno.ESTALE, errno.EBADMSG}
-"""Of a place on a disk that gives nothing any more, a file that an NFS server has lost, and a file system's own checksum."""
+"""Errors of a bad disk sector, a file that an NFS server lost, and a file system checksum."""
 
 
 class DamagedError(InputError):
-    """A file of a checkpoint is torn, cut short, changed or gone; the message names it. An earlier checkpoint may do."""
+    """Checkpoint file that is missing, truncated or changed; the message names it. An earlier checkpoint may be valid."""
 
 
 class UnreadableError(DamagedError):
-    """A file of a checkpoint cannot be read; what it holds may be whole all the same."""
+    """Checkpoint file that cannot be read, although its content may be intact."""
 
     def without_another(self) -> InputError:
-        """What to raise where there is no other checkpoint: to train again would give up this one behind the user's back."""
+        """Return the error to raise if this is the only checkpoint: restarting the training would silently abandon it."""
         what = str(self).partition(";")[0]
         return InputError(f"{what}, and there is no other checkpoint to resume from; fix the storage or choose another --name")
 
 
 @contextmanager
 def told_unreadable(path: str) -> Iterator[None]:
-    """Turns an error of the file itself, against which an earlier checkpoint helps, into UnreadableError; other OSErrors pass."""
+    """Convert errors of a single file, which an earlier checkpoint can avoid, into UnreadableError. Other OSErrors pass."""
     try:
         yield
     except OSError as error:
@@ -49,17 +49,18 @@ def told_unreadable(path: str) -> Iterator[None]:
 
 
 def data_file(rank: int, tag: str) -> str:
-    """Name of a rank's file. `tag` is "" or of one attempt to save alone, so that two attempts at a step do not mix."""
+    """Return the name of a rank's file. `tag` is unique for each save attempt, or "", so that attempts at the same step do not
+    mix."""
     return f"data_{rank:05d}{tag and '-'}{tag}.safetensors"
 
 
 def is_data_file(name: str) -> bool:
-    """Also of an unfinished one."""
+    """Return whether a file has the name of a data file, finished or not."""
     return re.match(r"data_\d{5,}[-.]", name) is not None
 
 
 def sha256_of(path: str) -> str:
-    """Of a whole file, read piece by piece. Raises InputError where it is missing, OSError where storage is unavailable."""
+    """Return the SHA-256 of a file. Raises InputError if it is missing, OSError if storage is unavailable."""
     digest = hashlib.sha256()
     with told_unreadable(path):
         for piece in storage.read_stream(path):
@@ -68,7 +69,7 @@ def sha256_of(path: str) -> str:
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest as it is written, NaN and infinities being null, with a checksum over the rest of it."""
+    """Return the manifest to be written: NaN and infinities become null, and a checksum of the rest is added."""
     plain = json.loads(storage.json_text({key: value for key, value in manifest.items() if key != CHECKSUM}))
     return {**plain, CHECKSUM: _checksum(plain)}
 
@@ -81,7 +82,7 @@ Size = Annotated[int, Ge(0), Le(2**63 - 1)]
 
 
 class DataFile(TypedDict):
-    """A file of a manifest."""
+    """File entry in a manifest."""
 
     bytes: Size
     sha256: NotRequired[str]
@@ -111,12 +112,12 @@ class _Manifest(TypedDict):
 
 
 def load_manifest(folder: str, *, remedy: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint or an export, whose checksum fits. Raises DamagedError, which ends with `remedy`."""
+    """Return the manifest of a checkpoint or export after verifying its checksum. The DamagedError it raises ends with `remedy`."""
     path = storage.join(folder, MANIFEST)
     try:
         with told_unreadable(path):
             manifest = storage.read_json(path)
-        # The first version had no checksum; all later ones have this one, so that damage is not taken for another version.
+        # Version 1 had no checksum, and all later versions have this one, so that damage is never mistaken for another version.
         sound = isinstance(manifest, dict) and (
             (manifest.get("version") == 1 and "format" not in manifest)
             or _checksum({key: value for key, value in manifest.items() if key != CHECKSUM}) == manifest.get(CHECKSUM)
@@ -131,8 +132,8 @@ def load_manifest(folder: str, *, remedy: str) -> dict[str, Any]:
 
 
 def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, remedy: str) -> None:
-    """Raises DamagedError, which ends with `remedy`, unless a manifest has the fields of a TypedDict and all files that it names
-    are regular ones inside the folder, not reached by a link that leads out of it."""
+    """Check that the manifest has the fields of a TypedDict and that all its files are regular files inside the folder, not links
+    to outside. The DamagedError it raises ends with `remedy`."""
     import pydantic
 
     path = storage.join(folder, MANIFEST)
@@ -159,8 +160,8 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, remedy
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The manifest of a checkpoint's folder. Raises DamagedError where it is missing or not as it was written, InputError
-    where another version of the format wrote it, OSError where storage is unavailable."""
+    """Return the manifest of a checkpoint folder. Raises DamagedError if it is missing or damaged, InputError if it has another
+    format version, OSError if storage is unavailable."""
     path, remedy = storage.join(folder, MANIFEST), "use an earlier checkpoint"
     if not storage.exists(path):
         raise DamagedError(f"{path}: missing; {remedy}")

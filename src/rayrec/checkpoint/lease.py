@@ -1,4 +1,4 @@
-"""Lease of a run, so that a process of an earlier attempt can commit nothing more, and the check that all reach its storage."""
+"""Lease of a run, which prevents older attempts from committing checkpoints, and a check for shared storage."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"(\d{6,})-[0-9a-f]{32}")
 _NUM_KEPT = 5
-"""Leases that stay in the folder, so that people can read which processes had the run last."""
+"""Number of leases kept in the folder, to show which processes ran last."""
 _FOLDER = "claims"
-"""Of the leases, within the run's; its name in earlier versions too."""
+"""Lease folder within the run folder. Earlier versions use the same name."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One attempt's lease of a run. A plain value: it can be sent to another process."""
+    """Lease of one attempt at a run. Picklable."""
 
     run_folder: str
     name: str
-    """NNNNNN-UUID."""
+    """Has the form NNNNNN-UUID."""
 
     def valid(self) -> bool:
-        """Whether no later attempt has acquired the lease; lists a folder. Raises OSError if storage is unavailable."""
+        """Return whether no later attempt has acquired the lease; lists a folder. Raises OSError if storage is unavailable."""
         return max(_leases(self.run_folder), key=_order, default="") == self.name
 
     def check(self) -> None:
-        """Raises InputError if the lease is not valid any more."""
+        """Raise InputError if the lease is no longer valid."""
         if not self.valid():
             raise InputError(
                 f"{self.run_folder}: another process has taken over this run, so this one ends; let the other continue"
@@ -47,7 +47,7 @@ class Lease:
 
 
 def acquire_lease(run_folder: str) -> Lease:
-    """Takes over a run: from now on, no process with an earlier lease commits a checkpoint. Not collective."""
+    """Acquire the lease of a run, after which no process with an earlier lease can commit a checkpoint. Not collective."""
     present = sorted(_leases(run_folder), key=_order)
     number = _order(present[-1])[0] + 1 if present else 1
     name = f"{number:06d}-{uuid.uuid4().hex}"
@@ -55,7 +55,7 @@ def acquire_lease(run_folder: str) -> Lease:
         storage.join(run_folder, _FOLDER, name), {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
     )
     for old in present[: -_NUM_KEPT + 1]:
-        with contextlib.suppress(OSError):  # the next attempt will
+        with contextlib.suppress(OSError):  # the next attempt will remove it
             storage.remove_file(storage.join(run_folder, _FOLDER, old))
     return Lease(run_folder, name)
 
@@ -69,13 +69,13 @@ def _leases(run_folder: str) -> list[str]:
 
 
 _APPEARS_S: Final = 10.0
-"""Seconds after which a file that another node has written must be visible: NFS clients cache what a folder contains."""
+"""Maximum delay in seconds until another node's file is visible: NFS clients cache folder listings."""
 _POLL_S: Final = 0.2
 
 
 def write_token(run_folder: str, *, max_outage_s: float) -> str:
-    """Writes a small file into the run's folder, on the driver, for `check_shared` -> its path. Raises InputError if storage is
-    unavailable or full for `max_outage_s`."""
+    """Write a small file into the run folder, on the driver, for `check_shared`, and return its path. Raises InputError if
+    storage is unavailable or full for `max_outage_s`."""
     token = storage.join(run_folder, f".storage-{uuid.uuid4().hex}")
     text = b"This file shows that all workers see the storage of the driver.\n"
     persisted(lambda: storage.write_bytes(token, text), place=run_folder, max_outage_s=max_outage_s)
@@ -83,10 +83,9 @@ def write_token(run_folder: str, *, max_outage_s: float) -> str:
 
 
 def check_shared(token: str, ranks: Ranks) -> None:
-    """Checks that every rank sees the driver's token, which rank 0 then removes; collective.
+    """Check that every rank sees the driver's token, then remove it on rank 0. Collective.
 
-    Raises InputError, on all ranks, if one does not: its part of every checkpoint would be written where no other process
-    finds it.
+    Raises InputError on all ranks if a rank does not see it, because no other process would find its part of a checkpoint.
     """
     found = ranks.each(lambda: (socket.gethostname(), _appears(token)))
     if ranks.first:

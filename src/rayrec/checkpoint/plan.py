@@ -1,4 +1,4 @@
-"""Which rank writes which part of which tensor, and a copy of it in host memory laid out as the file will be."""
+"""Save plan, which assigns tensor chunks to ranks, and a copy of a rank's chunks in host memory, in file layout."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from rayrec.quantities import size_text
 
 _logger = logging.getLogger(__name__)
 
-# torch.distributed.checkpoint takes a second to import, which a process that saves nothing need not do
+# Importing torch.distributed.checkpoint takes a second, which processes that do not save can avoid.
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 
 @dataclass(frozen=True)
 class Part:
-    """A chunk of a tensor that this rank writes."""
+    """Chunk of a tensor that this rank writes."""
 
     item: WriteItem
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """In the body of the file."""
+    """Byte offset in the body of the file."""
     size_bytes: int
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""The shape of every tensor of the model, by name, over all ranks."""
+"""Shape of every tensor of the model, by name, over all ranks."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk within its tensor."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank writes, one part after the other."""
+    """Parts that this rank writes, in file order."""
 
     parts: tuple[Part, ...]
     shapes: Shapes
@@ -59,7 +59,7 @@ class Plan:
 
 @final
 class LocalTensors:
-    """The tensors a rank holds as torch's planner sees them. Raises TypeError for what a checkpoint cannot hold."""
+    """Local tensors of a rank, as torch's save planner sees them. Raises TypeError for values that a checkpoint cannot store."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         from torch.distributed.checkpoint import DefaultSavePlanner
@@ -73,14 +73,14 @@ class LocalTensors:
             _check_item(item)
         self.shapes: Shapes = {name: tuple(tensor.size()) for name, tensor in tensors.items()}
         self.sharded = frozenset(name for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor))
-        """Tensors of which every part is held by one rank only."""
+        """Names of tensors whose parts are each stored by exactly one rank."""
 
     def signature(self) -> Hashable:
-        """As long as it stays the same on all ranks, so does the plan."""
+        """Return a key that determines the plan: while it is unchanged on all ranks, so is the plan."""
         return tuple((item.index.fqn, *_layout(item), item.type) for item in self.plan.items if item.tensor_data is not None)
 
     def data(self, part: Part) -> torch.Tensor:
-        """The live values of a part."""
+        """Return the live values of a part."""
         data = self._planner.resolve_data(part.item)
         assert isinstance(data, torch.Tensor)
         return data.detach()
@@ -93,9 +93,9 @@ def _layout(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...], tuple[int, .
 
 
 def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
-    """Collective: a replicated tensor is written by one rank, the one with the least to write so far.
+    """Plan the save; collective. Each replicated tensor is written by the rank with the fewest bytes so far.
 
-    Raises InputError, on all ranks, if the parts that the ranks hold do not make up every tensor exactly once.
+    Raises InputError on all ranks if the ranks' parts do not cover every tensor exactly once.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
@@ -107,14 +107,14 @@ def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
         for item in plan.items:
             boxes.setdefault(item.index.fqn, []).append(_layout(item)[2:])
     check_covered(shapes, {name: found if name in sharded else set(found) for name, found in boxes.items()})
-    # Each rank makes the same plan of the same list, which spares sending the plans back.
+    # Each rank computes the same plan from the same list, so no rank sends it.
     plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([plan for plan, *_ in everyone])
     return Plan(laid_out(plans[ranks.rank].items), shapes)
 
 
 def laid_out(items: Iterable[WriteItem]) -> tuple[Part, ...]:
-    """The places in one file of what a rank writes. Widest numbers first: every part then begins at a multiple of the width of
-    its own. Raises TypeError for an item that is no tensor, or has a type that a checkpoint does not hold."""
+    """Lay out a rank's items in one file, widest dtypes first, so that every part is aligned to its dtype. Raises TypeError for
+    an item that is not a tensor or has an unsupported dtype."""
     items = list(items)
     for item in items:
         _check_item(item)
@@ -144,7 +144,7 @@ def _agreed_shapes(everyone: Sequence[Shapes]) -> Shapes:
 
 
 def check_covered(shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Iterable[Box]]) -> None:
-    """Raises InputError if the boxes to be written of a tensor have fewer or more elements than the tensor. Pure."""
+    """Check that the boxes of each tensor have as many elements as the tensor. Pure. Raises InputError."""
     for name, shape in shapes.items():
         covered = sum(math.prod(sizes) for _, sizes in boxes.get(name, ()))
         if covered != math.prod(shape):
@@ -155,14 +155,14 @@ def check_covered(shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Itera
 
 
 class TensorSource(Protocol):
-    """Has the live values of parts."""
+    """Source of the live values of parts."""
 
     def data(self, part: Part) -> torch.Tensor: ...
 
 
 @final
 class HostCopy:
-    """The parts of a plan in host memory. Costs as much of it as the rank writes, and keeps it from save to save."""
+    """Host memory copy of the parts of a plan. Allocates the rank's bytes once and reuses them for every save."""
 
     def __init__(self, plan: Plan, local: TensorSource) -> None:
         self.plan = plan
@@ -173,7 +173,7 @@ class HostCopy:
         self._pinned = self._device is not None and plan.body_bytes > 0 and _pinned(self._bytes, self._device)
 
     def fill(self, local: TensorSource) -> None:
-        """Copies the live values; on return they may change. One device sync."""
+        """Copy the live values, which may change after the return. One device sync."""
         targets = [
             self._bytes.narrow(0, part.start, part.size_bytes).view(part.dtype).view(part.sizes) for part in self.plan.parts
         ]
@@ -191,9 +191,9 @@ class HostCopy:
         return self._bytes.numpy().data if self.plan.body_bytes else memoryview(b"")
 
     def free(self) -> None:
-        """Gives the memory back; not while the body is being written."""
+        """Free the memory. Must not be called while the body is being written."""
         if self._pinned:
-            # An error of the device that ends the run is the one to report, not what comes of it here.
+            # Ignores errors, because the device error that ended the run is the one to report.
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         self._pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -202,12 +202,12 @@ class HostCopy:
 
 
 def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
-    """Pins host memory in place, since torch's allocator of pinned memory would round up to a power of two. False, with a
-    warning, if the system refuses: copies to it then take longer."""
+    """Pin host memory in place, because torch's pinned allocator rounds up to a power of two. Return False, with a warning, if
+    the system cannot: copies are then slower."""
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if not code:
         return True
-    # CUDA gives the error again to the operation that asks next, and then clears it.
+    # CUDA reports the error again to the next operation, then clears it.
     with contextlib.suppress(Exception):
         torch.zeros(1, device=device)
     _logger.warning(
@@ -219,14 +219,14 @@ def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
 
 
 def untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that share all of their memory with one named before."""
+    """Drop tensors that share all their memory with an earlier one."""
     from torch.distributed.tensor import DTensor
 
     seen: set[Any] = set()
     kept = {}
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # Of no elements, or of a class of its own, a tensor shares nothing that could be told here.
+        # Memory sharing can only be detected for plain, non-empty tensors.
         if type(local) is torch.Tensor and local.numel():
             place = (local.data_ptr(), local.dtype, tensor.shape, local.stride())
             if place in seen:

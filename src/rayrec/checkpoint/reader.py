@@ -1,4 +1,4 @@
-"""Reads checkpoints: only the rows that are wanted, by blocks whose checksums are verified, many at a time."""
+"""Checkpoint reader: verifies block checksums, and reads only the requested rows, in parallel."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from rayrec.checkpoint.safetensors import TORCH_DTYPES, write_weights
 from rayrec.collectives import group_device
 from rayrec.config import InputError
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import, which a process that scores need not do
+if TYPE_CHECKING:  # Importing torch.distributed.checkpoint takes a second, which scoring processes can avoid.
     from torch.distributed.checkpoint import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
 
 
 NUM_THREADS = 8
 _RANGE_BYTES = 64 * 2**20
-"""Read from a URL and copied at a time by each thread."""
+"""Bytes that each thread reads from a URL and copies at a time."""
 _LOCAL_RANGE_BYTES = 16 * 2**20
-"""Likewise from a disk: what a processor's cache holds in part, and no request costs anything."""
+"""Bytes that each thread reads from a disk at a time. Fits partly into the CPU cache, and small reads from disks cost nothing
+extra."""
 
 
 _WINDOW_BYTES = 64 * 2**20
-"""Of a tensor that is hashed, in memory at once; and as much again is read ahead."""
+"""Bytes of a tensor in memory at once while it is hashed. As many again are prefetched."""
 
 
 def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
-    """Fills `tensors` in place from a checkpoint, each rank reading what it holds, under any plan and world size. What all
-    ranks hold is fetched from a URL by one of them, so that a store gives out every byte once.
+    """Load `tensors` in place from a checkpoint, each rank its own shards, for any plan and world size. For a URL, one rank
+    fetches each tensor that all ranks share, so that every byte is downloaded once.
 
-    Collective where a process group is up. Raises, on all ranks, DamagedError where any rank found a file damaged (rank 0
-    looks at the extra files too), InputError for a tensor that is missing or misshapen; tensors may then be half filled.
+    Collective if a process group is initialized. Raises on all ranks DamagedError if any rank found a damaged file (rank 0 also
+    checks the extra files), and InputError for a missing tensor or a wrong shape. Tensors may then be partly filled.
     """
     ranks = Ranks.all()
     manifest = ranks.from_first(checkpoint.manifest)
@@ -73,8 +74,7 @@ def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any]
 
 
 def read_items(folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]) -> None:
-    """Fills tensors with the parts of a checkpoint that a load plan names, in threads. Raises DamagedError for a file that is not
-    as it was written."""
+    """Load the items of a load plan, in threads. Raises DamagedError for a damaged file."""
     _run(_reads(folder, manifest, items))
 
 
@@ -85,7 +85,7 @@ def _reads(folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem
 
 
 def metadata_of(manifest: dict[str, Any]) -> Metadata:
-    """What torch.distributed.checkpoint's planners want to know of a checkpoint."""
+    """Return the checkpoint metadata for torch.distributed.checkpoint planners."""
     from torch.distributed.checkpoint import Metadata
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
@@ -113,7 +113,7 @@ def _copies(reader: _Reader, entry: dict[str, Any], item: ReadItem, target: torc
 def _copies_of(
     reader: _Reader, rows: _Rows, box: Sequence[tuple[int, int]], target: torch.Tensor
 ) -> Iterator[Callable[[], None]]:
-    """Calls that fill `target` with a box (first, length in each dimension) of a chunk, a range of rows each."""
+    """Yield calls that fill `target` with a box (first, length in each dimension) of a chunk, one range of rows each."""
     first, count = box[0] if box else (0, 1)
     for begin, end in rows.ranges(first, first + count, range_bytes=reader.range_bytes):
         part = target.narrow(0, begin - first, end - begin) if box else target
@@ -132,7 +132,7 @@ def _copies_of(
 
 
 def _memory(part: torch.Tensor, rows: _Rows, box: Sequence[tuple[int, int]]) -> np.ndarray | None:
-    """The bytes of a tensor that is to hold whole rows just as they are stored; None of others."""
+    """Return the bytes of a tensor to read full stored rows into, or None if layout or dtype differ."""
     if part.device.type != "cpu" or part.dtype != rows.dtype or not part.is_contiguous():
         return None
     if list(box[1:]) != [(0, size) for size in rows.chunk["sizes"][1:]]:
@@ -141,7 +141,7 @@ def _memory(part: torch.Tensor, rows: _Rows, box: Sequence[tuple[int, int]]) -> 
 
 
 def _run(calls: Iterable[Callable[[], None]]) -> None:
-    """Runs calls in threads (hashing, copying and reading let go of the interpreter); raises what the first failing raised."""
+    """Run calls in threads (hashing, copying and reading release the GIL). Raises the error of the first failed call."""
     pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-read")
     try:
         for future in [pool.submit(copy_context().run, call) for call in calls]:
@@ -152,7 +152,7 @@ def _run(calls: Iterable[Callable[[], None]]) -> None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows (dimension 0) of a stored chunk; a number without dimensions is one row."""
+    """Rows (dimension 0) of a stored chunk. A scalar is one row."""
 
     name: str
     dtype: torch.dtype
@@ -163,7 +163,7 @@ class _Rows:
         return self.dtype.itemsize * math.prod(self.chunk["sizes"][1:])
 
     def ranges(self, first: int, stop: int, *, range_bytes: int) -> Iterator[tuple[int, int]]:
-        """The rows from `first` to `stop` in ranges of a bounded size, cut where blocks are, if rows fit into them."""
+        """Split rows [first, stop) into ranges of bounded size, aligned to blocks if rows are smaller than blocks."""
         if not self.row_bytes:
             return
         while first < stop:
@@ -175,8 +175,8 @@ class _Rows:
 
 @final
 class _Reader:
-    """Reads verified rows of a checkpoint's files; by many threads at once. Never by a memory map: a place that a disk has
-    lost would end the process, instead of an error that an earlier checkpoint helps against."""
+    """Thread-safe reader of verified rows. Does not use memory maps: a bad disk sector would kill the process, instead of raising
+    an error from which an earlier checkpoint can recover."""
 
     def __init__(self, folder: str, block_bytes: int) -> None:
         self._folder, self._block_bytes = folder, block_bytes
@@ -185,13 +185,13 @@ class _Reader:
         self._local = threading.local()
 
     def reads_whole_blocks(self, rows: _Rows, begin: int, end: int) -> bool:
-        """Whether these rows of a chunk are all that has to be read to verify them."""
+        """Return whether these rows of a chunk consist of full checksum blocks."""
         stop = end * rows.row_bytes
         return begin * rows.row_bytes % self._block_bytes == 0 and (stop % self._block_bytes == 0 or stop == rows.chunk["bytes"])
 
     def read(self, rows: _Rows, begin: int, end: int, memory: np.ndarray | None = None) -> torch.Tensor:
-        """Rows of a chunk: to be copied from at once, or in `memory`, where they are whole blocks. Raises DamagedError where a
-        block is not as written; it is in `memory` all the same."""
+        """Read rows of a chunk into `memory`, for full blocks, or into a buffer that the next read reuses. Raises DamagedError if
+        a checksum does not match; `memory` is filled anyway."""
         chunk, row_bytes = rows.chunk, rows.row_bytes
         first_block = begin * row_bytes // self._block_bytes
         stop_block = -(-end * row_bytes // self._block_bytes)
@@ -208,7 +208,7 @@ class _Reader:
     def _verify(self, rows: _Rows, block: int, data: np.ndarray) -> None:
         chunk = rows.chunk
         place = (chunk["file"], chunk["start"], block)
-        # Read again from a disk it comes from memory, as a rule; from far away it travels again.
+        # A disk usually serves the second read from the page cache, but a URL is transferred again.
         path = storage.join(self._folder, chunk["file"])
         if place in self._verified and not storage.is_url(path):
             return
@@ -229,7 +229,7 @@ class _Reader:
             raise DamagedError(f"{path}: cut short ({rows.name}); use an earlier checkpoint")
 
     def _buffer(self, size_bytes: int) -> np.ndarray:
-        """Of this thread, for one range at a time: fresh memory costs as much as reading into it."""
+        """Return this thread's buffer for one range: allocating memory costs as much as reading into it."""
         buffer = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size_bytes:
             buffer = self._local.buffer = np.empty(size_bytes, np.uint8)
@@ -237,7 +237,7 @@ class _Reader:
 
 
 def check_extra_files(folder: str, manifest: dict[str, Any]) -> None:
-    """Raises DamagedError where a file beside the tensors (config.yaml, the workload's own) is not as it was written."""
+    """Check the files in addition to the tensors (config.yaml, the workload's own). Raises DamagedError."""
     _run(_extra_checks(folder, manifest))
 
 
@@ -255,7 +255,7 @@ def _check_extra_file(path: str, sha256: str) -> None:
 
 
 def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor whose name starts with `prefix`, whole, one after the other, by name."""
+    """Yield every tensor whose name starts with `prefix`, unsharded, sorted by name."""
     manifest = checkpoint.manifest()
     reader = _Reader(checkpoint.path, manifest["block_bytes"])
     for name in sorted(manifest["tensors"]):
@@ -276,21 +276,19 @@ def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str
 
 
 def verify(checkpoint: Checkpoint, prefix: str = "") -> None:
-    """Reads every tensor whose name starts with `prefix`, and the extra files. Raises DamagedError for what is not as it
-    was written."""
+    """Read all extra files and every tensor whose name starts with `prefix`. Raises DamagedError."""
     for _ in full_tensors(checkpoint, prefix):
         pass
     check_extra_files(checkpoint.path, checkpoint.manifest())
 
 
 def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
-    """SHA-256 over name, dtype, shape and bytes (row-major) of every weight, by name: it depends on neither the number of workers
-    nor the sharding plan. Reads the files row range by row range: memory stays below 200 MiB for tables of any size. Raises
-    DamagedError for a file that is not as it was written."""
+    """Return the SHA-256 over name, dtype, shape and row-major bytes of every weight, sorted by name. Independent of the number
+    of workers and the sharding plan. Needs at most 200 MiB of memory for tables of any size. Raises DamagedError."""
     manifest = checkpoint.manifest()
     reader = _Reader(checkpoint.path, manifest["block_bytes"])
     digest = hashlib.sha256()
-    # One thread reads ahead while this one hashes, which is a single stream by nature.
+    # One thread prefetches while this one hashes, which is sequential.
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as ahead:
         for name in sorted(name for name in manifest["tensors"] if name.startswith(prefix)):
             entry = manifest["tensors"][name]
@@ -305,18 +303,16 @@ def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
 
 
 def verified_bytes(checkpoint: Checkpoint, name: str, chunk: dict[str, Any]) -> Iterator[bytes]:
-    """The bytes of a chunk of a tensor, of which its manifest says `chunk`, in pieces of a few blocks. Raises DamagedError where
-    they are not as they were written."""
+    """Yield the bytes of a `chunk` of the manifest, a few blocks at a time. Raises DamagedError."""
     manifest = checkpoint.manifest()
     reader, entry = _Reader(checkpoint.path, manifest["block_bytes"]), manifest["tensors"][name]
     rows = _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk)
     for begin, end in rows.ranges(0, chunk["sizes"][0] if chunk["sizes"] else 1, range_bytes=reader.range_bytes):
-        yield bytes(_as_bytes(reader.read(rows, begin, end)))  # a copy: the next read is into the same memory
+        yield bytes(_as_bytes(reader.read(rows, begin, end)))  # a copy, because the next read reuses the memory
 
 
 def _windows(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Ranges of a tensor's rows (dimension 0) of a bounded size; at least one, which may be empty. A number without dimensions is
-    one row."""
+    """Yield ranges of rows (dimension 0) of bounded size, at least one, which may be empty. A scalar is one row."""
     shape = entry["shape"] or [1]
     row_bytes = TORCH_DTYPES[entry["dtype"]].itemsize * math.prod(shape[1:])
     step = max(1, _WINDOW_BYTES // max(1, row_bytes))
@@ -327,7 +323,7 @@ def _windows(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
 def _rows_of(
     reader: _Reader, name: str, entry: dict[str, Any], first: int, stop: int, columns: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """Rows [first, stop) of a stored tensor, whatever chunks it is in; of dimension 1 the range `columns` (None: all)."""
+    """Read rows [first, stop) of a stored tensor across its chunks; in dimension 1 the range `columns`, None for all."""
     dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
     wanted = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
     if columns is not None:
@@ -351,18 +347,17 @@ def _rows_of(
 
 @final
 class TableReader:
-    """Reads ranges of rows of a checkpoint's tensors, whose checksums it verifies."""
+    """Reader of row ranges of a checkpoint's tensors, with checksum verification."""
 
     def __init__(self, folder: str, manifest: dict[str, Any]) -> None:
         self._tensors, self._reader = manifest["tensors"], _Reader(folder, manifest["block_bytes"])
 
     def windows(self, name: str) -> Iterator[tuple[int, int]]:
-        """Ranges [first, stop) of at most 64 MiB that all rows of a tensor make up."""
+        """Yield ranges [first, stop) of at most 64 MiB that cover all rows of a tensor."""
         return _windows(self._tensors[name])
 
     def rows(self, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """Rows [first, stop) of a tensor, of dimension 1 the range `columns` (None: all). Raises DamagedError for a file that is
-        not as it was written."""
+        """Read rows [first, stop) of a tensor; in dimension 1 the range `columns`, None for all. Raises DamagedError."""
         return _rows_of(self._reader, name, self._tensors[name], first, stop, columns)
 
 
@@ -372,13 +367,13 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 Shared = dict[str, int]
-"""Names of tensors that all ranks hold whole -> the rank that reads them, in an order that all agree on."""
+"""Rank that reads each fully replicated tensor, by name, in an order that all ranks agree on."""
 
 
 def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
-    """Deals those tensors out so that each rank reads as many bytes; collective. Empty for a rank alone.
+    """Assign replicated tensors to ranks, balanced by bytes; collective. Empty for a single rank.
 
-    Only what the default process group can pass on is dealt out: with NCCL nothing that lies in host memory.
+    Assigns only tensors that the default process group can broadcast: with NCCL none in host memory.
     """
     if ranks.size == 1:
         return {}
@@ -400,8 +395,8 @@ def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
 
 
 def export_weights(checkpoint: str, out: str) -> dict[str, int]:
-    """Writes the weights of a checkpoint's folder, under the model's own names, as model.safetensors into a folder. Returns how
-    many `tensors` and `bytes` they are."""
+    """Write the weights of a checkpoint, under the model's parameter names, to model.safetensors in a folder. Return the counts
+    `tensors` and `bytes`."""
     prefix = "model."
     weights = {name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)}
     return {"tensors": len(weights), "bytes": write_weights(storage.join(out, "model.safetensors"), weights)}

@@ -1,4 +1,4 @@
-"""Which rows of a stored table the rows of a new one start with. Loads no torch."""
+"""Row mapping from a stored table to a new one. Does not import torch."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowMap:
-    """Where each row of a table of `rows` rows comes from in a stored table of `stored_rows` rows."""
+    """Source rows for a table of `rows` rows in a stored table of `stored_rows` rows."""
 
     rows: int
     stored_rows: int
     sources: np.ndarray | None = None
-    """int32 or int64 (rows): the stored row, -1: none. None: row r comes from row r, as far as that is stored."""
+    """Stored row of each row, -1 if it has no source, int32 or int64 [rows]. None maps each row to the same stored row, if it
+    exists."""
 
     def of(self, first: int, stop: int) -> np.ndarray:
-        """int64 (stop - first): the stored row of each of the rows [first, stop), -1: none."""
+        """Return the stored row of each of the rows [first, stop), -1 if it has no source, int64 [stop - first]."""
         if self.sources is not None:
             return self.sources[first:stop].astype(np.int64)
         same = np.arange(first, stop, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Files of weights that other tools write and read: safetensors, and torch's own without anything executable in them."""
+"""Weight files of other tools: safetensors and torch state dicts. Never executes file content."""
 
 import io
 import itertools
@@ -13,7 +13,7 @@ from rayrec import storage
 from rayrec.config import InputError
 
 _ALIGNMENT = 64
-DTYPES = {  # names of the safetensors format
+DTYPES = {  # names in the safetensors format
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -29,7 +29,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) -> bytes:
-    """The start of a safetensors file for (name, dtype, shape, start in the body, bytes), padded for alignment."""
+    """Return the header of a safetensors file for (name, dtype, shape, start in the body, bytes), padded for alignment."""
     table = {
         name: {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, start + size_bytes]}
         for name, dtype, shape, start, size_bytes in entries
@@ -40,9 +40,9 @@ def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) 
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Named tensors of a .safetensors file, or of a state dict that `torch.save` wrote (.pt, .pth), local or a URL.
+    """Read named tensors from a .safetensors file or a `torch.save` state dict (.pt, .pth), by path or URL.
 
-    Nothing in the file is executed. Raises InputError where it is missing, damaged or holds anything but named tensors.
+    Executes nothing in the file. Raises InputError if it is missing, damaged or contains anything but named tensors.
     """
     data = bytearray(storage.read_bytes(path))
     return _safetensors(data, path) if storage.name_of(path).endswith(".safetensors") else _state_dict(data, path)
@@ -75,7 +75,7 @@ def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
 def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):  # the first: also for what would execute
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):  # UnpicklingError is also raised for code
         raise InputError(
             f"{path}: not a file of tensors alone that torch.load(weights_only=True) takes; save a state_dict() there"
         ) from None
@@ -87,7 +87,7 @@ def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
 
 
 def write_weights(path: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Writes a safetensors file, whole or not at all, and returns its bytes."""
+    """Write a safetensors file atomically and return its size in bytes."""
     entries, start = [], 0
     for name, tensor in tensors.items():
         entries.append((name, tensor.dtype, tensor.shape, start, tensor.nbytes))

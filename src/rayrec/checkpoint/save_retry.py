@@ -1,4 +1,4 @@
-"""Tries again what storage refuses, for as long as an outage may last, and says in the end what to do about it."""
+"""Retry failed storage writes for up to `max_outage_s`, then raise an error with the fix."""
 
 import contextlib
 import errno
@@ -18,28 +18,28 @@ T = TypeVar("T")
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 15.0
 PATIENCE_S = 15.0
-"""For which a single attempt waits for a store that is out, before it reports that the save is late."""
+"""Seconds that a single attempt waits for an unavailable store before the save is reported as late."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
 class Persistence:
-    """How long to try for, and who is told."""
+    """Retry limits, and a callback for failures."""
 
     place: str
-    """What is written, for messages."""
+    """Path that is written, for messages."""
     max_outage_s: float
-    """From the first failure on: a long write is no outage."""
+    """Maximum seconds since the first failure. The duration of a successful write does not count."""
     seed: str
-    """Spreads the attempts of many ranks in time. No random state is touched: training's would change."""
+    """Key that spreads the retries of many ranks in time, without touching the random state of the training."""
     ended: threading.Event
-    """Set: no more attempts."""
+    """Stops the retries when set."""
     late: Callable[[str], None]
-    """Told the cause of each failure."""
+    """Called with the cause of each failure."""
 
     def run(self, function: Callable[[], T]) -> T:
-        """What the function returns at last. Raises InputError where it raised OSError for `max_outage_s`, and at once
-        whatever else it raised."""
+        """Call the function until it succeeds, and return its result. Raises InputError after `max_outage_s` of OSErrors; other
+        errors pass immediately."""
         attempt, first_s = 0, None
         while True:
             try:
@@ -64,7 +64,7 @@ class Persistence:
 
 
 def persisted(function: Callable[[], T], *, place: str, max_outage_s: float) -> T:
-    """What the function returns at last; see `Persistence.run`. Warns of each failure."""
+    """Call the function until it succeeds, and return its result; see `Persistence.run`. Warns about each failure."""
 
     def late(cause: str) -> None:
         _logger.warning("%s: cannot be written yet (%s)", place, cause)
@@ -73,7 +73,7 @@ def persisted(function: Callable[[], T], *, place: str, max_outage_s: float) -> 
 
 
 def delay(attempt: int, *, seed: str) -> float:
-    """Seconds to wait after an attempt (from 0 on): doubling, less up to a half of it. Pure."""
+    """Return the delay in seconds after an attempt (counted from 0): exponential backoff, shortened by up to a half. Pure."""
     chance = hashlib.sha256(f"{seed} {attempt}".encode()).digest()[0] / 256
     return min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S) * (1 - chance / 2)
 
@@ -88,7 +88,7 @@ def one_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def tolerated(what: str) -> Iterator[None]:
-    """Cleaning that fails loses nothing: it is warned of, and comes again with the next save or attempt."""
+    """Suppress and log cleanup failures: they lose no data, and the next save or attempt cleans up again."""
     try:
         with storage.patience(PATIENCE_S):
             yield

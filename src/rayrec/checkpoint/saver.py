@@ -1,4 +1,4 @@
-"""Saves while training continues: a copy in host memory, which a thread brings to storage, and the removal of what is old."""
+"""Background saves: copy tensors to host memory, write them to storage in a thread, apply the retention policy."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from rayrec.config import InputError
 Log = Callable[[str, dict[str, Any]], None]
 
 CLOSE_S = 30.0
-"""For which `close` waits for a save under way: it is worth having, but others may be gone and never answer."""
+"""Seconds that `close` waits for the current save. The save is valuable, but other ranks may be gone and never answer."""
 _PATIENCE_S = 1800.0
-"""For which ranks wait for each other, beside the outage that one of them may see: none writes for so long."""
+"""Seconds that ranks wait for each other, in addition to an outage on one of them."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One save, from the copy on."""
+    """One save after its copy to host memory."""
 
     step: int
     folder: str
     tag: str
-    """Of its data files: no other attempt at this step, of this process or another, has the same."""
+    """Tag of its data files, unique over all attempts at this step, in any process."""
     copy: HostCopy
     state: dict[str, Any]
     score: float | None
@@ -47,10 +47,10 @@ class _Job:
 
 @final
 class Saver:
-    """Saves a run's checkpoints in the background, one at a time, and removes those that retention does not keep.
+    """Background checkpoint writer of a run: one save at a time, then removal according to the retention policy.
 
-    `begin`, `wait` and the making of a Saver are collective; all ranks see the same saves and the same failures. Costs host
-    memory as large as what the rank writes, and a thread.
+    The constructor, `begin` and `wait` are collective; all ranks see the same saves and failures. Needs a thread and host memory
+    for the rank's data.
     """
 
     def __init__(
@@ -65,16 +65,23 @@ class Saver:
         sweep: bool = True,
         damaged: Collection[int] = (),
     ) -> None:
-        """`lease`: rank 0's, None on others. `extra_files`: what belongs with the weights, by name in a checkpoint's folder: the
-        content, or the path of a file that stays as it is; rank 0 copies them. `max_outage_s`: how long a save may fail for
-        before the run ends. `log` is called in the thread too. `sweep`: remove torn saves of earlier attempts, in the thread.
-        `damaged`: on rank 0, steps of checkpoints that a start has passed over; they go with the first later save."""
+        """Create a saver and start its thread.
+
+        Args:
+            lease: Lease on rank 0, None on the others.
+            extra_files: Files stored with the weights, by name: content, or path of a file that does not change. Rank 0 copies
+                them.
+            max_outage_s: Maximum storage outage in seconds before the run fails.
+            log: Also called in the thread.
+            sweep: Whether to remove uncommitted saves of earlier attempts, in the thread.
+            damaged: Steps of damaged checkpoints that were skipped at the start, on rank 0. Removed after the first later save.
+        """
         self.last: Checkpoint | None = None
-        """The newest one that this saver has committed."""
+        """Newest checkpoint committed by this saver."""
         self.written_bytes = 0
-        """By all saves of this rank so far; grows while one is under way."""
+        """Bytes that this rank has written so far, including the current save."""
         self.write_s = 0.0
-        """Seconds that the last save took, from the copy to the manifest."""
+        """Duration of the last save in seconds, from the copy to the manifest."""
         self._folder, self._lease, self._retention = run_folder, lease, retention
         self._extra_files = ExtraFiles(extra_files)
         self._max_outage_s, self._log, self._sweep = max_outage_s, log, sweep
@@ -92,25 +99,29 @@ class Saver:
         self._idle, self._ended = threading.Event(), threading.Event()
         self._idle.set()
         self._stall_so_far: tuple[float, float | None] = (0.0, None)
-        """Seconds of stalls that are over, and when the present one began; one value, since the thread reads it."""
+        """Seconds of finished stalls, and the start of the current one. A single value, because the thread reads it."""
         self._told_stall_s = 0.0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # A daemon: a rank that fails must be able to leave while the others are gone.
+        # Daemon, so that a failed rank can exit while the others are gone.
         self._thread = threading.Thread(target=self._work, name="checkpoint-save", daemon=True)
         self._thread.start()
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which `begin` and `wait` have held up the caller so far, on this rank."""
+        """Seconds that `begin` and `wait` have blocked the caller so far, on this rank."""
         over_s, since_s = self._stall_so_far
         return over_s + (time.monotonic() - since_s if since_s is not None else 0.0)
 
     def begin(self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None) -> bool:
-        """Begins to save, and returns when `tensors` may change again; collective.
+        """Start a save, and return once `tensors` may change; collective.
 
-        False where the save before is still under way on some rank: then nothing is done. `tensors`: name -> tensor,
-        ShardedTensor or DTensor; `state`: plain JSON values of rank 0; `score`: None where these weights were not evaluated.
-        Raises what the save before failed with.
+        Returns False, without saving, if the previous save is still running on some rank. Raises the failure of the previous
+        save.
+
+        Args:
+            tensors: Tensors, ShardedTensors or DTensors by name.
+            state: Plain JSON values, taken from rank 0.
+            score: None if these weights were not evaluated.
         """
         with self._stall():
             busy = not self._idle.is_set()
@@ -135,13 +146,13 @@ class Saver:
         return True
 
     def wait(self) -> None:
-        """Returns when no save is under way; collective. Raises what the save before failed with."""
+        """Wait until no save is running; collective. Raises the failure of the previous save."""
         with self._stall():
             self._idle.wait()
             self._raise_failure()
 
     def close(self) -> None:
-        """Ends the thread, after the save under way but not after an outage. Raises nothing, and is not collective."""
+        """End the thread after the current save, without waiting out an outage. Raises nothing. Not collective."""
         self._ended.set()
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
@@ -150,7 +161,7 @@ class Saver:
             self._copy = None
 
     def _ready(self, tensors: dict[str, Any], state: dict[str, Any]) -> tuple[LocalTensors, dict[str, Any]]:
-        # The state goes through JSON at once: the caller may change it later, and what does not fit is found here.
+        # Serializing the state here copies it before the caller changes it, and detects invalid values early.
         return LocalTensors(tensors), json.loads(json.dumps(state)) if self._caller.first else {}
 
     def _make_copy(self, local: LocalTensors) -> None:
@@ -175,8 +186,6 @@ class Saver:
         finally:
             self._stall_so_far = (self.stalled_s, None)
 
-    # In the thread ----------------------------------------------------------------------------------------------------
-
     def _work(self) -> None:
         if self._sweep and self._lease is not None:
             with tolerated(f"{self._folder}: torn saves are left"):
@@ -184,14 +193,14 @@ class Saver:
         while (job := self._jobs.get()) is not None:
             try:
                 self._save(job)
-            except Exception as error:  # of the ranks' group, or a defect: the caller is to know
+            except Exception as error:  # a process group error or a bug, which the caller must see
                 self._failure = error
             finally:
                 self._idle.set()
 
     def _save(self, job: _Job) -> None:
         ranks = self._thread_ranks
-        ranks.barrier()  # rank 0 is through with sweeping: it might have taken a file of this save for a torn one's
+        ranks.barrier()  # wait for rank 0's cleanup, which could mistake a file of this save for an uncommitted one
         causes: list[str] = []
         persistence = self._persistence(job, causes)
         written, failure = attempt(
@@ -233,10 +242,10 @@ class Saver:
         persistence: Persistence,
         causes: list[str],
     ) -> None:
-        """On rank 0, with what all ranks have written."""
+        """Commit the save on rank 0, given the results of all ranks."""
         elsewhere = [cause for _, _, told in results[1:] for cause in told]
         if elsewhere and not causes:
-            persistence.late(elsewhere[0])  # the log of the others goes nowhere
+            persistence.late(elsewhere[0])  # only rank 0 writes a log
         raise_worst([failure for _, failure, _ in results])
         written = [part for part, _, _ in results if part is not None]
         size_bytes = persistence.run(
@@ -262,13 +271,13 @@ class Saver:
         self._log("checkpoint", fields)
 
     def _discard(self, job: _Job, rank: int) -> None:
-        """Frees the space of a save that failed. The folder stays: another process may be writing to it by now."""
+        """Remove the file of a failed save. The folder stays, because another process may write to it now."""
         with contextlib.suppress(OSError, InputError), storage.patience(0):
             storage.remove_file(storage.join(job.folder, data_file(rank, job.tag)))
 
     def _clean(self, job: _Job, referenced: list[str]) -> None:
         self._scores[job.step] = job.score
-        self._damaged.discard(job.step)  # written again
+        self._damaged.discard(job.step)  # overwritten by this save
         with tolerated(f"{self._folder}: checkpoints that could go are left"):
             assert self._lease is not None
             if self._lease.valid():
@@ -280,7 +289,7 @@ _logger = logging.getLogger(__name__)
 
 
 def sweep(run_folder: str, lease: Lease) -> None:
-    """Removes the folders of saves that were never committed, as long as the run is ours."""
+    """Remove the folders of uncommitted saves while the lease is valid."""
     for folder in torn(run_folder):
         if lease.valid():
             storage.remove_folder(folder)
@@ -289,10 +298,13 @@ def sweep(run_folder: str, lease: Lease) -> None:
 def prune(
     run_folder: str, retention: Retention, *, newest: int, scores: dict[int, float | None], damaged: Collection[int] = ()
 ) -> None:
-    """Removes what retention does not keep, after step `newest` was committed. `scores` holds those known, by step, and is
-    added to. `damaged`: steps that were passed over and not written again; they go, and stand in for no good one.
+    """Remove checkpoints that the retention policy does not keep, after step `newest` was committed.
 
-    Later steps than `newest` are left alone: a restart passed over them, and will come to write them again.
+    Leaves steps after `newest`: a restart has skipped them and will write them again.
+
+    Args:
+        scores: Known scores by step. Extended by the scores that are read here.
+        damaged: Steps that were skipped and not written again. They are removed and do not count as kept.
     """
     present, removed = {}, []
     for checkpoint in committed(run_folder):
@@ -305,23 +317,23 @@ def prune(
             try:
                 scores[checkpoint.step] = checkpoint.manifest()["score"]
             except UnreadableError:
-                del present[checkpoint.step]  # it may be readable tomorrow
+                del present[checkpoint.step]  # may be readable later
             except DamagedError:
-                removed.append(checkpoint.step)  # no use to anyone, and was told when it was passed over
+                removed.append(checkpoint.step)  # useless, and logged when it was skipped
             except InputError:
-                del present[checkpoint.step]  # of another version: not ours to judge
+                del present[checkpoint.step]  # another version, which this one cannot judge
     known = [(step, scores[step]) for step in present if step in scores and step not in removed]
     for step in [*removed, *to_remove(known, retention, in_use={newest})]:
-        # The manifest goes first: what is left by a crash in between is no checkpoint any more.
+        # The manifest is removed first, so that a crash in between leaves no checkpoint.
         storage.remove_file(storage.join(present[step].path, MANIFEST))
         storage.remove_folder(present[step].path)
         scores.pop(step, None)
 
 
 def remove_unreferenced(folder: str, referenced: Iterable[str], *, tag: str) -> None:
-    """Removes the data files of earlier attempts at the same step from a committed checkpoint; `tag` is this one's.
+    """Remove data files of earlier attempts at the same step from a committed checkpoint; `tag` is this attempt's.
 
-    Those of later tags stay: a successor of ours may be writing them.
+    Keeps files with later tags, which a newer attempt may be writing.
     """
     for name in file_sizes(folder).keys() - set(referenced):
         if is_data_file(name) and tag_of(name) < tag:
@@ -329,26 +341,26 @@ def remove_unreferenced(folder: str, referenced: Iterable[str], *, tag: str) -> 
 
 
 def tag_of(name: str) -> str:
-    """Of a data file, finished or not."""
+    """Return the tag of a data file, finished or not."""
     return name.split(".", maxsplit=1)[0].partition("-")[2]
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept of a run's checkpoints, beside those in use."""
+    """Retention policy for a run's checkpoints, in addition to those in use."""
 
     num_to_keep: int = 2
-    """Newest ones."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = 1
-    """Those with the best scores."""
+    """Number of checkpoints with the best scores to keep."""
     keep_every: int | None = None
-    """Steps whose multiples are kept for good; None: none."""
+    """Interval of checkpoints to keep permanently, in steps. None keeps none permanently."""
 
 
 def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *, in_use: Collection[int]) -> list[int]:
-    """The steps to remove, lowest first, of (step, score) of the checkpoints there are.
+    """Return the steps to remove, ascending, given (step, score) of all checkpoints.
 
-    Higher scores are better, of equal ones the later is; None (or NaN) was not evaluated and is never among the best.
+    Higher scores are better; of equal scores the later step wins. Scores of None or NaN (not evaluated) are never best.
     """
     newest = sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
     scored = sorted((score, step) for step, score in saved if score is not None and not math.isnan(score))

@@ -1,13 +1,13 @@
-"""The state of a run by plan-free names: weights `model.NAME`, optimizer state `optimizer.PARAMETER.STATE`.
+"""Training state under plan-independent names: weights `model.NAME`, optimizer state `optimizer.PARAMETER.STATE`.
 
-A tensor's name says which values it holds, and its shape follows from the table, so any plan on any number of workers reads
-what any other has saved. One state needs thought: row-wise Adagrad has a number per row and *column part*, and only column_wise
-and table_column_wise plans have more than one part. A part's state lies under its columns,
-`optimizer.PARAMETER.momentum1.columns_0_32`, that of whole rows under `optimizer.PARAMETER.momentum1`; both are of shape (rows,).
-A rank with other columns than were saved takes the mean over its columns: the sum of squares per row, divided by the
-columns, is what the rule keeps, and within a saved part nothing finer is known. Equal numbers have themselves as their mean,
-to the last bit, so splitting columns and joining them again changes nothing unless there was training between.
-A tensor (rows, columns) would have one name in every plan, but be as large as the weights.
+The table alone determines names and shapes of its tensors, so that any plan on any number of workers can read the state of any
+other. The exception is row-wise Adagrad, which has a number for each row and *column part*; only column_wise and
+table_column_wise plans have more than one part. The state of a part is stored under its columns,
+`optimizer.PARAMETER.momentum1.columns_0_32`, and the state of full rows under `optimizer.PARAMETER.momentum1`, both with shape
+[rows]. A rank with other columns averages the stored parts, weighted by overlap. The state is the sum of squares per row divided
+by the number of columns, with no finer resolution within a part. The mean of equal numbers is exact, so splitting columns and
+merging them without training in between changes no bit. A state of shape [rows, columns] would need only one name, but be as
+large as the weights.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from rayrec.compat.torch_compat import (
 from rayrec.config import InputError
 
 Columns = tuple[int, int]
-"""First column, and the one after the last."""
+"""First column, and last column plus one."""
 Rows = tuple[int, int]
 """First row, and number of rows."""
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """`model.NAME` -> tensor, ShardedTensor or DTensor, for everything in the model's state dict.
+    """Return all entries of the model's state dict (tensor, ShardedTensor or DTensor) as `model.NAME`.
 
-    Tensors that are tied (GPT-2's output layer is its embedding) go by their first name only.
+    Tied tensors (GPT-2's output layer is its embedding) have only their first name.
     """
     return {f"model.{name}": tensor for name, tensor in untied(model.state_dict()).items()}
 
 
 def optimizer_tensors(optimizer: Any) -> dict[str, Any]:
-    """`optimizer.PARAMETER.STATE` -> tensor or ShardedTensor, of fused and dense optimizers alike."""
+    """Return the state of fused and dense optimizers (tensor or ShardedTensor) as `optimizer.PARAMETER.STATE`."""
     return {name: value for name, value, _ in _named_states(optimizer)}
 
 
 def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Everything a checkpoint holds. The values share memory with the live ones: filling them restores the run."""
+    """Return all tensors of a checkpoint. They share memory with the live ones, so that filling them restores the run."""
     return {**model_tensors(model), **optimizer_tensors(optimizer)}
 
 
 def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
-    """Brings weights and optimizer state back, whatever plan and number of workers saved them; collective.
+    """Restore weights and optimizer state, saved under any plan and number of workers; collective.
 
-    Raises what `rayrec.checkpoint.restore` raises, and InputError if the checkpoint holds tensors that this model or optimizer
-    does not have; the run is then half restored.
+    Raises the errors of `rayrec.checkpoint.restore`, and InputError for stored tensors that this model or optimizer does not
+    have. The run is then partly restored.
     """
     stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
     make_state(optimizer)
@@ -76,16 +76,16 @@ def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) 
 
 
 def restore_model(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
-    """Brings the weights back alone; collective. Raises what `rayrec.checkpoint.restore` raises."""
+    """Restore the weights only; collective. Raises the errors of `rayrec.checkpoint.restore`."""
     restore(checkpoint, model_tensors(model))
     forget_cached_rows(model)
 
 
 def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: torch.nn.Module, optimizer: Any) -> None:
-    """Gives a new run's weights and optimizer state the values of another run's checkpoint; rows of tables by `row_maps`, and
-    rows that these map to none keep their start values and an empty state; collective.
+    """Initialize weights and optimizer state from another run's checkpoint; collective. `row_maps` maps the rows of tables; rows
+    without a source keep their initial values and an empty state.
 
-    Raises what `restore_all` raises.
+    Raises the errors of `restore_all`.
     """
     stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
     make_state(optimizer)
@@ -103,7 +103,7 @@ def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: to
 
 
 def _weight_of(name: str, weights: Collection[str]) -> str:
-    """Which of `weights` a tensor of `all_tensors` is, or is the state of; "" for none of them."""
+    """Return the one of `weights` that a tensor of `all_tensors` is, or is the state of, or ""."""
     kind, _, rest = name.partition(".")
     if kind == "model":
         return rest if rest in weights else ""
@@ -124,10 +124,10 @@ def _refuse_surplus(checkpoint: Checkpoint, stored: Sequence[str], targets: Targ
 
 
 def make_state(optimizer: Any) -> None:
-    """Creates the optimizer state that first exists after a step (Adam's), to be filled by a restore.
+    """Create the optimizer state that first exists after a step (Adam's), to be filled by a restore.
 
-    An optimizer that lacks state takes a step with zero gradients, which may move its weights: restore them afterwards. Those of
-    embedding tables have their state from the start, and take none.
+    Steps such an optimizer with zero gradients, which may move its weights, so restore them afterwards. Optimizers of embedding
+    tables always have state and take no step.
     """
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:  # TorchRec's CombinedOptimizer
@@ -145,9 +145,9 @@ def make_state(optimizer: Any) -> None:
 
 
 class Targets:
-    """Tensors to be filled from a checkpoint that holds the names `stored`.
+    """Tensors to be filled from a checkpoint with the names `stored`.
 
-    Fill `tensors` in place, then call `loaded`, which writes what had to be converted into the optimizer.
+    Fill `tensors` in place, then call `loaded`, which converts column parts and copies them into the optimizer.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *, stored: Collection[str]) -> None:
@@ -160,7 +160,7 @@ class Targets:
             if part is not None and name not in stored:
                 whole = [(0, part.table.size()[1])] if part.name in stored else []
                 sources = part.covering(whole + stored_parts.get(part.name, []))
-            if part is None or not sources:  # a name that is stored nowhere is for the reader to refuse
+            if part is None or not sources:  # the reader rejects names that are not stored
                 self.tensors[name] = value
                 continue
             for columns in sources:
@@ -177,28 +177,28 @@ class Targets:
 
 @dataclass(frozen=True)
 class _Part:
-    """One column part of a table's row-wise state, as far as this worker holds it."""
+    """Column part of a table's row-wise state on this worker."""
 
     name: str
-    """Of the whole rows' state."""
+    """Name of the state of full rows."""
     table: torch.Tensor
-    """(rows, columns); no ShardedTensor where every worker holds it."""
+    """Weights, [rows, columns]. Not a ShardedTensor if every worker has all of it."""
     columns: Columns
     states: dict[Rows, torch.Tensor]
-    """The live state of these rows, 1-D."""
+    """Live state of these rows, 1-D."""
 
     def name_of(self, columns: Columns) -> str:
         whole = columns == (0, self.table.size()[1])
         return self.name if whole else f"{self.name}.columns_{columns[0]}_{columns[1]}"
 
     def blank(self) -> dict[Rows, torch.Tensor]:
-        """Zeros for the rows that this worker holds any columns of."""
+        """Return zeros for all rows of which this worker has any columns."""
         some = next(iter(self.states.values()))
         held = _placements(self.table.local_shards()) if isinstance(self.table, ShardedTensor) else self.states
         return {rows: some.new_zeros(rows[1]) for rows in held}
 
     def whole_table(self, states: Mapping[Rows, torch.Tensor]) -> torch.Tensor:
-        """`states` as this worker's shards of a tensor (rows of the table,)."""
+        """Return `states` as this worker's shards of a tensor of shape [table rows]."""
         if not isinstance(self.table, ShardedTensor):
             return states[0, self.table.size()[0]]
         everywhere = {_rows(metadata): metadata.placement for metadata in self.table.metadata().shards_metadata}
@@ -215,7 +215,7 @@ class _Part:
         )
 
     def covering(self, stored: list[Columns]) -> list[Columns]:
-        """Those of `stored` that overlap these columns, none where they leave some of these out."""
+        """Return the items of `stored` that overlap these columns, or [] if they do not cover them."""
         found = [columns for columns in stored if _overlap(columns, self.columns)]
         covered = sum(_overlap(columns, self.columns) for columns in found)
         return found if covered == self.columns[1] - self.columns[0] else []
@@ -223,13 +223,13 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Join:
-    """Makes the state of one column part out of those that were saved."""
+    """Conversion of stored column parts into the state of another column part."""
 
     target: _Part
     sources: dict[Columns, dict[Rows, torch.Tensor]]
 
     def apply(self) -> None:
-        # In float64 the products and their sum are exact for equal numbers, so their mean is the same number.
+        # In float64 the products and sums of equal numbers are exact, so their mean is the same number.
         for rows, state in self.target.states.items():
             total = torch.zeros_like(state, dtype=torch.float64)
             for columns, values in self.sources.items():
@@ -238,11 +238,11 @@ class _Join:
 
 
 def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:
-    """(name, value, what part of a table it belongs to if row-wise) of every state tensor that this worker has."""
+    """Yield name, value and column part (None if not row-wise) of every state tensor on this worker."""
     parameters = getattr(optimizer, "params", {})
     for parameter, states in optimizer.state_dict()["state"].items():
         for state, value in states.items():
-            # Fused states are named after their table (`cat_0.momentum1`); here they are named by state alone.
+            # Fused states are prefixed with their table (`cat_0.momentum1`), which is dropped here.
             name = f"optimizer.{parameter}.{state.rsplit('.', 1)[-1]}"
             if not isinstance(value, torch.Tensor):
                 continue
@@ -255,10 +255,10 @@ def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:
 
 
 def _parts(name: str, table: torch.Tensor, state: torch.Tensor) -> Iterator[_Part]:
-    """A worker's row-wise state by column part.
+    """Yield a worker's row-wise state by column part.
 
-    TorchRec has the shards of both in the same order, but the state's hang one below the other: its own offsets and
-    shape say how many parts the plan made, which is of no use to another plan.
+    TorchRec lists the shards of both in the same order, but stacks the state's shards: their offsets and shape depend on the
+    number of parts in the plan, which no other plan can use.
     """
     if not isinstance(table, ShardedTensor) or not isinstance(state, ShardedTensor):
         rows, columns = table.size()
@@ -272,7 +272,7 @@ def _parts(name: str, table: torch.Tensor, state: torch.Tensor) -> Iterator[_Par
 
 
 def _stored_parts(stored: Collection[str]) -> dict[str, list[Columns]]:
-    """The column parts that a checkpoint holds, in their order, by the name of the whole rows' state."""
+    """Return the stored column parts, sorted, by the name of the full rows' state."""
     parts: dict[str, list[Columns]] = {}
     for name in stored:
         found = re.fullmatch(r"(optimizer\..+)\.columns_(\d+)_(\d+)", name)
@@ -298,12 +298,12 @@ def _overlap(one: Columns, other: Columns) -> int:
 
 
 def restore_rows(checkpoint: Checkpoint, tensors: Mapping[str, tuple[Any, RowMap]]) -> None:
-    """Fills the rows of `tensors` that a map gives a stored row, in place, and leaves the others unchanged; under any plan and
-    number of workers. Dimension 0 of a tensor (tensor or ShardedTensor) is the rows of its map.
+    """Copy stored rows into `tensors` in place according to their row maps, under any plan and number of workers. Rows without a
+    source are unchanged. Dimension 0 of a tensor or ShardedTensor matches its map.
 
-    Collective if a process group is up. Each rank reads the ranges of rows that its shards need, 64 MiB at a time. Memory in
-    addition: 24 bytes for each row of its largest shard. Raises, on all ranks, DamagedError if any rank found a file damaged,
-    InputError for a tensor that is missing or has another shape; tensors may then be partly filled.
+    Collective if a process group is initialized. Each rank reads the row ranges for its shards, 64 MiB at a time. Additional
+    memory: 24 bytes for each row of its largest shard. Raises on all ranks DamagedError if any rank found a damaged file,
+    InputError for a missing tensor or a wrong shape. Tensors may then be partly filled.
     """
     ranks = Ranks.all()
     manifest = ranks.from_first(checkpoint.manifest)
@@ -325,7 +325,7 @@ def _fill_all(checkpoint: Checkpoint, manifest: dict[str, Any], tensors: Mapping
 
 
 def _row_parts(tensor: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """This worker's parts of a tensor, with their first row and column."""
+    """Yield this worker's parts of a tensor, with their first row and column."""
     if not isinstance(tensor, ShardedTensor):
         yield tensor, 0, 0
         return

@@ -1,4 +1,4 @@
-"""Writes checkpoints: each rank's file with its checksums, then, on rank 0, what belongs with it and the manifest last."""
+"""Checkpoint writer: each rank writes its file with checksums, then rank 0 writes the extra files and, last, the manifest."""
 
 import contextlib
 import hashlib
@@ -30,32 +30,33 @@ from rayrec.checkpoint.safetensors import DTYPES, TORCH_DTYPES, header
 from rayrec.config import InputError
 
 Source = bytes | str
-"""The content of a file, or the path or URL of one to copy."""
+"""Content of a file, or the path or URL of a file to copy."""
 Described = dict[str, dict[str, Any]]
-"""What the manifest says of each file, by name: its `bytes` and `sha256`."""
+"""Manifest entries of files, by name: `bytes` and `sha256`."""
 _NUM_THREADS: Final = 8
-"""Files hashed and copied at a time."""
+"""Number of files hashed or copied in parallel."""
 
 
 @final
 class ExtraFiles:
-    """Writes the same files into one checkpoint after the other. Each source is read once to be hashed and once to be copied
-    into the first checkpoint. Later ones share the bytes of the checkpoint before (see `storage.clone_file`), so that a
-    vocabulary of gigabytes is not moved with every save, and a source that somebody changes does not get into them. A copy that
-    goes wrong is found by its size, or by its hash when it is read."""
+    """Writer of the same extra files into successive checkpoints. Reads each source once to hash it and once to copy it into the
+    first checkpoint. Later checkpoints share the bytes of the previous one (see `storage.clone_file`): a vocabulary of gigabytes
+    is not copied for every save, and later changes of the source have no effect. A failed copy is detected by its size, or by its
+    hash when it is read."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
-        """By name in the checkpoint's folder."""
+        """Create a writer for sources by file name."""
         self._sources = dict(sources)
         self._described: Described = {}
         self._last: dict[str, str] = {}
         """Path of the copy in the last checkpoint, by name."""
 
     def write(self, folder: str) -> Described:
-        """Raises InputError if a source is gone, OSError if storage is unavailable. The caller checks the sizes of the copies.
+        """Write the files into a checkpoint folder. The caller checks the sizes of the copies. Raises InputError if a source is
+        missing, OSError if storage is unavailable.
 
-        A file of a complete checkpoint in the same folder that has other content stays: until the next manifest is written,
-        that checkpoint is the one to resume from. An earlier start of the run saved it, with settings that may change.
+        Keeps files of a complete checkpoint in the same folder that have different content: until the next manifest is written, a
+        resume would use that checkpoint. An earlier attempt of the run saved it, possibly with other settings.
         """
         new = [name for name in self._sources if name not in self._described]
         self._described |= zip(new, _threaded(_describe, [self._sources[name] for name in new]), strict=True)
@@ -75,20 +76,21 @@ class ExtraFiles:
             _copy(self._sources[name], target)
 
     def _shares_last(self, name: str, target: str) -> bool:
-        """Whether a file needs no copy, since `target` has the content of the last checkpoint's now."""
+        """Return whether `target` now shares the content of the last checkpoint's copy, so that the source need not be copied."""
         last = self._last.get(name)
         if last is None or isinstance(self._sources[name], bytes):
             return False
-        if storage.size_of(last) != self._described[name]["bytes"]:  # removed by retention, or cut short
+        if storage.size_of(last) != self._described[name]["bytes"]:  # removed by retention, or truncated
             return False
         return last == target or storage.clone_file(last, target)
 
 
 def repair(folder: str, sources: Mapping[str, Source]) -> list[str]:
-    """Writes those files of a complete checkpoint again that are missing or not as recorded, from sources with the recorded
-    content; returns their names. Checkpoints of one attempt share these files, so damage to one is damage to all of them.
+    """Restore missing or damaged files of a complete checkpoint from sources with the recorded content, and return their names.
+    Checkpoints of one attempt share these files, so damage to one affects all.
 
-    Nothing is done if the manifest is damaged. Raises OSError if storage is unavailable."""
+    Does nothing if the manifest is damaged. Raises OSError if storage is unavailable.
+    """
     recorded = _recorded(folder)
     damaged = [name for name in sources if name in recorded and not _is(storage.join(folder, name), recorded[name])]
     repaired = [name for name in damaged if _has(sources[name], recorded[name])]
@@ -98,7 +100,7 @@ def repair(folder: str, sources: Mapping[str, Source]) -> list[str]:
 
 
 def _copy(source: Source, target: str) -> None:
-    """Replaces the whole file: `target` may be a link that others share."""
+    """Replace the full file, because `target` may be a hard link to shared content."""
     if isinstance(source, bytes):
         storage.write_bytes(target, source)
     else:
@@ -106,7 +108,7 @@ def _copy(source: Source, target: str) -> None:
 
 
 def _recorded(folder: str) -> Described:
-    """The extra files of a complete checkpoint in a folder, none if there is no readable one."""
+    """Return the extra files of the complete checkpoint in a folder, or {} if none can be read."""
     files: Described = {}
     if storage.exists(storage.join(folder, MANIFEST)):
         with contextlib.suppress(InputError):
@@ -122,7 +124,7 @@ def _is(path: str, file: Mapping[str, Any]) -> bool:
 
 
 def _has(source: Source, file: Mapping[str, Any]) -> bool:
-    """Whether a source still has the content that a manifest records."""
+    """Return whether a source still has the content recorded in the manifest."""
     try:
         return _describe(source) == dict(file)
     except InputError:
@@ -130,7 +132,7 @@ def _has(source: Source, file: Mapping[str, Any]) -> bool:
 
 
 def _threaded(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """The results in the items' order; raises what the first failing call raised."""
+    """Map the function over items in threads. Raises the error of the first failed call."""
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint-files") as pool:
         return [future.result() for future in [pool.submit(copy_context().run, function, item) for item in items]]
 
@@ -142,7 +144,7 @@ def _describe(source: Source) -> dict[str, Any]:
 
 
 def written_by(function: Callable[[str], None]) -> Callable[[str], Described]:
-    """For a checkpoint that is saved once: what `function` writes into its folder, as it is found there."""
+    """Wrap a `function` that writes files into a folder, for a checkpoint that is saved once, and describe its files."""
 
     def write(folder: str) -> Described:
         function(folder)
@@ -159,22 +161,21 @@ def written_by(function: Callable[[str], None]) -> Callable[[str], Described]:
 
 @dataclass(frozen=True)
 class Written:
-    """A rank's file, and for each part of it what the manifest says of its tensor and of the chunk."""
+    """File of a rank, and the manifest entries of its parts."""
 
     file: str
     size_bytes: int
     chunks: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]
-    """(name, tensor, chunk)."""
+    """Tuples of (name, tensor, chunk)."""
 
 
 def write_rank(
     folder: str, copy: HostCopy, *, rank: int, tag: str, wrote: Callable[[int], None] = lambda size_bytes: None
 ) -> Written | None:
-    """Writes a rank's file from its copy in host memory; None, and no file, where the rank has nothing to write.
+    """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write.
 
-    `wrote` is called with the bytes of each block that was handed to storage.
-
-    Raises OSError where storage is unavailable or full; no part of the file is left then.
+    `wrote` is called with the size of each written block. Raises OSError if storage is unavailable or full, leaving no partial
+    file.
     """
     parts = copy.plan.parts
     if not parts:
@@ -187,7 +188,7 @@ def write_rank(
         ]
     )
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sums") as pool:
-        sums_ahead = pool.submit(_checksums, copy)  # both leave Python to itself, so that they overlap
+        sums_ahead = pool.submit(_checksums, copy)  # both release the GIL, so they overlap
         storage.write_stream(storage.join(folder, name), _pieces(head, copy, wrote))
         checksums = sums_ahead.result()
     chunks = tuple(
@@ -209,7 +210,7 @@ def write_rank(
 
 
 def _checksums(copy: HostCopy) -> list[list[str]]:
-    """For each part the SHA-256 of its blocks."""
+    """Return the SHA-256 of each block, by part."""
     body = copy.body()
     return [
         [
@@ -238,15 +239,18 @@ def commit(
     extra_files: Callable[[str], Described] | None,
     lease: Lease | None = None,
 ) -> int:
-    """Makes a checkpoint of what the ranks have written; on rank 0. Returns its size in bytes. `shapes`: all tensors of the
-    model; `extra_files` writes what belongs with the weights into the folder.
+    """Commit a checkpoint from the files of all ranks, on rank 0. Return its size in bytes.
 
-    Raises InputError if the lease is not valid any more or the ranks have not written all of the model; OSError if storage is
-    unavailable or full, and if a file that was written is missing or has another size.
+    Args:
+        shapes: Shapes of all tensors of the model.
+        extra_files: Writes the files in addition to the tensors into the folder.
+
+    Raises InputError if the lease is no longer valid or the ranks have not written the full model, and OSError if storage is
+    unavailable or full, or a written file is missing or has another size.
     """
     if lease is not None:
         lease.check()
-    storage.make_folder(folder)  # where no rank had anything to write
+    storage.make_folder(folder)  # in case no rank had anything to write
     files: Described = {part.file: {"bytes": part.size_bytes} for part in written}
     if extra_files is not None:
         files |= extra_files(folder)
@@ -274,19 +278,21 @@ def commit(
         "tensors": tensors,
     }
     if lease is not None:
-        lease.check()  # as late as can be: writing and summing up may have taken long
+        lease.check()  # as late as possible, because writing and hashing can take long
     storage.write_json(storage.join(folder, MANIFEST), seal(manifest))
     return sum(file["bytes"] for file in files.values())
 
 
 def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_files: Callable[[str], None] | None = None) -> int:
-    """Writes a checkpoint and returns when it is complete; collective. Returns its size in bytes (over all ranks).
+    """Write a checkpoint synchronously; collective. Return its size in bytes over all ranks. Without retries; see `Saver`.
 
-    `tensors`: name -> tensor, ShardedTensor or DTensor. `state`: plain JSON values, taken from rank 0. `extra_files`
-    is called on rank 0 with the folder, before the manifest is written. Nothing is tried twice; `Saver` does that.
+    Args:
+        tensors: Tensors, ShardedTensors or DTensors by name.
+        state: Plain JSON values, taken from rank 0.
+        extra_files: Called on rank 0 with the folder, before the manifest is written.
     """
     ranks = Ranks.all()
-    # A torn earlier attempt goes, and what cannot be saved is found, before anything is written.
+    # Removes an uncommitted earlier attempt and detects invalid tensors before anything is written.
     local = ranks.together(lambda: _ready(path, tensors, ranks))
     copy = HostCopy(make_plan(local, ranks), local)
     try:
@@ -310,13 +316,13 @@ def _ready(path: str, tensors: dict[str, Any], ranks: Ranks) -> LocalTensors:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of a source is in the joined checkpoint: all of a tensor, or columns of it."""
+    """Position of a source tensor in the merged checkpoint: a full tensor, or columns of it."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor there."""
+    """Shape of the full merged tensor."""
     first_column: int = 0
-    """Of dimension 1, if the tensor has two or more."""
+    """First column in dimension 1, for tensors of two or more dimensions."""
 
 
 def join(
@@ -326,12 +332,15 @@ def join(
     state: dict[str, Any],
     extra_files: Callable[[str], None],
 ) -> int:
-    """Writes a checkpoint of tensors of other checkpoints, a file each, into an empty folder; returns its size in bytes. A source
-    comes with the place of each of its tensors that are taken, by name. `state` and `extra_files` are as for
-    `rayrec.checkpoint.save`.
+    """Merge tensors of other checkpoints, one file for each, into an empty folder. Return the size in bytes.
 
-    Memory: a few blocks of 16 MiB. Every checksum is verified as the bytes are copied. Raises DamagedError for a source that is
-    not as it was written, InputError for places that leave gaps.
+    Args:
+        sources: Checkpoints, each with the positions of its selected tensors by name.
+        state: As in `rayrec.checkpoint.save`.
+        extra_files: As in `rayrec.checkpoint.save`.
+
+    Memory: a few blocks of 16 MiB. Verifies every checksum while copying. Raises DamagedError for a damaged source, InputError
+    for positions that leave gaps.
     """
     written = [_copied(path, number, *source) for number, source in enumerate(sources)]
     shapes = {place.name: place.shape for _, places in sources for place in places.values()}
