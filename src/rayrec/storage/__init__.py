@@ -1,4 +1,4 @@
-"""Reads and writes files by path or URL (local, s3://, gs://, az://), whole or not at all."""
+"""Files and folders by path or URL (local, s3://, gs://, az://), written atomically."""
 
 # ruff: noqa: F401  # what this room is to others
 

@@ -29,20 +29,20 @@ _ACCOUNT: Final = re.compile(r"([a-z0-9]{3,24})(?:\.(?:blob|dfs)\.([a-z0-9.-]+))
 
 @dataclass(frozen=True)
 class AzurePlace:
-    """Where an az://, abfs:// or abfss:// URL points to, and how its store is reached. Holds no credentials."""
+    """Location of an az://, abfs:// or abfss:// URL and its endpoint. Contains no credentials."""
 
     inner: str
-    """CONTAINER/KEY"""
+    """Has the form CONTAINER/KEY."""
     account: str
     blob_url: str
-    """Where the account's Blob service answers, without the account's name in its path."""
+    """URL of the account's Blob service, without the account name in its path."""
 
     sent_settings: ClassVar[tuple[str, ...]] = _SETTINGS
 
     @classmethod
     def of(cls, path: str) -> AzurePlace:
-        """From a URL az://CONTAINER[@ACCOUNT[.dfs.core.windows.net]]/KEY and the environment; KEY as it is, without
-        percent-encoding. Raises InputError if neither names an account."""
+        """Parse a URL az://CONTAINER[@ACCOUNT[.dfs.core.windows.net]]/KEY, given the environment. KEY is not percent-decoded.
+        Raises InputError if neither names an account."""
         options_of(path, ())
         body = split_options(path)[0].partition("://")[2]
         authority, _, key = body.partition("/")
@@ -68,15 +68,15 @@ class AzurePlace:
         return cls(f"{container}/{key}".rstrip("/"), named, url)
 
     def store(self) -> tuple[str, ...]:
-        """Equal for places in one store, which can copy between them."""
+        """Return a key that is equal for locations between which the store can copy."""
         return ("az", self.account, self.blob_url)
 
     def connection(self) -> tuple[object, ...]:
-        """All that a connection to the store depends on."""
+        """Return everything that a connection to the store depends on."""
         return self.account, self.blob_url, *(os.environ.get(name) for name in _SETTINGS)
 
     def address(self) -> tuple[str, int] | None:
-        """Host and port, to see that they are reachable: Azure's library waits for a connection for many minutes."""
+        """Return host and port for a connection test, because Azure's library waits many minutes for a connection."""
         url = urlsplit(self.blob_url)
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
@@ -84,7 +84,7 @@ class AzurePlace:
         return f"account {self.account} is looked for at {self.blob_url} (AZURE_STORAGE_CONNECTION_STRING)"
 
     def open(self, limit_s: float) -> arrow_fs.FileSystem:
-        """A filesystem. Azure's library makes four attempts within about 6 s, and knows no other number."""
+        """Create the filesystem. Azure's library makes four attempts within about 6 s, which cannot be configured."""
         scheme, _, host = self.blob_url.partition("://")
         options: dict[str, Any] = {"blob_storage_scheme": scheme, "dfs_storage_scheme": scheme}
         start = f"{self.account}.blob."
@@ -97,12 +97,12 @@ class AzurePlace:
 
 
 def _credentials(account: str) -> dict[str, str]:
-    """An account key or a SAS token, from their own variables or the connection string; without them Azure's library looks for
-    AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, the machine's identity, and what `az login` left."""
+    """Return an account key or a SAS token, from its own variable or the connection string. Without them, Azure's library uses
+    AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, the managed identity, or the login of `az login`."""
     known = _connection_string()
     if known.get("AccountName") != account:
         known = {}
-    own = os.environ.get("AZURE_STORAGE_ACCOUNT") in (None, "", account)  # else the variables belong to another account
+    own = os.environ.get("AZURE_STORAGE_ACCOUNT") in (None, "", account)  # otherwise the variables belong to another account
     key = (os.environ.get("AZURE_STORAGE_KEY") if own else None) or known.get("AccountKey")
     if key:
         try:
@@ -115,7 +115,7 @@ def _credentials(account: str) -> dict[str, str]:
 
 
 def _connection_string() -> dict[str, str]:
-    """AZURE_STORAGE_CONNECTION_STRING by name; empty without one."""
+    """Parse AZURE_STORAGE_CONNECTION_STRING into a dict, empty if it is not set."""
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").strip()
     pairs = [part.partition("=") for part in text.split(";") if part.strip()]
     if not all(name and equals for name, equals, _ in pairs):
@@ -127,7 +127,7 @@ def _connection_string() -> dict[str, str]:
 
 
 def _address(endpoint: str) -> str:
-    """A Blob endpoint without the account in its path, which pyarrow adds."""
+    """Return a Blob endpoint without the account in its path, which pyarrow appends."""
     url = urlsplit(endpoint)
     if url.scheme not in {"http", "https"} or not url.hostname or "@" in url.netloc:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The cache folder, and what is kept there: files fetched from a store, for all processes of a node, and unpacked gzip files."""
+"""Cache folder for files fetched from a store, shared by all processes of a node, and for decompressed gzip files."""
 
 import fcntl
 import glob
@@ -16,16 +16,16 @@ from rayrec.config import InputError
 from rayrec.storage.files import PARTIAL
 
 LEAST_FILES: Final = 4
-"""That a limited cache must have room for: some in use, some on their way."""
+"""Minimum number of files that a limited cache must fit: some in use, some in transfer."""
 KEY_DIGITS = 10
-"""Of the 16 hex digits that name what was made from a file, those that say which file; the others say which version of it."""
+"""Number of hex digits that identify the source in a cache key of 16. The others identify its version."""
 GZIP_MAGIC = b"\x1f\x8b"
 GUNZIP_BYTES = 8 << 20
-"""Most bytes that one step of unpacking gives."""
+"""Maximum bytes from one decompression step."""
 
 
 def folder(of_run: str | None = None) -> str:
-    """The cache folder: $RAYREC_CACHE, else that of a run if it is there and may be written, else ~/.cache/rayrec."""
+    """Return the cache folder: $RAYREC_CACHE, else a run's if it exists and is writable, else ~/.cache/rayrec."""
     chosen = os.environ.get("RAYREC_CACHE")
     if chosen:
         return chosen
@@ -36,18 +36,22 @@ def folder(of_run: str | None = None) -> str:
 
 @final
 class ShardCache:
-    """The files of one folder of a store, below a local folder that any process of the node may share.
+    """Cache of one folder of a store, in a local folder that all processes of the node share.
 
-    Locks are held on files, by their holder's descriptors, so that they end with a process however it ends. Who maps a file
-    holds it shared, by `in_use`; only what nobody holds goes when room is made, the one not used for longest first.
+    Uses file locks on open descriptors, which end with their process however it ends. A process that maps a file keeps a shared
+    lock on it, through `in_use`. Eviction removes unlocked files only, least recently used first.
     """
 
     def __init__(
         self, source: str, *, index: bytes, sizes_bytes: Mapping[str, int], folder: str, limit_bytes: int | None = None
     ) -> None:
-        """`source`: the URL. `index`: what tells this version of its files from another. `folder`: of all caches.
+        """Create a cache for the URL `source`.
 
-        Raises InputError for a limit that is too low to work with.
+        Args:
+            index: Bytes that identify the version of the files.
+            folder: Folder of all caches.
+
+        Raises InputError for a limit that is too low.
         """
         largest = max(sizes_bytes.values())
         if limit_bytes is not None and limit_bytes < LEAST_FILES * largest:
@@ -61,17 +65,19 @@ class ShardCache:
         os.makedirs(os.path.join(self.folder, ".locks"), exist_ok=True)
 
     def fetch(self, name: str, check: Callable[[str], None], read: Callable[[], Iterable[bytes]] | None = None) -> int:
-        """Fetches a file that is not here, unless another process has meanwhile; returns the bytes fetched. `read` gives its
-        content (None: what the store has by its name).
+        """Fetch a file, unless another process has meanwhile, and return the number of fetched bytes.
 
-        `check` is given the local path before the file appears and raises what keeps it from appearing. Raises InputError
-        where the store has no such file, OSError where it is out for too long.
+        Args:
+            check: Called with the local path before the file becomes visible; an error prevents that.
+            read: Source of the content. None reads the file of this name from the store.
+
+        Raises InputError if the store has no such file, OSError if it is unavailable for too long.
         """
         target = os.path.join(self.folder, name)
-        with self._locked(f"{name}.lock"):  # no shard's lock has the name of the one below
+        with self._locked(f"{name}.lock"):  # no shard is named "room", the other lock
             if os.path.exists(target):
                 return 0
-            # By a process that was killed: the lock was free
+            # Left over from a killed process, because the lock was free.
             for left in glob.glob(f"{glob.escape(target)}.*.partial"):
                 os.remove(left)
             with storage.writing(target) as local:
@@ -82,12 +88,12 @@ class ShardCache:
             return self._sizes_bytes[name]
 
     def remove(self, name: str) -> None:
-        """Removes a file, in use or not."""
+        """Remove a file, in use or not."""
         with suppress(FileNotFoundError):
             os.remove(os.path.join(self.folder, name))
 
     def _open_in_room(self, local: str, needed_bytes: int) -> BinaryIO:
-        """Open a file for so many bytes once there is room for them. Others that make room count it from here on."""
+        """Open a file once there is room for N bytes. Other processes count it from now on."""
         with self._locked("room"):
             if self._limit_bytes is not None:
                 self._make_room(needed_bytes, self._limit_bytes)
@@ -99,7 +105,7 @@ class ShardCache:
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
                 name = PARTIAL.sub("", entry.name)
-                total_bytes += self._sizes_bytes.get(name, 0)  # of one on its way, what it will have
+                total_bytes += self._sizes_bytes.get(name, 0)  # files in transfer count with their full size
                 if entry.name == name and name in self._sizes_bytes:
                     here.append((entry.stat().st_mtime_ns, name))
         for _, name in sorted(here):
@@ -119,7 +125,8 @@ class ShardCache:
 
 
 def in_use(descriptor: int) -> bool:
-    """Keeps an opened file of the cache from going, as long as the descriptor or a map of it lives; False: it went already."""
+    """Lock an open cache file against eviction, until the descriptor and all maps of it are closed. Return False if it is already
+    evicted."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.utime(descriptor)
     return os.fstat(descriptor).st_nlink > 0
@@ -138,13 +145,13 @@ def _remove_unused(path: str) -> bool:
 
 
 def version_key(source: object, version: object) -> str:
-    """16 hex digits that name a file made from a source: the first KEY_DIGITS for the source, the others for its version."""
+    """Return 16 hex digits that name a derived file: KEY_DIGITS for the source, the others for its version."""
     digests = [hashlib.sha256(repr(each).encode()).hexdigest() for each in (source, version)]
     return digests[0][:KEY_DIGITS] + digests[1][: 16 - KEY_DIGITS]
 
 
 def remove_older(folder: str, kept: Iterable[str]) -> None:
-    """Removes what was made from older versions of the sources of `kept` names (see `version_key`) from a folder."""
+    """Remove files derived from older versions of the sources of the `kept` names from a folder; see `version_key`."""
     kept = {name[:16] for name in kept}
     sources = {name[:KEY_DIGITS] for name in kept}
     for name in storage.list_folder(folder) if sources else []:
@@ -154,7 +161,7 @@ def remove_older(folder: str, kept: Iterable[str]) -> None:
 
 
 def head_of(path: str, size_bytes: int) -> bytes:
-    """A file's first bytes. Raises InputError for a file that this user may not read."""
+    """Return the first bytes of a file. Raises InputError if it is not readable."""
     head = np.zeros(size_bytes, np.uint8)
     try:
         got = storage.read_into(path, 0, head)
@@ -168,23 +175,22 @@ def is_gzip(path: str) -> bool:
 
 
 def unpacked_path(file: storage.File, folder: str) -> str:
-    """Where the plain text of a gzip file is kept: named by the file's path, size and time."""
+    """Return the cache path of a decompressed gzip file, which depends on the file's path, size and time."""
     key = version_key(file.path, (file.size_bytes, file.modified_ns))
     return storage.join(folder, f"{key}-{storage.name_of(file.path).removesuffix('.gz')}")
 
 
 def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | None = None) -> storage.File:
-    """Unpacks a gzip file once, so that it can be split and reread from any row (gzip itself allows neither).
+    """Decompress a gzip file once, so that it can be split and read from any row.
 
-    The result appears complete or not at all; a second call finds it. At a URL it is sent while it is unpacked, and takes no
-    room here. Raises InputError for a damaged file or a full disk.
+    Atomic, and idempotent. A URL target is streamed and needs no local disk. Raises InputError for a damaged file or a full disk.
     """
     target = unpacked_path(file, folder)
     if not storage.exists(target):
         try:
             storage.write_stream(target, _reported(_decompressed(file.path), progress))
         except OSError as error:
-            if error.errno is None:  # a store that is out
+            if error.errno is None:  # an unavailable store
                 raise
             raise InputError(f"{target}: {file.path} cannot be unpacked there ({error.strerror})") from None
     return storage.list_files(target)[0]
@@ -207,17 +213,17 @@ def _decompressed(path: str) -> Iterator[bytes]:
 
 
 def gunzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The content of gzip data, in pieces of at most GUNZIP_BYTES however well it was compressed. Raises zlib.error for
-    damaged data, EOFError if it ends in the middle."""
+    """Decompress gzip data into pieces of at most GUNZIP_BYTES, at any compression ratio. Raises zlib.error for damaged data,
+    EOFError if it is truncated."""
     engine = zlib.decompressobj(wbits=31)
     begun = False
     for data in pieces:
         while data:
             if engine.eof:
-                data = data.lstrip(b"\0")  # padding behind the last member, which gzip passes over too
+                data = data.lstrip(b"\0")  # padding after the last member, which gzip skips too
                 if not data:
                     break
-                engine = zlib.decompressobj(wbits=31)  # several gzip members one after the other
+                engine = zlib.decompressobj(wbits=31)  # concatenated gzip members
             begun = True
             if piece := engine.decompress(data, GUNZIP_BYTES):
                 yield piece

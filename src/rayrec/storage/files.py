@@ -1,4 +1,4 @@
-"""Single files by path or URL: whether they are there, their bytes, and writing them whole or not at all."""
+"""Single files by path or URL: existence, reading, and atomic writing."""
 
 import ctypes
 import errno
@@ -26,25 +26,25 @@ from rayrec.storage.stores import enduring, no_bucket, place_of, remedy, resolve
 from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of, split_options
 
 _PIECE_BYTES: Final = 8 << 20
-"""Read, written and copied at once; a smaller file is one request to a store."""
+"""Bytes read, written or copied at a time. Smaller files need one request to a store."""
 _MAX_JSON_BYTES: Final = 1 << 30
 PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
-"""What `partial_of` adds to a name."""
+"""Matches the suffix added by `partial_of`."""
 _AHEAD_BYTES: Final = 64 << 20
-"""Handed to the uploading threads before waiting for them: they would take any amount, and memory with it."""
+"""Bytes queued for upload before a flush. pyarrow's queue is unbounded and would fill the memory."""
 _LARGEST_COPY_BYTES: Final = 5 << 30
-"""More than this S3 does not copy within itself in one request."""
+"""Largest file that S3 can copy in one request."""
 _COPIES_ANY_SIZE: Final = {"gs", "gcs", "az", "abfs", "abfss"}
 _SECTION_BYTES: Final = 32 << 20
-"""Of a file for Azure, kept in memory until the store has it."""
+"""Part size of uploads to Azure, kept in memory until the store has it."""
 _STAGED: Final = {"az", "abfs", "abfss"}
-"""Of these stores' objects the beginning would be visible while the rest is written."""
+"""Stores in which an object is visible before it is complete."""
 _NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""A hard link was refused: another file system, one without links, too many links, or the file was removed."""
+"""Errors if hard links are impossible: other file system, no support, too many links, or a removed file."""
 
 
 def partial_of(path: str) -> str:
-    """Return a new name beside a file, for while it is written. A process that is killed leaves it."""
+    """Return a new temporary name in the same folder, which is left behind if the process is killed."""
     return f"{path}.{uuid.uuid4().hex}.partial"
 
 
@@ -53,19 +53,19 @@ def exists(path: str) -> bool:
 
 
 def size_of(path: str) -> int | None:
-    """Bytes of a file; None where there is no file."""
+    """Return the size of a file in bytes, or None if it is not a file."""
     info = info_of(path)
     return info.size if info.type == arrow_fs.FileType.File else None
 
 
 def info_of(path: str) -> arrow_fs.FileInfo:
-    """What is at a path."""
+    """Return type, size and time of the entry at a path."""
 
     def asked(filesystem: arrow_fs.FileSystem, inner: str) -> arrow_fs.FileInfo:
         info = filesystem.get_file_info(inner)
         if info.type != arrow_fs.FileType.NotFound or not isinstance(filesystem, arrow_fs.AzureFileSystem):
             return info
-        # pyarrow looks at the first name that begins so, and "run-1/" comes before "run/".
+        # pyarrow checks only the first name with this prefix, and "run-1/" sorts before "run/".
         inside = filesystem.get_file_info(arrow_fs.FileSelector(inner, allow_not_found=True))
         return arrow_fs.FileInfo(info.path, arrow_fs.FileType.Directory) if inside else info
 
@@ -73,20 +73,15 @@ def info_of(path: str) -> arrow_fs.FileInfo:
 
 
 def missing(path: str, what: str = "no such file") -> InputError:
-    """What to say of a path where nothing is: that of a bucket which is not there, too, a store says just that."""
+    """Return the error for a path that does not exist, or for its bucket if that does not exist."""
     if in_object_store(path) and not exists(bucket_of(path) + split_options(path)[1]):
         return no_bucket(path)
     return InputError(f"{path}: {what}")
 
 
-# Reading -------------------------------------------------------------------------------------------------------------
-
-
 def read_into(path: str, start: int, buffer: np.ndarray) -> int:
-    """Reads bytes from `start` on into a uint8 array and returns how many there were; any number of threads may.
-
-    Raises InputError where the file is gone.
-    """
+    """Read bytes from `start` into a uint8 array and return their number. Thread-safe. Raises InputError if the file does not
+    exist."""
     local = local_path(path)
     try:
         if local is None:
@@ -101,8 +96,8 @@ def read_into(path: str, start: int, buffer: np.ndarray) -> int:
 
 
 def read_stream(path: str) -> Iterator[bytes]:
-    """A file's bytes in pieces of some MiB, going on where they stopped if the store was out. Raises InputError where the
-    file is gone."""
+    """Yield the bytes of a file in pieces of some MiB, resuming after an outage of the store. Raises InputError if the file does
+    not exist."""
     file: NativeFile | None = None
     position = 0
 
@@ -129,12 +124,12 @@ def read_stream(path: str) -> Iterator[bytes]:
 
 
 def read_bytes(path: str) -> bytes:
-    """All of a file. Raises InputError where there is none."""
+    """Read a file. Raises InputError if it does not exist."""
     return b"".join(read_stream(path))
 
 
 def read_text(path: str) -> str:
-    """All of a UTF-8 file, without a byte order mark. Raises InputError if there is none, and for any other encoding."""
+    """Read a UTF-8 file without its byte order mark. Raises InputError if it does not exist or has another encoding."""
     try:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -142,8 +137,8 @@ def read_text(path: str) -> str:
 
 
 def read_json(path: str) -> Any:
-    """Return the value of a JSON file. Raises InputError if there is none, and for damage, a pipe or device, more than 1 GiB,
-    and values that are nested too deeply."""
+    """Read a JSON file. Raises InputError if it does not exist, is damaged, is a pipe or device, exceeds 1 GiB, or is nested too
+    deeply."""
     local = local_path(path)
     if local is not None and os.path.exists(local) and not os.path.isfile(local):
         raise InputError(f"{path}: damaged, not a regular file")
@@ -160,18 +155,16 @@ def read_json(path: str) -> Any:
         raise InputError(f"{path}: damaged, its JSON is nested too deeply") from None
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
 def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
-    """Writes a file piece by piece; it appears complete or not at all. Returns its bytes.
+    """Write a file atomically from pieces, and return its size in bytes.
 
-    A piece may be overwritten once the next one is asked for. To a URL nothing is stored on the way on this machine, and at
-    most about 100 MiB are in memory; S3 takes 10,000 parts of 10 MiB, which is 97 GiB. After an error, as after a crash, parts
-    that were sent stay in the store, unseen, until its rule for incomplete uploads removes them. In Azure the file is first
-    NAME.*.partial, which the store then copies; after a crash that file stays.
-    Raises what `pieces` raises, OSError with its errno where a disk fails, OSError where a store is out for too long
-    (from `OUTAGE_S` to twice that), and InputError where a store refuses what the user can fix.
+    A piece may be overwritten once the next one is requested. A URL needs no local disk, and at most about 100 MiB of memory. S3
+    accepts 10,000 parts of 10 MiB, which is 97 GiB; after an error or crash, uploaded parts stay in the store, hidden, until its
+    rule for incomplete uploads removes them. In Azure the file is first NAME.*.partial, which the store then copies, and which
+    stays after a crash.
+
+    Raises the errors of `pieces`, OSError with its errno if a disk fails, OSError if a store is unavailable for too long
+    (`OUTAGE_S` to twice that), and InputError if a store rejects the request for a reason that the user can fix.
     """
     local = local_path(path)
     if local is not None:
@@ -179,7 +172,7 @@ def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
             return sum(_write_all(file.write, piece) for piece in pieces)
     try:
         return _staged(path, pieces) if scheme_of(path) in _STAGED else _sent(path, pieces)
-    except FileNotFoundError:  # what Google's store says of a bucket that is not there
+    except FileNotFoundError:  # Google's error for a missing bucket
         raise missing(path) from None
 
 
@@ -196,7 +189,7 @@ def _sent(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     def put(filesystem: arrow_fs.FileSystem, inner: str) -> None:
         nonlocal failed
         if failed:
-            # Fails while the store is out, and makes no stream that `_abandon` must keep
+            # Fails during an outage without creating a stream that `_abandon` must keep.
             filesystem.get_file_info(inner)
         failed = True
         _put(filesystem, inner, head)
@@ -206,17 +199,17 @@ def _sent(path: str, pieces: Iterable[bytes | memoryview]) -> int:
 
 
 def write_bytes(path: str, data: bytes | memoryview) -> None:
-    """Writes a file that appears complete or not at all."""
+    """Write a file atomically."""
     write_stream(path, [data])
 
 
 def write_json(path: str, value: Any) -> None:
-    """Writes a file of JSON; NaN and infinities become null."""
+    """Write a JSON file atomically. NaN and infinities become null."""
     write_bytes(path, (json_text(value) + "\n").encode())
 
 
 def json_text(value: Any) -> str:
-    """Indented JSON that every reader accepts (RFC 8259): NaN and infinities, which JSON lacks, become null."""
+    """Format indented JSON that every reader accepts (RFC 8259): NaN and infinities become null."""
     try:
         return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -225,7 +218,7 @@ def json_text(value: Any) -> str:
 
 @contextmanager
 def writing(path: str) -> Iterator[str]:
-    """A local path to write to; on leaving it without an error the file appears at `path`, complete."""
+    """Yield a local path to write to, and move or upload the file to `path` atomically if there was no error."""
     target = local_path(path)
     if target is not None:
         with _appearing(target) as temporary:
@@ -238,7 +231,7 @@ def writing(path: str) -> Iterator[str]:
 
 
 def copy_file(source: str, target: str) -> None:
-    """Copies a file; within an object store without fetching it. Raises InputError where there is no such file."""
+    """Copy a file, within an object store without downloading it. Raises InputError if it does not exist."""
     size = size_of(source)
     if size is None:
         raise missing(source)
@@ -247,11 +240,11 @@ def copy_file(source: str, target: str) -> None:
 
 
 def clone_file(source: str, target: str) -> bool:
-    """Gives `target` the content of `source` without reading it: by a hard link on a file system, by a copy that an
-    object store makes itself. False, and nothing is done, if storage cannot do that for these two, or if there is no `source`.
+    """Copy a file without reading it: by a hard link, or by a copy within an object store. Returns False, without a change, if
+    storage does not support that or `source` does not exist.
 
-    Linked files share their bytes: a program that writes into one of them in place changes both. All functions of this module
-    replace the whole file, which leaves the other unchanged.
+    Linked files share their bytes: a program that writes to one in place changes both. All functions of this module replace the
+    file instead, which leaves the other unchanged.
     """
     local_source, local_target = local_path(source), local_path(target)
     if local_source is not None and local_target is not None:
@@ -273,7 +266,7 @@ def _linked(source: str, target: str) -> bool:
         return False
     finally:
         with suppress(FileNotFoundError):
-            os.remove(temporary)  # it is still there if `target` was a link to the same file before
+            os.remove(temporary)  # still exists if `target` was already a link to the same file
     return True
 
 
@@ -286,19 +279,19 @@ def _copied_by_store(source: str, target: str, size: int) -> bool:
 
 
 def same_store(source: str, target: str) -> bool:
-    """Whether two paths are in one object store, which can copy between them: buckets of one endpoint or account."""
+    """Return whether an object store can copy between two paths: they have the same endpoint or account."""
     return in_object_store(source) and in_object_store(target) and place_of(source).store() == place_of(target).store()
 
 
 def remove_file(path: str) -> None:
-    """Removes a file if it is there."""
+    """Remove a file if it exists."""
     with suppress(FileNotFoundError):
         enduring(path, lambda filesystem, inner: filesystem.delete_file(inner))
 
 
 @contextmanager
 def _appearing(target: str) -> Iterator[str]:
-    """A path beside `target` to write to, renamed to it at the end, once it is on the disk; removed after an error."""
+    """Yield a temporary path next to `target`, then sync and rename it. Removes it after an error."""
     folder = os.path.dirname(target)
     os.makedirs(folder, exist_ok=True)
     temporary = partial_of(target)
@@ -313,7 +306,7 @@ def _appearing(target: str) -> Iterator[str]:
 
 
 def sync(path: str) -> None:
-    """Makes a local file's content, or the names in a folder, outlast a crash of the machine."""
+    """Make a local file's content, or a folder's listing, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -323,7 +316,7 @@ def sync(path: str) -> None:
 
 def _bytes_of(piece: bytes | memoryview | bytearray) -> memoryview:
     view = memoryview(piece)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # no cast of a view with a 0 in its shape
+    return view.cast("B") if view.nbytes else memoryview(b"")  # memoryviews with a 0 in their shape cannot be cast
 
 
 def _cut(piece: bytes | memoryview | bytearray) -> Iterator[memoryview]:
@@ -353,7 +346,7 @@ def _fill(stream: NativeFile, data: bytearray) -> None:
 
 
 def _staged(path: str, pieces: Iterable[bytes | memoryview]) -> int:
-    """Appends pieces to an object of another name, section by section, which the store then copies to `path`."""
+    """Append pieces to a temporary object, section by section, which the store then copies to `path`."""
     temporary = partial_of(path)
     section = bytearray()
     sent_bytes = 0
@@ -375,8 +368,8 @@ def _staged(path: str, pieces: Iterable[bytes | memoryview]) -> int:
 
 
 def _append(path: str, start: int, data: bytearray) -> int:
-    """Writes the bytes of an object from `start` on, which is its end, and returns its new end. The attempts after a failed one
-    first look at what the store has got: its answer may be all that was lost."""
+    """Append bytes to an object of size `start`, and return its new size. A retry first checks its size, because only the
+    response may have been lost."""
     end = start + len(data)
     failed = False
 
@@ -397,10 +390,9 @@ def _append(path: str, start: int, data: bytearray) -> int:
 
 
 def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
-    """Sends pieces as one object. Unlike `_put` it cannot begin again, so that outages are outlasted by the retries of the
-    filesystem itself."""
+    """Upload pieces as one object. Cannot restart, unlike `_put`, so it relies on the filesystem's own retries."""
     filesystem, inner = resolve(path)
-    info_of(path)  # waits for a store that is out: a stream that fails keeps its memory
+    info_of(path)  # waits during an outage, because a failed stream keeps its memory
     with _explaining(path):
         stream = _opened(filesystem, inner)
     try:
@@ -408,7 +400,7 @@ def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
         for piece in pieces:
             for part in _cut(piece):
                 with _explaining(path):
-                    stream.write(bytes(part))  # a copy: it is sent later
+                    stream.write(bytes(part))  # a copy, because it is sent later
                     ahead_bytes += len(part)
                     if ahead_bytes >= _AHEAD_BYTES:
                         stream.flush()
@@ -423,7 +415,7 @@ def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
 
 
 def _opened(filesystem: arrow_fs.FileSystem, inner: str) -> NativeFile:
-    # They would make an empty object of it
+    # S3 and Google would create an empty object for the folder.
     if not isinstance(filesystem, arrow_fs.S3FileSystem | arrow_fs.GcsFileSystem):
         filesystem.create_dir(os.path.dirname(inner), recursive=True)
     return filesystem.open_output_stream(inner, compression=None)
@@ -441,6 +433,6 @@ def _explaining(path: str) -> Iterator[None]:
 
 
 def _abandon(stream: NativeFile) -> None:
-    """Never lets go of an output stream: closing it, which its destructor does too, would complete a half-written file,
-    and pyarrow has no other way to end it. That keeps up to 10 MiB, so no stream is made while a store is known to be out."""
+    """Leak an output stream: closing it, as its destructor does, would complete a half-written file, and pyarrow cannot abort it.
+    Leaks up to 10 MiB, so no stream is created during a known outage."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))

@@ -1,4 +1,4 @@
-"""Folders by path or URL: the files in them, and making, copying, writing and removing them."""
+"""Folders by path or URL: listing, creating, copying, atomic writing and removing."""
 
 import glob as local_glob
 import os
@@ -24,16 +24,16 @@ from rayrec.storage.urls import folder_of, in_object_store, is_url, join, local_
 
 _GLOB: Final = re.compile(r"[*?\[]")
 PARTITION: Final = re.compile(r"[^=/]+=[^/]*")
-"""A Hive partition: KEY=VALUE, a folder whose files' rows all have that value in column KEY."""
+"""Hive partition: a folder KEY=VALUE, whose rows all have that value in column KEY."""
 _LISTED_FILES: Final = 8
-"""So many files of one folder, or more, are looked up by listing it."""
+"""Number of files in one folder from which a listing is cheaper than single requests."""
 _NUM_COPIES: Final = 8
-"""Files copied at a time: a store answers slowly, but many at once."""
+"""Number of parallel copies: stores answer slowly, but many requests at once."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file and what identifies this version of it."""
+    """File with its size and modification time, which identify its version."""
 
     path: str
     size_bytes: int
@@ -41,19 +41,19 @@ class File:
 
 
 def _file(info: arrow_fs.FileInfo, path: str) -> File:
-    """What was found below `path`, which supplies the scheme and options of a URL."""
+    """Convert a file found below `path`, which supplies the scheme and options of a URL."""
     return File(url_of(info.path, path), info.size or 0, info.mtime_ns or 0)
 
 
 def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
-    """The files a path, glob or folder names, sorted with numbers in numeric order (day_2 before day_10), or those of
-    `names` in that order where the path is a folder, each as it is or with an ending such as .gz or .parquet.
+    """Return the files of a path, glob or folder, in natural order (day_2 before day_10). If the path is a folder, `names`
+    selects files, in that order, with or without an extension such as .gz or .parquet.
 
-    A folder is read at its first level, and below it through folders named KEY=VALUE (Hive partitions). In a glob, locally and
-    at a URL alike, `*`, `?` and `[...]` match within one name and `**` matches any number of folders; folders named KEY=VALUE
-    that match stand for the files in them. Names that start with `.` or `_` or end in `.json` or `.partial` (left behind by a
-    killed writer) are left out.
-    Raises InputError where nothing is there, where a name is not, and where one is there twice.
+    Lists the first level of a folder, and folders named KEY=VALUE (Hive partitions) below it. In a glob, local or URL, `*`, `?`
+    and `[...]` match within one name and `**` matches any number of folders; matching folders named KEY=VALUE are replaced by
+    their files. Skips names that start with `.` or `_` or end in `.json` or `.partial` (left over from a killed writer).
+
+    Raises InputError if no file is found, or if one of `names` is missing or ambiguous.
     """
     info = info_of(path)
     files = _list_files(path, info)
@@ -75,7 +75,7 @@ def _is_named(base_name: str, name: str) -> bool:
 
 
 def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
-    """What a folder holds; nothing where there is none."""
+    """List a folder, or return [] if it does not exist."""
     kind = scheme_of(path)
     if recursive and kind in {"az", "abfs", "abfss"}:
         return _infos_by_level(path)
@@ -91,7 +91,7 @@ def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
 
 
 def _infos_by_level(path: str) -> list[arrow_fs.FileInfo]:
-    """What a folder of Azure holds at any depth: a list of each folder, many at a time; pyarrow asks one after another."""
+    """List an Azure folder recursively, with parallel requests for each level. pyarrow would send them sequentially."""
     found, folders = [], [path]
     while folders:
         level = [info for infos in in_parallel(_infos, folders, of=path) for info in infos]
@@ -132,7 +132,7 @@ def _is_partition(info: arrow_fs.FileInfo) -> bool:
 
 
 def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
-    """What a folder holds at its first level and below folders named KEY=VALUE: two listings at most."""
+    """List the first level of a folder, and the folders named KEY=VALUE below it, in at most two requests."""
     found = _infos(url_of(inner, path))
     if not any(map(_is_partition, found)):
         return found
@@ -144,7 +144,7 @@ def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
 
 
 def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
-    """What a glob matches: `inner` is the path within its filesystem, `path` the whole."""
+    """Expand a glob. `inner` is the path within the filesystem of `path`."""
     if not is_url(path):
         return [arrow_fs.LocalFileSystem().get_file_info(found) for found in local_glob.glob(inner, recursive=True)]
     names = inner.split("/")
@@ -154,7 +154,7 @@ def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     if "**" in names:
         infos = _infos(url_of(folders[0], path), recursive=True)
         return [found for found in infos if pattern.fullmatch(found.path)]
-    for number in range(first, len(names)):  # one listing a folder, those of one level at the same time
+    for number in range(first, len(names)):  # one request per folder, parallel on each level
         beginning = re.compile(_glob_pattern(names[: number + 1]))
         listed = in_parallel(lambda folder: _infos(url_of(folder, path)), folders, of=path)
         infos = [found for of_folder in listed for found in of_folder if beginning.fullmatch(found.path)]
@@ -163,7 +163,7 @@ def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
 
 
 def _glob_pattern(names: Sequence[str]) -> str:
-    """The regular expression of paths that match a glob, which comes as the names between its slashes."""
+    """Return the regular expression for a glob, split at its slashes."""
     pattern = ""
     for number, name in enumerate(names):
         last = number == len(names) - 1
@@ -188,7 +188,7 @@ def _glob_token(found: re.Match[str]) -> str:
 
 
 def find_files(paths: Sequence[str]) -> dict[str, File]:
-    """Those of some files that are there, by path. A folder with many of them is listed once; requests run in parallel."""
+    """Return the existing files among `paths`, by path. Lists folders with many of them once, with parallel requests."""
     wanted: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
         wanted.setdefault(folder_of(path), []).append(path)
@@ -209,7 +209,7 @@ def find_files(paths: Sequence[str]) -> dict[str, File]:
 
 
 def list_folder(path: str) -> list[str]:
-    """The names of all files and folders in a folder, sorted; none where there is no such folder."""
+    """Return the sorted names in a folder, or [] if it does not exist."""
     local = local_path(path)
     if local is None:
         return sorted(info.base_name for info in _infos(path))
@@ -219,29 +219,27 @@ def list_folder(path: str) -> list[str]:
 
 
 def files_in(path: str) -> list[File]:
-    """All files in a folder, whatever their names, by name; none where there is no such folder."""
+    """Return all files in a folder sorted by path, or [] if it does not exist."""
     return sorted((_file(info, path) for info in _infos(path) if info.type == arrow_fs.FileType.File), key=lambda file: file.path)
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder and those above it. A folder of an object store is there when there is a file in it, so that nothing is to
-    do."""
+    """Create a folder and its parents. Does nothing in an object store, where folders exist through their files."""
     if not in_object_store(path):
         enduring(path, lambda filesystem, inner: filesystem.create_dir(inner, recursive=True))
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder and all in it if it is there. In S3 and Azure the folder that held it stays, empty if need be, as
-    locally."""
+    """Remove a folder recursively if it exists. Its parent remains, even if empty, in S3 and Azure as well as locally."""
     if info_of(path).type == arrow_fs.FileType.Directory:
         with suppress(FileNotFoundError):
             enduring(path, lambda filesystem, inner: filesystem.delete_dir(inner))
 
 
 def copy_files(source: str, target: str) -> None:
-    """Copies all files of a folder, and of the folders in it, into another one, which is made where it is missing.
+    """Copy the files of a folder and its subfolders into another folder, which is created if necessary.
 
-    Raises InputError where there is no such folder.
+    Raises InputError if the folder does not exist.
     """
     info = info_of(source)
     if info.type != arrow_fs.FileType.Directory:
@@ -268,12 +266,10 @@ def _copy(source: str, target: str, names: Sequence[str]) -> None:
 
 @contextmanager
 def writing_folder(path: str) -> Iterator[str]:
-    """A local folder to fill; on leaving it without an error it appears at `path`.
+    """Yield a local folder to fill, then move or upload it to `path` if there was no error.
 
-    At a local path it appears complete or not at all. At a URL, where no folder can be renamed, its files appear one
-    after the other, each complete, those in it named *.json (a manifest) last, and after an error all are removed again;
-    a process killed meanwhile leaves some of them.
-    Raises InputError where `path` already exists.
+    Atomic for a local path. URLs have no rename: files appear one by one, each atomically, with top-level *.json (manifests)
+    last. After an error all are removed, but a killed process leaves some. Raises InputError if `path` already exists.
     """
     if exists(path):
         raise InputError(f"{path}: exists already; remove it or choose another place")

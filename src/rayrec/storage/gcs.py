@@ -19,26 +19,26 @@ from rayrec.storage.urls import options_of, scheme_of, split_options
 _OPTIONS: Final = ("anonymous", "scheme", "endpoint_override")
 _SETTINGS: Final = ("STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT")
 _SHORTEST_RETRY_S: Final = 1.0
-"""Google's library knows whole seconds, and with 0 sends nothing."""
+"""Google's library accepts whole seconds only, and sends nothing for 0."""
 
 
 @dataclass(frozen=True)
 class GcsPlace:
-    """Where a gs:// URL points to, and how its store is reached."""
+    """Location of a gs:// URL and its endpoint."""
 
     inner: str
-    """BUCKET/KEY"""
+    """Has the form BUCKET/KEY."""
     endpoint: str | None
-    """URL of another store than Google's, such as an emulator's."""
+    """URL of another store, such as an emulator. None for Google."""
     anonymous: bool
-    """Sends no credentials: for public buckets, and to an emulator."""
+    """Whether to send no credentials, for public buckets and emulators."""
 
     sent_settings: ClassVar[tuple[str, ...]] = ("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_PROJECT")
 
     @classmethod
     def of(cls, path: str) -> GcsPlace:
-        """From a URL gs://BUCKET/KEY[?anonymous=true, scheme=, endpoint_override=] and the environment; KEY as it is, without
-        percent-encoding. Raises InputError for anything before an @ in it but `anonymous`."""
+        """Parse a URL gs://BUCKET/KEY[?anonymous=true, scheme=, endpoint_override=], given the environment. KEY is not
+        percent-decoded. Raises InputError for credentials before an @ in it."""
         body = split_options(path)[0].partition("://")[2]
         bucket = body.partition("/")[0]
         user, at, _ = bucket.rpartition("@")
@@ -56,21 +56,21 @@ class GcsPlace:
             endpoint, default = os.environ.get("STORAGE_EMULATOR_HOST"), "http"
         if endpoint and "://" not in endpoint:
             endpoint = f"{scheme or default}://{endpoint}"
-        # An emulator; a token must not travel unencrypted
+        # An emulator. Tokens must not be sent unencrypted.
         plain = endpoint is not None and endpoint.startswith("http://")
         anonymous = bool(at) or plain or options.get("anonymous") == "true"
         return cls(body.removeprefix("anonymous@").rstrip("/"), endpoint or None, anonymous)
 
     def store(self) -> tuple[str, ...]:
-        """Equal for places in one store, which can copy between them."""
+        """Return a key that is equal for locations between which the store can copy."""
         return ("gs", self.endpoint or "")
 
     def connection(self) -> tuple[object, ...]:
-        """All that a connection to the store depends on."""
+        """Return everything that a connection to the store depends on."""
         return self.endpoint, self.anonymous, *(os.environ.get(name) for name in _SETTINGS)
 
     def address(self) -> tuple[str, int] | None:
-        """Host and port, to see that they are reachable: Google's library waits for a connection for 2 minutes."""
+        """Return host and port for a connection test, because Google's library waits 2 minutes for a connection."""
         url = urlsplit(self.endpoint or "https://storage.googleapis.com")
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
@@ -82,7 +82,7 @@ class GcsPlace:
         )
 
     def open(self, limit_s: float) -> arrow_fs.FileSystem:
-        """A filesystem that tries again by itself for about `limit_s` seconds, but at least for one."""
+        """Create a filesystem that retries for about `limit_s` seconds, at least one."""
         limit = timedelta(seconds=math.ceil(max(limit_s, _SHORTEST_RETRY_S)))
         if self.endpoint is None:
             return arrow_fs.GcsFileSystem(anonymous=self.anonymous, retry_time_limit=limit)
@@ -95,10 +95,9 @@ class GcsPlace:
 
 
 def first_level(infos: Sequence[arrow_fs.FileInfo], folder: str) -> list[arrow_fs.FileInfo]:
-    """What is directly in a folder, of all that is in it at any depth.
+    """Return the direct children of a folder, given all its descendants.
 
-    pyarrow's own list of one level of a bucket lacks the folders for which there is no object of their own, which are those that
-    uploads make.
+    pyarrow's own single-level listing of a bucket lacks folders without an object, which uploads create.
     """
     found: dict[str, arrow_fs.FileInfo] = {}
     for info in infos:

@@ -1,4 +1,4 @@
-"""Tells trouble of a store that passes from trouble that the user must fix, and waits for the former to pass."""
+"""Retries during outages of object stores, and classification of their errors."""
 
 import contextvars
 import logging
@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 OUTAGE_S: Final = 60.0
-"""How long a store may be out before an operation on it fails; RAYREC_STORAGE_OUTAGE_S in the environment overrides it."""
+"""Seconds that a store may be unavailable before an operation fails. RAYREC_STORAGE_OUTAGE_S overrides it."""
 
 _FIRST_WAIT_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 5.0
@@ -28,24 +28,25 @@ _limit_s: contextvars.ContextVar[float | None] = contextvars.ContextVar("storage
 
 Trouble = Literal["passing", "denied", "no bucket", "region", "certificate", "other"]
 
-# pyarrow passes on the AWS SDK's names of errors; where a store gives none (it need not), the HTTP status alone.
+# pyarrow passes on the error names of the AWS SDK, or the HTTP status alone, because stores need not send a name.
 _NAME: Final = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))?(?: during \w+ operation: (.*))?", re.DOTALL)
 _OF_CREDENTIALS: Final = re.compile(r"(No response body\.)?$|.*(token|credential|access key|signature|authori[sz])", re.I | re.S)
 _CURL: Final = re.compile(r"curlCode: (\d+), ([^;]+)")
 _CURL_CERTIFICATE: Final = {"58", "60", "77"}
 _PASSING: Final = {
     "NETWORK_CONNECTION", "SLOW_DOWN", "THROTTLING", "REQUEST_TIMEOUT", "INTERNAL_FAILURE", "SERVICE_UNAVAILABLE",
-    "CLIENT_SIGNING_FAILURE",  # no credentials from the machine's metadata service just now
+    "CLIENT_SIGNING_FAILURE",  # the instance metadata service has no credentials yet
 }  # fmt: skip
 _DENIED: Final = {
     "ACCESS_DENIED", "SIGNATURE_DOES_NOT_MATCH", "INVALID_SIGNATURE", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID",
     "MISSING_AUTHENTICATION_TOKEN", "INCOMPLETE_SIGNATURE", "UNRECOGNIZED_CLIENT", "OPT_IN_REQUIRED",
     "REQUEST_EXPIRED", "REQUEST_TIME_TOO_SKEWED",
 }  # fmt: skip
-_DENIED_STATUS: Final = {"400", "401", "403", "412"}  # answers to HEAD have no body that could name the error
+_DENIED_STATUS: Final = {"400", "401", "403", "412"}  # responses to HEAD have no body with the error name
 _PASSING_STATUS: Final = re.compile(r"408|425|429|5\d\d")
 
-# Google's library gives the name of a gRPC status, Azure's a name of the service's and the HTTP status, or neither if none came.
+# Google's library reports the name of a gRPC status, Azure's library an error code and the HTTP status, or neither without a
+# response.
 _GOOGLE: Final = re.compile(r"google::cloud::Status\((\w+): (.*)", re.DOTALL)
 _GOOGLE_CURL: Final = re.compile(r"CURL error \[(\d+)\]=(.*?)(?: error_info=|$)", re.DOTALL)
 _GOOGLE_JSON: Final = re.compile(r'"message": ?"([^"]*)"')
@@ -65,7 +66,7 @@ _CREDENTIALS: Final = {
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Within it, and in this thread, an operation on a store that is out fails after so many seconds (0: at once)."""
+    """Limit how long operations in this thread wait for an unavailable store, in seconds. 0 fails at once."""
     token = _limit_s.set(seconds)
     try:
         yield
@@ -74,7 +75,7 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 def outage_s() -> float:
-    """Seconds that the operation about to begin may wait for its store. Raises InputError for a bad environment."""
+    """Return how long the next operation may wait for its store, in seconds. Raises InputError for an invalid environment."""
     limit = _limit_s.get()
     if limit is not None:
         return limit
@@ -85,7 +86,7 @@ def outage_s() -> float:
 
 
 def trouble(error: Exception) -> Trouble:
-    """What kind of trouble an error of a remote file system is, by its text: it has nothing else to go by."""
+    """Classify an error of a remote file system by its text, because pyarrow provides nothing else."""
     text = str(error)
     if found := _GOOGLE.search(text):
         return _google_trouble(found[1], text)
@@ -96,7 +97,7 @@ def trouble(error: Exception) -> Trouble:
     if "PERMANENT_REDIRECT" in text or "HTTP status 301" in text:
         return "region"
     found = _NAME.search(text)
-    if not found:  # a body that ends early, or a file system of another kind
+    if not found:  # a truncated body, or an unknown file system
         known = isinstance(error, FileNotFoundError | PermissionError | pa.ArrowException) or getattr(error, "errno", None)
         return "other" if known else "passing"
     name, status = found[1], found[2] or ""
@@ -115,7 +116,7 @@ def _google_trouble(code: str, text: str) -> Trouble:
     if curl and curl[1] in _CURL_CERTIFICATE:
         return "certificate"
     if "Could not create a OAuth2 access token" in text:
-        # Credentials that cannot be read, or none: the last place to look is a name that only Google's machines resolve.
+        # No readable credentials: the last attempt resolves a host name that exists on Google's machines only.
         return "denied" if code not in _GOOGLE_PASSING or (curl and curl[1] == "6") else "passing"
     if code in _GOOGLE_PASSING:
         return "passing"
@@ -123,7 +124,7 @@ def _google_trouble(code: str, text: str) -> Trouble:
 
 
 def _azure_trouble(code: str, status: str, text: str) -> Trouble:
-    if not status:  # no answer
+    if not status:  # no response
         return "certificate" if "SSL" in text else "passing"
     if _PASSING_STATUS.fullmatch(status):
         return "passing"
@@ -138,7 +139,7 @@ def passes(error: Exception) -> bool:
 
 
 def cause_of(error: Exception) -> str:
-    """The few words of an error that matter to a reader: no keys, no request numbers, no newline."""
+    """Return the relevant words of an error: no keys, no request IDs, no line breaks."""
     text = str(error)
     if google := _GOOGLE.search(text):
         curl, said = _GOOGLE_CURL.search(text), _GOOGLE_JSON.search(google[2])
@@ -162,10 +163,8 @@ def cause_of(error: Exception) -> str:
 
 
 def explained(path: str, error: Exception, *, waited_s: float, remedy: str) -> Exception:
-    """What to raise for an error of the store of `path`, a line: InputError for what the user can fix, else OSError.
-
-    `remedy` describes the endpoint and credentials of the store.
-    """
+    """Return a one-line error for the store of `path`: InputError if the user can fix it, else OSError. `remedy` describes
+    endpoint and credentials of the store."""
     bucket, scheme = bucket_of(path), _KINDS.get(scheme_of(path), "s3")
     cause = cause_of(error)
     match trouble(error):
@@ -185,10 +184,10 @@ def explained(path: str, error: Exception, *, waited_s: float, remedy: str) -> E
 
 
 def persist(path: str, call: Callable[[], _Result], *, remedy: Callable[[], str]) -> _Result:
-    """The result of `call`, made again while the store of `path` is out, with growing, random waits.
+    """Call a function and return its result, retrying with growing random delays while the store of `path` is unavailable.
 
-    `call` may be made twice with success, so it must not matter if it is. FileNotFoundError is passed on. Raises what
-    `explained` gives: InputError at once, OSError for an outage longer than `outage_s`.
+    `call` must be idempotent. Raises FileNotFoundError unchanged, and the errors of `explained`: InputError at once, OSError
+    after an outage longer than `outage_s`.
     """
     start, wait_s, limit_s = time.monotonic(), _FIRST_WAIT_S, outage_s()
     warned = False
@@ -197,7 +196,7 @@ def persist(path: str, call: Callable[[], _Result], *, remedy: Callable[[], str]
             result = call()
         except FileNotFoundError:
             raise
-        except (OSError, pa.ArrowException) as error:  # the latter: some refusals of Google's and Azure's libraries
+        except (OSError, pa.ArrowException) as error:  # Google's and Azure's libraries also raise ArrowException
             waited_s = time.monotonic() - start
             if trouble(error) != "passing" or waited_s >= limit_s:
                 raise explained(path, error, waited_s=waited_s, remedy=remedy()) from None

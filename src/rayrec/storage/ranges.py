@@ -1,4 +1,4 @@
-"""Reads many ranges of files at once: a store answers each request slowly, but many requests at the same time."""
+"""Parallel range reads: object stores answer slowly, but many requests at once."""
 
 import threading
 from collections import OrderedDict, deque
@@ -18,20 +18,20 @@ _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 NUM_REQUESTS: Final = 32
-"""Requests to a store that one call has in flight."""
+"""Number of requests to a store that one call has in flight."""
 _OPEN_FILES: Final = 256
-"""Files of stores that a process keeps open: opening one again costs a HEAD request."""
+"""Number of store files that a process keeps open. Reopening one costs a HEAD request."""
 
 _files: OrderedDict[tuple[int, str], tuple[arrow_fs.FileSystem, NativeFile]] = OrderedDict()
-"""By file system and path; it also keeps the file system, so that its id belongs to nothing else."""
+"""Open files by filesystem ID and path. Also keeps the filesystem, so that its ID is not reused."""
 _lock = threading.Lock()
 
 
 def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *, of: str) -> Iterator[_Result]:
-    """`function` of each item, in the items' order, up to NUM_REQUESTS at a time if `of` is a URL, else one after the other.
+    """Map `function` over the items, in order, with up to NUM_REQUESTS parallel calls if `of` is a URL, else sequentially.
 
-    Each call runs in a copy of the caller's context (see `patience`). Calls that have not begun are cancelled if the caller
-    stops or a call raises.
+    Each call runs in a copy of the caller's context (see `patience`). Pending calls are cancelled if the caller stops or a call
+    raises.
     """
     if not is_url(of) or len(items) < 2:
         yield from map(function, items)
@@ -51,23 +51,23 @@ def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *,
 
 
 def ahead(calls: Sequence[Callable[[], _Result]], *, of: str) -> Iterator[_Result]:
-    """The results of calls, in order; see `in_parallel`."""
+    """Return the results of the calls, in order; see `in_parallel`."""
     return in_parallel(lambda call: call(), calls, of=of)
 
 
 def read_url(path: str, start: int, buffer: np.ndarray) -> int:
-    """Reads bytes from `start` on into a uint8 array with one GET request, and returns how many there were. Any number of
-    threads may. A file is opened, which takes a HEAD request, once a process. Raises FileNotFoundError."""
+    """Read bytes from `start` into a uint8 array with one GET request, and return their number. Thread-safe. Opens each file,
+    with a HEAD request, once per process. Raises FileNotFoundError."""
 
     def read(filesystem: arrow_fs.FileSystem, inner: str) -> int:
         key = id(filesystem), inner
         file = _opened(filesystem, inner)
         try:
-            # Google's library sends its first request for the content here, and only says that it failed
+            # Google's library sends the first request here and reports only that it failed.
             if file.closed:
                 raise OSError("the store did not send the file")
             count = _read_at(file, start, buffer)
-            if count < len(buffer):  # the end of the file, or it has grown since it was opened
+            if count < len(buffer):  # end of the file, or the file has grown since it was opened
                 _forget(key)
                 count = _read_at(_opened(filesystem, inner), start, buffer)
         except OSError:

@@ -1,4 +1,4 @@
-"""S3 and stores that speak its protocol: s3://BUCKET/KEY, with the standard AWS settings."""
+"""S3 and compatible stores: s3://BUCKET/KEY, with the standard AWS settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rayrec.storage.urls import options_of, split_options
 
 _CONNECT_S: Final = 5.0
 _SILENCE_S: Final = 10.0
-"""A request is given up after so long without a byte: an answer from afar may take seconds, an outage shows within them."""
+"""Request timeout in seconds without a byte. A slow response may take seconds, but an outage is noticed."""
 _SDK_FIRST_WAIT_S: Final = 0.025
-"""The AWS SDK waits so long before its second attempt, and twice as long before each later one."""
+"""Delay before the second attempt of the AWS SDK, in seconds. It doubles for each later one."""
 _SETTINGS: Final = (
     "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_CONFIG_FILE",
     "AWS_SHARED_CREDENTIALS_FILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CA_BUNDLE",
@@ -29,12 +29,12 @@ _NAMES: Final = ("region", "scheme", "endpoint_override")
 
 @dataclass(frozen=True)
 class S3Place:
-    """Where an S3 URL points to, and how its store is reached."""
+    """Location of an S3 URL and its endpoint."""
 
     inner: str
-    """BUCKET/KEY"""
+    """Has the form BUCKET/KEY."""
     endpoint: str | None
-    """URL of the store, None for AWS."""
+    """URL of the store. None for AWS."""
     region: str | None
     flags: tuple[str, ...] = ()
 
@@ -42,14 +42,14 @@ class S3Place:
         "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL",
         "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED",
     )  # fmt: skip
-    """Environment variables that mean the same on another machine: none names a file."""
+    """Environment variables that are valid on other machines: none is a file path."""
 
     @classmethod
     def of(cls, path: str) -> S3Place:
-        """From a URL s3://BUCKET/KEY[?region=, scheme=, endpoint_override=, allow_bucket_creation=] and the environment; KEY
-        as it is, without percent-encoding.
+        """Parse a URL s3://BUCKET/KEY[?region=, scheme=, endpoint_override=, allow_bucket_creation=], given the environment. KEY
+        is not percent-decoded.
 
-        Raises InputError for credentials in the URL: they would end up in configurations and logs.
+        Raises InputError for credentials in the URL, which would leak into configs and logs.
         """
         body = split_options(path)[0].removeprefix("s3://")
         bucket = body.partition("/")[0]
@@ -77,16 +77,16 @@ class S3Place:
         return cls(body.rstrip("/"), endpoint, region, flags)
 
     def store(self) -> tuple[str, ...]:
-        """Equal for places in one store, which can copy between them."""
+        """Return a key that is equal for locations between which the store can copy."""
         return ("s3", self.endpoint or "")
 
     def connection(self) -> tuple[object, ...]:
-        """All that a connection to the store depends on."""
+        """Return everything that a connection to the store depends on."""
         bucket = self.inner.partition("/")[0]
         return self.endpoint, self.region or bucket, self.flags, *(os.environ.get(name) for name in _SETTINGS)
 
     def address(self) -> tuple[str, int] | None:
-        """None: the AWS SDK limits the time of a connection itself."""
+        """Return None: the AWS SDK has its own connection timeout."""
         return None
 
     def remedy(self) -> str:
@@ -97,7 +97,7 @@ class S3Place:
         )
 
     def open(self, limit_s: float) -> arrow_fs.FileSystem:
-        """A filesystem that tries again by itself for about `limit_s` seconds."""
+        """Create a filesystem that retries for about `limit_s` seconds."""
         endpoint = urlsplit(self.endpoint) if self.endpoint else None
         if endpoint and (endpoint.scheme not in {"http", "https"} or not endpoint.netloc or "@" in endpoint.netloc):
             raise InputError("AWS_ENDPOINT_URL: is no address of a store; give one such as https://host:port")
@@ -119,7 +119,7 @@ class S3Place:
 
 
 def _profile() -> dict[str, str]:
-    """What AWS's configuration file says of the chosen profile."""
+    """Return the selected profile of AWS's configuration file."""
     name = os.environ.get("AWS_PROFILE") or "default"
     parser = configparser.RawConfigParser(strict=False)
     file = os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config")
@@ -132,5 +132,5 @@ def _profile() -> dict[str, str]:
 
 
 def _sdk_retries(limit_s: float) -> int:
-    """How many retries of the AWS SDK last `limit_s` where each attempt fails at once; 0 for none."""
+    """Return the number of AWS SDK retries that take `limit_s` if each attempt fails at once. 0 for none."""
     return math.ceil(math.log2(limit_s / _SDK_FIRST_WAIT_S + 1)) if limit_s > 0 else 0

@@ -1,4 +1,4 @@
-"""Temporary folders that do not outlast their processes for long, even those that are killed."""
+"""Temporary folders that are removed even if their process is killed."""
 
 import fcntl
 import functools
@@ -11,15 +11,15 @@ from contextlib import suppress
 from typing import Final
 
 _PREFIX: Final = f"rayrec-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
-"""Of this machine's folders: on a file system that machines share, none sees another's locks."""
+"""Prefix of this machine's folders: locks on a shared file system are not visible to other machines."""
 
 
 class Scratch:
-    """A folder for this user alone, empty at first, which goes with `close`. If this process is killed, a later one that has a
-    folder in the same place removes it."""
+    """Empty private folder, removed by `close`. If this process is killed, a later one with a folder in the same place removes
+    it."""
 
     def __init__(self, purpose: str, *, parent: str | None = None) -> None:
-        """`parent`: an existing folder; None: the temporary directory."""
+        """Create the folder in `parent`, an existing folder. None selects the temporary directory."""
         parent = parent or tempfile.gettempdir()
         _remove_abandoned(parent)
         self._lock: int | None = None
@@ -27,9 +27,9 @@ class Scratch:
             self.path = tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=parent)
             try:
                 self._lock = _locked(self.path)
-            except (FileNotFoundError, BlockingIOError):  # another process takes it for abandoned and removes it
+            except (FileNotFoundError, BlockingIOError):  # another process is removing it as abandoned
                 continue
-            except OSError:  # a file system without locks, on which nobody finds it abandoned
+            except OSError:  # a file system without locks, on which no process considers it abandoned
                 return
             if os.path.exists(self.path):
                 return
@@ -42,7 +42,7 @@ class Scratch:
         self.close()
 
     def close(self) -> None:
-        """Remove the folder. What cannot be removed now is left to later processes."""
+        """Remove the folder. Later processes remove the rest, if there are errors."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -51,17 +51,17 @@ class Scratch:
 
 @functools.cache
 def _remove_abandoned(parent: str) -> None:
-    """Remove the folders whose processes are gone; once per process."""
+    """Remove folders of killed processes, once per process."""
     for entry in os.scandir(parent):
         if entry.name.startswith(_PREFIX):
-            with suppress(OSError):  # it is in use, or another user's
+            with suppress(OSError):  # in use, or owned by another user
                 lock = _locked(entry.path)
                 shutil.rmtree(entry.path, ignore_errors=True)
                 os.close(lock)
 
 
 def _locked(folder: str) -> int:
-    """An open file that holds the folder's lock. Raises BlockingIOError if another one holds it."""
+    """Lock a folder and return its descriptor. Raises BlockingIOError if it is already locked."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

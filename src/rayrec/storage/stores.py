@@ -1,4 +1,4 @@
-"""Opens the file system that a path belongs to, once for each store and process."""
+"""Filesystems of paths and URLs, opened once per store and process."""
 
 import os
 import socket
@@ -20,11 +20,11 @@ _Result = TypeVar("_Result")
 
 _CONNECT_S: Final = 5.0
 _OTHER_SCHEMES: Final = {"hdfs", "viewfs"}
-"""Opened by pyarrow as it does by default."""
+"""Schemes opened by pyarrow's defaults."""
 
 
 class Place(Protocol):
-    """Where a URL of an object store points to, and how its store is reached."""
+    """Location of an object store's URL and its endpoint."""
 
     @property
     def inner(self) -> str: ...
@@ -49,26 +49,26 @@ _PLACES: Final[dict[str, Callable[[str], Place]]] = {
     "abfss": AzurePlace.of,
 }
 SENT_SETTINGS: Final = S3Place.sent_settings + GcsPlace.sent_settings + AzurePlace.sent_settings
-"""Environment variables by which stores are reached and that mean the same on another machine: none names a file."""
+"""Environment variables for stores that are valid on other machines: none is a file path."""
 
 
 def place_of(path: str) -> Place:
-    """The place of an object store's URL. Raises InputError for a URL that names none, and for credentials in it."""
+    """Parse an object store's URL. Raises InputError for an incomplete URL or credentials in it."""
     return _PLACES[scheme_of(path)](path)
 
 
 def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
-    """The filesystem a path belongs to, and the path within it. Raises InputError for a URL nobody can serve.
+    """Return the filesystem of a path, and the path within it. Raises InputError for an unsupported URL.
 
-    The filesystem tries again by itself while an object store is out, with waits that double: for S3 and Google Cloud Storage for
-    at least `OUTAGE_S`, for Azure for some 6 s.
+    The filesystem retries with doubling delays while an object store is unavailable: S3 and Google Cloud Storage for at least
+    `OUTAGE_S`, Azure for about 6 s.
     """
     return persist(path, lambda: _resolve(path, patient=True), remedy=lambda: remedy(path))
 
 
 def enduring(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result]) -> _Result:
-    """What `call` gives for the filesystem of a path and the path within it, made again while a URL's store is out (see
-    `persist`: it may be made more than once)."""
+    """Call a function with the filesystem of a path and the path within it, and return its result. Retries while a URL's store is
+    unavailable, so the function must be idempotent; see `persist`."""
     local = local_path(path)
     if local is not None:
         return call(arrow_fs.LocalFileSystem(), local)
@@ -86,19 +86,19 @@ def enduring(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result]) -> 
 
 
 def remedy(path: str) -> str:
-    """Where a path's store was looked for, and what sets that."""
+    """Describe the endpoint of a path and the setting for it."""
     return place_of(path).remedy() if in_object_store(path) else "see that it is up"
 
 
 def no_bucket(path: str) -> InputError:
-    """What to say of an object store's URL whose bucket is not there."""
+    """Return the error for a missing bucket."""
     what = "container" if isinstance(place_of(path), AzurePlace) else "bucket"
     return InputError(f"{bucket_of(path)}: no such {what}; create it or fix its name ({remedy(path)})")
 
 
 _opened: dict[tuple[Any, ...], arrow_fs.FileSystem] = {}
 _reached: set[tuple[str, int] | None] = {None}
-"""Addresses that took a connection, and whose stores have not failed since."""
+"""Addresses that accepted a connection and have not failed since."""
 _lock = threading.Lock()
 
 
@@ -107,7 +107,7 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # another thread of the parent may have held it
+os.register_at_fork(after_in_child=_renew_lock)  # another thread of the parent may have locked it
 
 
 def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
@@ -128,7 +128,7 @@ def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
 
 
 def _connected(place: Place, *, patient: bool) -> arrow_fs.FileSystem:
-    """A connected filesystem, the same for each store, since its connections are its own."""
+    """Return a filesystem, cached per process and store."""
     limit_s = outage_s() if patient else 0.0
     key = (os.getpid(), type(place), limit_s, *place.connection())
     with _lock:
@@ -141,8 +141,8 @@ def _connected(place: Place, *, patient: bool) -> arrow_fs.FileSystem:
 
 
 def _reach(address: tuple[str, int] | None) -> None:
-    """Returns at once for an address that was reached and has not failed since. Raises OSError, which passes, if it takes no
-    connection within some seconds: the libraries of some stores would wait for minutes."""
+    """Check that an address accepts connections, unless it did before and has not failed since. Raises a transient OSError after
+    a few seconds, because the libraries of some stores would wait for minutes."""
     if address is None or address in _reached or {"http", "https", "all"} & getproxies().keys():
         return
     try:

@@ -1,4 +1,4 @@
-"""Takes paths and URLs apart and puts them together; opens nothing."""
+"""Parsing and joining of paths and URLs. Opens nothing."""
 
 import os
 import posixpath
@@ -19,51 +19,51 @@ def is_url(path: str) -> bool:
 
 
 def scheme_of(path: str) -> str:
-    """What is before ://, in lower case; "" for a local path that is no URL."""
+    """Return the scheme in lower case, or "" for a local path."""
     return path.partition("://")[0].lower() if is_url(path) else ""
 
 
 def in_object_store(path: str) -> bool:
-    """Whether a path is in a store of objects, which has no folders but those in the names of its objects."""
+    """Return whether a path is in an object store, which has no folders except in object names."""
     return scheme_of(path) in _OBJECT_STORES
 
 
 def absolute(path: str) -> str:
-    """The path as any process of this machine (or, for a URL, of any machine) can use it."""
+    """Return a path that is valid for all processes on this machine. URLs are returned unchanged."""
     return path if is_url(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def local_path(path: str) -> str | None:
-    """The absolute path of what is on this machine's file systems, file:// too; None for other URLs."""
+    """Return the absolute path on this machine's file systems, also for file:// URLs. None for other URLs."""
     if path.startswith("file:///"):
         return unquote(path.removeprefix("file://"))
     return None if is_url(path) else absolute(path)
 
 
 def join(folder: str, *names: str) -> str:
-    """The path of something below a folder; the options of an object store's URL (?region=...) stay at its end."""
+    """Join a folder and names. Options of an object store's URL (?region=...) stay at the end."""
     body, options = split_options(folder)
     return posixpath.join(body, *names) + options
 
 
 def folder_of(path: str) -> str:
-    """The folder that contains a path; the options of an object store's URL stay at its end."""
+    """Return the parent folder. Options of an object store's URL stay at the end."""
     body, options = split_options(path)
     return posixpath.dirname(body) + options
 
 
 def name_of(path: str) -> str:
-    """The last component of a path, without the options of an object store's URL."""
+    """Return the last component of a path, without options."""
     return posixpath.basename(split_options(path)[0])
 
 
 def bucket_of(path: str) -> str:
-    """The URL of the bucket (Azure: container) that contains an object store's URL, without options."""
+    """Return the URL of the bucket (Azure: container) of an object store's URL, without options."""
     return "/".join(split_options(path)[0].split("/")[:3])
 
 
 def url_of(inner: str, path: str) -> str:
-    """A path within the filesystem of `path` as a path or URL: with the scheme, the account and the options of `path`."""
+    """Convert a path within the filesystem of `path` into a path or URL, with the scheme, account and options of `path`."""
     if not is_url(path):
         return inner
     if not in_object_store(path):
@@ -73,7 +73,7 @@ def url_of(inner: str, path: str) -> str:
 
 
 def split_options(path: str) -> tuple[str, str]:
-    """An object store's URL without its options, and the options with their question mark; ("...", "") for every other path."""
+    """Split an object store's URL into its body and its options, with their question mark. Other paths have the options ""."""
     body, question, query = path.rpartition("?")
     if not in_object_store(path) or not question or not re.match(r"\w+=", query):  # the ? belongs to a glob
         return path, ""
@@ -81,7 +81,7 @@ def split_options(path: str) -> tuple[str, str]:
 
 
 def options_of(path: str, known: Sequence[str]) -> dict[str, str]:
-    """The options of an object store's URL. Raises InputError for one that is not known."""
+    """Return the options of an object store's URL. Raises InputError for an unknown option."""
     options = dict(parse_qsl(split_options(path)[1].removeprefix("?")))
     unknown = sorted(options.keys() - set(known))
     if unknown:
