@@ -1,1 +1,1 @@
-"""From a raw log to what training starts with: Preprocessor, preprocessed data, data report."""
+"""Preparation of raw logs for training: Preprocessor, preprocessed data, data report."""

@@ -1,4 +1,4 @@
-"""Makes data that another program prepared usable as it is: checks it, and writes what a run must know next to it."""
+"""Adoption of data preprocessed by other programs: checks it, and writes the metadata of a run next to it."""
 
 import os
 import time
@@ -42,44 +42,44 @@ from rayrec.prepare.config import PreparationConfig, engine, refuse_options
 from rayrec.prepare.text import hash_of as hash_of_tokens
 
 _OF_SHARDS = ("tokenizer", "column", "token_dtype")
-"""Options of MDS shards."""
+"""Options that apply to MDS shards only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdoptionConfig(Config):
-    """How arrays of TorchRec's scripts are read, checked and split, or MDS shards of tokens are."""
+    """Options for reading, checking and splitting arrays of TorchRec's scripts, or for reading MDS shards."""
 
     sparse_path: str | None = None
-    """Folder of the files of ids, if it is not that of dense and labels; needs `out`."""
+    """Folder of the ID files, if different from that of dense values and labels. Requires `out`."""
     ids: Literal["auto"] | IdFiles = "auto"
-    """How the names of the files of ids end; auto: as those that are there."""
+    """Name suffix of the ID files. auto detects it."""
     files: tuple[str, ...] = ()
-    """Days to read, in this order: what the names of their files begin with, such as day_0; empty: all, day_2 before day_10."""
+    """Days to read, in this order, given as file name prefixes such as day_0. Empty reads all, in natural order."""
     num_embeddings_per_feature: tuple[int, ...] = ()
-    """Rows of each table; greater ids are taken modulo these, as TorchRec's loader does. Empty: the greatest id of each column
-    and one more."""
+    """Rows of each table. Larger IDs are taken modulo these, as TorchRec's loader does. Empty uses the maximum ID of each column
+    plus one."""
     preprocessor: str | None = None
-    """Folder that has the Preprocessor to use, such as a run or data that was adopted before; None: a new one."""
+    """Folder with the Preprocessor to use, such as a run or adopted data. None creates one."""
     split: Literal["auto", "none"] | Kind = "auto"
-    """Rows to hold out. auto: files named train, valid and test, else the last day, else the last seventh of a single day;
-    validation is the first half of the held-out rows, test the second, as in torchrec_dlrm. none: each run's recipe splits."""
+    """Which rows to hold out. auto: the files valid and test, else the last day, else the last seventh of a single day. The first
+    half of the held-out rows is validation, the second test, as in torchrec_dlrm. none: each run's recipe splits."""
     parts: SplitParts = field(default_factory=SplitParts)
     """Sizes of the parts, for --split fraction, days and named_days."""
     rows_per_segment: int = 8192
-    """Rows that are shuffled as one; with --train-data.shuffle window, the rows of 16 segments are mixed."""
+    """Number of rows that are shuffled together. With --train-data.shuffle window, the rows of 16 segments are mixed."""
     max_bad_fraction: float = 0.001
-    """Share of faulty rows above which the data is refused; below, they are left out."""
+    """Maximum fraction of invalid rows. Below it, they are skipped."""
     engine: Literal["auto", "threads", "ray"] = "auto"
-    """What reads and checks the data. auto: threads of this process, or ray if an address, RAY_ADDRESS or a connection of this
-    process names a Ray."""
+    """Engine that reads and checks the data. auto: threads of this process, or ray if an address, RAY_ADDRESS or a connection of
+    this process specifies a Ray cluster."""
     address: str | None = None
-    """Address of a running Ray cluster; None: RAY_ADDRESS, else, with engine ray, a local Ray."""
+    """Address of a running Ray cluster. None: RAY_ADDRESS, else, with engine ray, a local Ray."""
     tokenizer: str | None = None
-    """Of MDS shards: local folder of the HuggingFace tokenizer that made their tokens."""
+    """Local folder of the HuggingFace tokenizer used for MDS shards."""
     column: str | None = None
-    """Of MDS shards: the column of tokens; None: tokens, else input_ids, else the only one."""
+    """Token column of MDS shards. None: tokens, else input_ids, else the only column."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "int64"
-    """Of MDS shards whose tokens are in a column of bytes: the type of a token."""
+    """Token type of MDS shards with a bytes column."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +96,7 @@ class AdoptionConfig(Config):
             raise InputError("rows_per_segment must be at least 1")
 
     def split_of(self, days: Sequence[Day]) -> Split | None:
-        """The split of these days; None: there is none."""
+        """Return the split of these days, or None."""
         if self.split == "none":
             return None
         if self.split != "auto":
@@ -107,13 +107,12 @@ class AdoptionConfig(Config):
 
 
 def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console: Console) -> dict[str, Any]:
-    """Makes a folder of TorchRec's arrays trainable: reads all of them once, checks them, and writes dataset.json and a
-    Preprocessor into it, or into the new folder `out`, which then has links to the arrays. No row is copied or changed. For a
-    folder of MDS shards see rayrec.prepare.adopt.
+    """Make a folder of TorchRec's arrays trainable: read and check them once, then write dataset.json and a Preprocessor into it,
+    or into the new folder `out` with links to the arrays. Copies and changes no row. For MDS shards see `adopt_tokens`.
 
     Returns rows, out, sets, num_embeddings, the columns taken modulo these, bad_rows, hashes and rows_per_s. Raises InputError
-    for a folder that was adopted before, for arrays that are missing, damaged or not as TorchRec's scripts write them, for ids
-    below 0 or of 2^40 or more without num_embeddings_per_feature, and for more faulty rows than max_bad_fraction.
+    for a folder that is already adopted, missing, damaged or unsupported arrays, IDs outside [0, 2^40) without
+    num_embeddings_per_feature, and more invalid rows than max_bad_fraction.
     """
     begun = time.perf_counter()
     if sets_of_shards(path):
@@ -195,7 +194,7 @@ def _check_folder(path: str) -> None:
 
 
 def _check_new(path: str) -> None:
-    """Raises InputError for a folder that runs can read already."""
+    """Reject a folder that runs can already read. Raises InputError."""
     dataset = LogSource.at(path).dataset()
     if dataset is not None:
         remedy = "remove its dataset.json to adopt it again, or give --out DIR" if dataset.adopted else "train on it as it is"
@@ -203,7 +202,7 @@ def _check_new(path: str) -> None:
 
 
 def _check_columns(day: Day, config: AdoptionConfig, given: Preprocessor | None) -> None:
-    """Raises InputError for table sizes or a Preprocessor of other columns than the arrays have."""
+    """Check table sizes and Preprocessor against the columns of the arrays. Raises InputError."""
     sizes, num_dense = config.num_embeddings_per_feature, day.matrices[0].columns
     if sizes and len(sizes) != len(day.hotness):
         raise InputError(
@@ -249,7 +248,7 @@ def _sizes(scanned: Scanned, path: str) -> list[int]:
 
 
 def _note_hashes(preprocessor: Preprocessor, rows: int, console: Console) -> None:
-    """Notes tables with more rows than contiguous ids of so many rows of data can need: their ids are hashes."""
+    """Note tables with more rows than contiguous IDs of this data can need: their IDs are hashes."""
     large = {
         name: size
         for name, size in zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)
@@ -264,7 +263,7 @@ def _note_hashes(preprocessor: Preprocessor, rows: int, console: Console) -> Non
 
 
 def _index(folder: str, days: Sequence[Day], scanned: Scanned, rows_per_segment: int) -> LogIndex:
-    """Segments of good rows, in the order of the days; each is in one day, between faulty rows."""
+    """Return segments of valid rows in the order of the days. A segment does not span days or invalid rows."""
     names = sorted(day.name for day in days)
     entries = []
     for day, faulty in zip(days, scanned.faulty_rows, strict=True):
@@ -283,8 +282,8 @@ def _format(days: Sequence[Day]) -> Literal["npy", "npz"]:
 
 @contextmanager
 def _target(path: str, out: str | None, days: Sequence[Day]) -> Iterator[tuple[str, str]]:
-    """(where to write, what it is called afterwards): the folder of the arrays, or a new one with links to them, which appears
-    complete or not at all."""
+    """Yield the folder to write to and its final path: the folder of the arrays, or a new folder with links to them, created
+    atomically."""
     if out is None:
         place = storage.absolute(path).rstrip("/")
         yield place, place
@@ -305,7 +304,7 @@ def _write(
     modulo: Sequence[int],
     sets: dict[str, tuple[int, int]],
 ) -> dict[str, Any]:
-    """The Preprocessor, then the manifest, which is also returned."""
+    """Write the Preprocessor, then the manifest. Return the manifest."""
     by_name = sorted(days, key=lambda day: day.name)
     plans = [plan for day in by_name for plan in day.plans]
     try:
@@ -350,12 +349,12 @@ def _write(
 def adopt_tokens(
     path: str, *, out: str | None, tokenizer: str | None, column: str | None, token_dtype: str, console: Console
 ) -> dict[str, Any]:
-    """Writes manifest.json and the tokenizer into a folder of MDS shards (its own index.json, or those of train/ and of
-    validation/, val/, valid/, eval/ or test/), local or at a URL, or into the new folder `out`, which then has links to the sets.
-    Reads every shard once; copies and changes none.
+    """Write manifest.json and the tokenizer into a folder of MDS shards, local or a URL, or into the new folder `out` with links
+    to the sets. The shards have one index.json, or one in train/ and one in validation/, val/, valid/, eval/ or test/. Reads
+    every shard once; copies and changes none.
 
-    Raises InputError for `out` with a URL, a set without a column of tokens, rows of different lengths, ids that the tokenizer
-    does not have, damaged shards, and a folder that has a manifest already.
+    Raises InputError for `out` with a URL, a set without a token column, rows of different lengths, IDs unknown to the tokenizer,
+    damaged shards, and a folder that already has a manifest.
     """
     begun = time.perf_counter()
     require("tokenizers", extra="language")
@@ -419,7 +418,7 @@ def _write_tokens(folder: str, manifest: dict[str, Any], files: Mapping[str, byt
 def _scan_shards(
     folder: str, tokenizer: TextTokenizer, column: str | None, token_dtype: str, console: Console
 ) -> tuple[dict[str, Any], list[Any]]:
-    """What the manifest says of a set, and what identifies its shards. Reads every shard, one at a time."""
+    """Return the manifest entry of a set, and the identity of its shards. Reads all shards sequentially."""
     index_path = storage.join(folder, INDEX)
     index = Index.parse(storage.read_bytes(index_path), index_path)
     name, encoding = index.find_column(column, index_path)

@@ -1,4 +1,4 @@
-"""What every preparation of a log is told, and what it opens before it starts."""
+"""Options and engine startup shared by the commands that prepare logs."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from rayrec.storage import cache
 
 @dataclass(frozen=True, kw_only=True)
 class PreparationConfig(Config):
-    """How a log is read and prepared."""
+    """Options for reading and preparing a log."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"profile": "preset"}
 
     preset: str = "rayrec"
-    """Rules for missing values, numbers, categories and the split: a preset's name."""
+    """Preset name: rules for missing values, numbers, categories and the split."""
     min_count: int | None = None
-    """Categories seen less often share an id; None: as the preset says."""
+    """Minimum count of a category; rarer ones share an ID. None uses the preset's value."""
     max_num_embeddings: int | None = None
-    """Most rows a table may have; None: as the preset says."""
+    """Maximum rows of a table. None uses the preset's value."""
     token_modulo: int | None = None
-    """Categories are taken modulo this first; None: as the preset says."""
+    """Modulo applied to categories first. None uses the preset's value."""
     schema: Schema = SCHEMA
-    """Columns of the log; Criteo's, unless a schema file is given."""
+    """Columns of the log. Criteo's by default."""
     files: tuple[str, ...] = ()
-    """Names of the folder's files to read, in this order, each plain, .gz or .parquet; empty: all of them."""
+    """Names of the files to read, in this order, each plain, .gz or .parquet. Empty reads all files of the folder."""
     split: Literal["none"] | Kind = "none"
-    """Which rows are held out, and so are not counted (by presets that count training rows only); none: no rows are."""
+    """Which rows to hold out. Presets that count only training rows skip them. none holds out no rows."""
     parts: SplitParts = field(default_factory=SplitParts)
     """Sizes of the parts, for --split fraction, days and named_days."""
     engine: Literal["auto", "threads", "ray", "spark", "spark-on-ray"] = "auto"
-    """What does the work; the result is the same. auto: threads of this process, or ray if an address, RAY_ADDRESS or a
-    connection of this process names a Ray."""
+    """Execution engine, with identical results. auto: threads of this process, or ray if an address, RAY_ADDRESS or a connection
+    of this process specifies a Ray cluster."""
     spark: SparkConfig = field(default_factory=SparkConfig)
-    """Of the Spark engines."""
+    """Options of the Spark engines."""
     memory_bytes: int | None = None
-    """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
+    """Memory for category counts, in bytes; more are spilled to disk. None: a quarter of the available memory."""
     block_bytes: int = 32 << 20
-    """As in training; the same value gives the same batches from preprocessed data as from the raw log."""
+    """Bytes per block, as in training. The same value yields the same batches from preprocessed data as from the raw log."""
     segments_per_block: int = 16
-    """As in training."""
+    """Number of log segments per block, as in training."""
     max_bad_fraction: float = 0.001
-    """Share of faulty rows above which the log is refused."""
+    """Maximum fraction of invalid rows."""
     address: str | None = None
-    """Address of a running Ray cluster; None: RAY_ADDRESS, else, with engine ray, a local Ray."""
+    """Address of a running Ray cluster. None: RAY_ADDRESS, else, with engine ray, a local Ray."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,12 +71,12 @@ class PreparationConfig(Config):
             raise InputError("segments_per_block must be at least 1 and block_bytes at least 65536")
 
     def adapted(self, path: str) -> PreparationConfig:
-        """With the `tokens` of a log."""
+        """Return a copy with the `tokens` of a log."""
         return self.replace(schema=LogSource.at(path, self.files).schema(self.schema))
 
     @property
     def rules(self) -> Preset:
-        """The preset with what was set beside it."""
+        """Return the preset with the overrides of this config."""
         preset = by_name(self.preset)
         changes = {
             name: value
@@ -94,8 +94,8 @@ class PreparationConfig(Config):
 
 @contextmanager
 def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] = ()) -> Iterator[Engine]:
-    """The engine that `config` names, started; what was started for it is stopped. Raises InputError if the nodes of a running
-    Ray cluster do not reach the stores of `paths`, which tasks read or write."""
+    """Start the engine that `config` selects, and stop what was started. Raises InputError if the nodes of a running Ray cluster
+    cannot reach the stores of `paths`, which tasks read or write."""
     from rayrec.cluster import connection
 
     if config.engine == "threads" or (config.engine == "auto" and connection.is_in_process(config.address)):
@@ -129,8 +129,7 @@ def raw_index(
     labelled: bool = True,
     index_text: TextIndexer = index_log,
 ) -> LogIndex:
-    """The index of a raw log; `index_text` makes that of text if it is not in the cache. Raises InputError for a log that cannot
-    be used."""
+    """Index a raw log, using `index_text` for text that is not in the cache. Raises InputError for an unusable log."""
     source = LogSource.at(path, config.files)
     source.require_raw()
     return source.index(
@@ -143,14 +142,14 @@ def raw_index(
 
 
 def refuse_options(options: object, default: object, why: str, *, but: Sequence[str] = ()) -> None:
-    """Raises InputError for a field that is set and that a command does not read; `but`: those that it does."""
+    """Reject options that differ from their defaults, except those in `but`, which the command reads. Raises InputError."""
     for name, value in vars(options).items():
         if name not in but and value != getattr(default, name):
             raise InputError(f"--{name.replace('_', '-')}: {why}; leave it out")
 
 
 def given_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | None:
-    """The Preprocessor in a folder that a command names. Raises InputError for one of another schema than the log's."""
+    """Load the Preprocessor in a folder, if specified. Raises InputError if its schema differs from the log's."""
     given = Preprocessor.load(folder) if folder else None
     if given is not None and given.schema != schema:
         raise InputError(f"{folder}: made for columns {given.schema.columns}, the log has {schema.columns}")
@@ -158,5 +157,5 @@ def given_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | Non
 
 
 def task_context(engine: Engine, console: Console) -> TaskContext:
-    """That of a command outside a run."""
+    """Return the task context of a command outside a run."""
     return TaskContext(engine, storage.absolute(cache.folder()), console.note, console.progress)

@@ -1,4 +1,4 @@
-"""A data report, for programs and for people: the gates that a log must pass, and warnings."""
+"""Data report as JSON and text, with gates that a log must pass, and warnings."""
 
 import io
 import math
@@ -20,9 +20,9 @@ from rayrec.prepare.log_statistics import TOP, Tally
 from rayrec.schema import Schema
 
 _PRIOR_ROWS = 10.0
-"""Rows of average click rate that every group of values is given beforehand."""
+"""Rows with the average click rate that are added to every group of values, as a prior."""
 _LEAST_OUTCOMES = 20
-"""Held-out rows of either label below which nothing is said of how well a column predicts."""
+"""Minimum number of held-out rows of either label for a column's AUROC."""
 
 
 def share(part: Any, whole: Any) -> float | None:
@@ -30,7 +30,7 @@ def share(part: Any, whole: Any) -> float | None:
 
 
 def wilson_interval(hits: int, rows: int) -> tuple[float, float] | None:
-    """The 95% confidence interval of a rate (Wilson, 1927); None of no rows."""
+    """Return the 95% confidence interval of a rate (Wilson, 1927), or None without rows."""
     if not rows:
         return None
     z = 1.959963984540054
@@ -41,8 +41,8 @@ def wilson_interval(hits: int, rows: int) -> tuple[float, float] | None:
 
 
 def total_variation(first: np.ndarray, second: np.ndarray) -> tuple[float, float] | None:
-    """Half the sum of the differences of two distributions, given as counts; and what to expect of it, about, if both were
-    samples of one distribution. None where one is of no rows."""
+    """Return the total variation distance of two distributions given as counts, and its approximate expectation for two samples
+    of one distribution. None if either has no rows."""
     n, m = int(first.sum()), int(second.sum())
     if not n or not m:
         return None
@@ -53,7 +53,7 @@ def total_variation(first: np.ndarray, second: np.ndarray) -> tuple[float, float
 
 
 def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
-    """Of sign(x) ln(1 + |x|), from one row of Tally.moments; None of no values."""
+    """Return mean and standard deviation of sign(x) ln(1 + |x|) from a row of `Tally.moments`, or None without values."""
     if not moments[0]:
         return None
     mean, variance = mean_and_variance(moments)
@@ -61,8 +61,8 @@ def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
 
 
 def auroc_of_rates(outcomes: np.ndarray) -> float | None:
-    """AUROC on the held-out rows, each scored with the click rate that its value has among the other rows; `outcomes`
-    int64 (values, 4) by label + 2 * held out. None where few rows of a label are held out."""
+    """Return the AUROC on held-out rows, scored by the click rate of their value among the other rows. None if few rows of a
+    label are held out. `outcomes` counts by label + 2 * held out, int64 [values, 4]."""
     misses, clicks, held_misses, held_clicks = outcomes.T.astype(np.float64)
     if min(held_misses.sum(), held_clicks.sum()) < _LEAST_OUTCOMES or not clicks.sum():
         return None
@@ -77,18 +77,18 @@ def auroc_of_rates(outcomes: np.ndarray) -> float | None:
 
 @dataclass(frozen=True)
 class Concentration:
-    """How the values of a sparse column are spread over its categories."""
+    """Frequency distribution of the categories of a sparse column."""
 
     values: int
     distinct: int
     top: dict[int, float | None]
-    """Share of the values that the so many most frequent categories hold."""
+    """Fraction of values in the N most frequent categories, by N."""
     once: float | None
-    """Share of the values whose category comes once in the log."""
+    """Fraction of values whose category occurs once in the log."""
 
 
 def concentration(values: int, distinct: int, repeated: np.ndarray) -> Concentration:
-    """`repeated`: counts of the categories that come twice or more."""
+    """Compute the concentration, given the counts of all categories that occur more than once as `repeated`."""
     largest = np.sort(np.partition(repeated, len(repeated) - TOP)[-TOP:] if len(repeated) > TOP else repeated)[::-1]
     once = distinct - len(repeated)
     held = {n: int(largest[:n].sum()) + max(0, min(n - len(largest), once)) for n in (1, 10, 100)}
@@ -96,7 +96,7 @@ def concentration(values: int, distinct: int, repeated: np.ndarray) -> Concentra
 
 
 def most_frequent(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """uint64 (at most TOP): the tokens with the largest counts; among equals, the smallest."""
+    """Return the tokens with the largest counts, the smallest first among equal counts, uint64 [at most TOP]."""
     if len(tokens) > TOP:
         least = np.partition(counts, len(counts) - TOP)[-TOP]
         tokens, counts = tokens[counts >= least], counts[counts >= least]
@@ -104,7 +104,7 @@ def most_frequent(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def unknown_rate(tokens: np.ndarray, counts: np.ndarray, vocabulary: np.ndarray) -> float | None:
-    """Share of the values whose token the vocabulary (in rising order) does not hold."""
+    """Return the fraction of values whose token is not in the vocabulary, which must be sorted."""
     place = np.searchsorted(vocabulary, tokens)
     known = np.zeros(len(tokens), bool)
     inside = place < len(vocabulary)
@@ -113,8 +113,8 @@ def unknown_rate(tokens: np.ndarray, counts: np.ndarray, vocabulary: np.ndarray)
 
 
 def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> float | None:
-    """Share of the values whose category has an id that another category of the log has, too, unknown ones left out; by the
-    Preprocessor's own rule. `vocabulary`: the column's tokens in id order; `tokens`: distinct ones."""
+    """Return the fraction of known values whose category shares its ID with another category of the log, by the Preprocessor's
+    own rule. `vocabulary`: the column's tokens in ID order. `tokens`: distinct tokens."""
     wide = tokens.dtype == np.uint64
     schema = Schema(label=None, sparse=("column",), tokens="any" if wide else "hexadecimal")
     encoder = Preprocessor("report", schema, (), (column,), vocabulary).encoder
@@ -127,15 +127,14 @@ def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndar
 
 
 def duplicate_rate(hashes: np.ndarray) -> float | None:
-    """Share of the rows that repeat an earlier one, from their hashes, which are sorted in place."""
+    """Return the fraction of rows that repeat an earlier one, given their hashes, which are sorted in place."""
     hashes.sort()
     return share(np.count_nonzero(hashes[1:] == hashes[:-1]), len(hashes))
 
 
-# What a tally says ---------------------------------------------------------------------------------------------------
-
 Drift = list[dict[str, tuple[float, float] | None]]
-"""A slice each: column, the label too -> distance from the first slice with rows, and its expectation for equal distributions."""
+"""Distance from the first slice with rows and its expectation for equal distributions, by column including the label, for each
+slice."""
 
 
 def drift_of(tally: Tally, schema: Schema) -> Drift:
@@ -152,7 +151,7 @@ def drift_of(tally: Tally, schema: Schema) -> Drift:
 
 
 def _largest(name: str, drift: Drift) -> dict[str, float | None]:
-    """The largest distance of a column."""
+    """Return the largest distance of a column."""
     distance, by_chance = max((found for piece in drift if (found := piece.get(name))), default=(None, None))
     return {"drift": distance, "drift_by_chance": by_chance}
 
@@ -169,7 +168,7 @@ def weight_of(tally: Tally) -> dict[str, Any]:
 
 
 def _range(tally: Tally, place: int) -> list[Any]:
-    """Least and greatest value, ints where they are ones; None of no values."""
+    """Return the minimum and maximum, as ints if integral, or None without values."""
     low, high = tally.limits[place, 0], -tally.limits[place, 1]
     return [int(x) if x == int(x) else float(x) for x in (low, high)] if low <= high else [None, None]
 
@@ -195,7 +194,7 @@ def dense_columns(tally: Tally, schema: Schema, drift: Drift) -> dict[str, dict[
 
 
 def sparse_columns(tally: Tally, schema: Schema, drift: Drift, counted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """`counted`: what is known of each column by counting its categories."""
+    """Build the report of each sparse column; `counted` has the figures from its category counts."""
     return {
         name: {
             "missing_rate": share(tally.missing[:, len(schema.dense) + s].sum(), tally.rows.sum()),
@@ -222,31 +221,31 @@ def slices_of(tally: Tally, schema: Schema, names: Sequence[str], drift: Drift) 
 
 
 SUSPICIOUS_AUROC = 0.85
-"""What no single honest column reaches: the best of Criteo's are near 0.7."""
+"""AUROC that no single honest column reaches: the best of Criteo's are near 0.7."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gates(Config):
-    """Limits that a log must meet. Those of rates apply to each file too, not only to the whole log."""
+    """Limits that a log must meet. Rate limits apply to each file and to the full log."""
 
     max_bad_fraction: float | None = None
-    """Share of faulty rows; None: as max_bad_fraction of the preparation says."""
+    """Maximum fraction of invalid rows. None: max_bad_fraction of the preparation."""
     min_rows: int = 1
-    """Good rows."""
+    """Minimum number of valid rows."""
     min_label_rate: float = 0.0
-    """Least share of clicks."""
+    """Minimum fraction of clicks."""
     max_label_rate: float = 1.0
-    """Greatest share of clicks."""
+    """Maximum fraction of clicks."""
     max_missing_rate: float = 1.0
-    """Share of rows that lack a value, of any column."""
+    """Maximum fraction of rows without a value, in any column."""
     max_unknown_rate: float = 1.0
-    """Share of values that the vocabulary does not know, of any column."""
+    """Maximum fraction of values not in the vocabulary, in any column."""
     max_drift: float = 1.0
-    """Distance in total variation of a file from the first one, of any column or the label: 0 equal, 1 nothing in common."""
+    """Maximum total variation distance between a file and the first one, in any column or the label: 0 equal, 1 disjoint."""
     max_duplicate_rate: float = 1.0
-    """Share of rows that repeat an earlier one in every column."""
+    """Maximum fraction of rows that repeat an earlier row in every column."""
     allow_constant_columns: bool = False
-    """Whether columns, the label too, may hold one and the same value in all rows, or none at all."""
+    """Whether to accept columns, or a label, with a single value in all rows, or no values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,22 +258,22 @@ class Gates(Config):
 
 @dataclass(frozen=True)
 class Failure:
-    """A gate that the log does not pass."""
+    """Gate that the log does not pass."""
 
     gate: str
     where: str
-    """The log, or the file of it that is worst."""
+    """Path of the log, or the worst file in it."""
     column: str | None
-    """The worst column, where the gate is about columns."""
+    """Worst column, for gates on columns."""
     value: float
     limit: float
     message: str
-    """One line: where, what, the limit, the remedy."""
+    """One line: location, value, limit and fix."""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """Something that a gate limits."""
+    """Value limited by a gate."""
 
     value: float | None
     where: str
@@ -282,7 +281,7 @@ class _Value:
 
 
 def constant_columns(content: dict[str, Any]) -> list[str]:
-    """Columns that hold one value in all rows, the label too, or none."""
+    """Return the columns with a single value in all rows, or no values, including the label."""
     label = content["label"]
     found = [label["name"]] if label and label["rate"] in (0.0, 1.0) else []
     for name, column in _columns(content).items():
@@ -297,7 +296,7 @@ def _columns(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def warnings_of(content: dict[str, Any]) -> Iterator[str]:
-    """What looks wrong though no gate forbids it, a line each. `content` as in Report."""
+    """Yield a line for each suspicious finding without a gate. `content` as in Report."""
     for name in constant_columns(content):
         yield f"column {name} is empty or always the same: check the source, or leave it out of the schema"
     for name, column in _columns(content).items():
@@ -315,7 +314,7 @@ def warnings_of(content: dict[str, Any]) -> Iterator[str]:
 
 
 def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
-    """A failure a gate that `content`, as in Report, does not pass: the worst value of all."""
+    """Return the failed gates of `content`, as in Report, each with its worst value."""
     path, label = content["path"], content["label"]
     files = [] if content["slices_by"] == "seventh" else content["slices"]
     rates = [_Value(label["rate"], path), *(_Value(row["label_rate"], row["name"]) for row in files)] if label else []
@@ -358,7 +357,7 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
 
 
 def _check(gate: str, limit: float, values: Sequence[_Value], what: str, remedy: str) -> Failure | None:
-    """The gate's failure at its worst value, where it does not pass."""
+    """Return the gate's failure at its worst value, or None if it passes."""
     sign = -1 if gate.startswith("min_") else 1
     failing = [item for item in values if item.value is not None and sign * item.value > sign * limit]
     if not failing:
@@ -378,26 +377,26 @@ def _check(gate: str, limit: float, values: Sequence[_Value], what: str, remedy:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found of a log."""
+    """Results of validating a log."""
 
     content: dict[str, Any]
-    """Plain values; docs/validate.md says what they are."""
+    """Plain values, described in docs/validate.md."""
     warnings: tuple[str, ...]
-    """A line each."""
+    """One line for each warning."""
     failed: tuple[Failure, ...]
 
     @property
     def failures(self) -> list[str]:
-        """A line a gate that failed."""
+        """One line for each failed gate."""
         return [failure.message for failure in self.failed]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return a dict for JSON."""
         failures = [vars(failure) for failure in self.failed]
         return {**self.content, "warnings": list(self.warnings), "failures": failures, "passed": not failures}
 
     def tables(self) -> list[Table]:
-        """The whole report but warnings and failures."""
+        """Build the tables of the report, without warnings and failures."""
         content = self.content
         made = [_table(content["path"], [], _overview(content))]
         made.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
@@ -407,7 +406,7 @@ class Report:
         return [table for table in made if table.row_count]
 
     def lines(self, width: int = 120) -> list[str]:
-        """The report as plain text."""
+        """Format the report as plain text."""
         out = io.StringIO()
         console = RichConsole(file=out, width=width, highlight=False, color_system=None, markup=False, emoji=False)
         for table in self.tables():
@@ -416,7 +415,7 @@ class Report:
         return [*lines, *(f"warning: {text}" for text in self.warnings), *(f"failed: {text}" for text in self.failures)]
 
     def show(self, console: Console) -> None:
-        """Writes the lines to standard error."""
+        """Write the report to standard error."""
         for line in self.lines():
             console.note(line)
 

@@ -1,5 +1,5 @@
-"""Times and (user, time) events of a log's rows, kept on disk for tasks that choose by them: the last rows of each user, and the
-times at given places among all."""
+"""Times and (user, time) events of log rows, on disk, to find the last rows of each user and the times at given positions in time
+order."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,35 +17,35 @@ from rayrec.hashing import mix64
 from rayrec.native import keep_freed_memory
 
 CHUNK_ROWS: Final = 1 << 20
-"""Rows whose keys a task has in memory."""
+"""Number of rows whose keys a task keeps in memory."""
 EVENT: Final = np.dtype([("user", np.int64), ("time", np.int64), ("row", np.int64)])
-"""A row of a user; `row` counts from the first row of its task."""
+"""One row of a user. `row` counts from the first row of its task."""
 MARK: Final = np.dtype([("row", np.int64), ("part", np.uint8)])
-"""A row of the log that a user's last rows are, and its part: a place of PARTS."""
+"""Row of the log that is one of a user's last rows, and its part: an index into PARTS."""
 
 Numbers = npt.NDArray[np.int64]
 
 
 def key_path(folder: JobFolder, kind: str, number: int) -> str:
-    """Where the keys or marks of a task are."""
+    """Return the path of a task's keys or marks."""
     return folder.aid(kind, f"{number:06d}.bin")
 
 
 class Keys:
-    """The file of what a task's rows are chosen by: times, or events in chunks that are each in the order of the partitions."""
+    """Key file of a task: times, or events in chunks, each sorted by partition."""
 
     def __init__(self, path: str, opened: ExitStack, *, partitions: int | None) -> None:
-        """`partitions`: parts of the users; None: only times are kept."""
+        """Create the file. `partitions`: number of partitions of the users. None stores times only."""
         self._partitions = partitions
         path = opened.enter_context(storage.writing(path))
         self._file = opened.enter_context(open(path, "wb"))  # noqa: SIM115  closed with the others
         self._waiting: list[np.ndarray] = []
         self._rows = 0
         self.sizes: list[list[int]] = []
-        """For last-out, of each chunk: the events of every partition."""
+        """Event count of each partition, for each chunk."""
 
     def add(self, raw: RawBlock, first_row: int) -> None:
-        """Adds rows that begin with number `first_row` of the task."""
+        """Add rows, starting at `first_row` of the task."""
         if self._partitions is None:
             self._file.write(np.ascontiguousarray(times_of(raw)).data)
             return
@@ -59,7 +59,7 @@ class Keys:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the events that wait as one chunk."""
+        """Write the pending events as one chunk."""
         events = np.concatenate([np.empty(0, EVENT), *self._waiting])
         self._waiting, self._rows = [], 0
         if len(events) and self._partitions is not None:
@@ -74,7 +74,7 @@ def times_of(raw: RawBlock) -> Numbers:
 
 
 def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-    """Items [start, start + count) of a file of them."""
+    """Read items [start, start + count) of a file."""
     data = np.empty(count * dtype.itemsize, np.uint8)
     if count and storage.read_into(path, start * dtype.itemsize, data) != len(data):
         raise InputError(f"{path}: is shorter than it was; remove its folder and split again")
@@ -83,7 +83,7 @@ def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray
 
 @dataclass(frozen=True)
 class DigitTask:
-    """The times of one task, of which those with the leading bits `prefix` are counted by their next 16 bits."""
+    """Task that counts the times with each leading bit prefix by their next 16 bits."""
 
     path: str
     rows: int
@@ -92,11 +92,11 @@ class DigitTask:
 
 
 def count_digits(task: DigitTask) -> pa.Table:
-    """A histogram for each prefix, one after the other: int64 (65,536 each)."""
+    """Return a histogram for each prefix, concatenated, int64 [prefixes * 65,536]."""
     counts = np.zeros((len(task.prefixes), 1 << 16), np.int64)
     for start in range(0, task.rows, CHUNK_ROWS):
         times = read_array(task.path, np.dtype(np.int64), start, min(CHUNK_ROWS, task.rows - start))
-        bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # in the order of the times
+        bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # preserves the order of the times
         for of_prefix, prefix in zip(counts, task.prefixes, strict=True):
             chosen = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
             digits = (chosen >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF
@@ -106,17 +106,17 @@ def count_digits(task: DigitTask) -> pa.Table:
 
 @dataclass(frozen=True)
 class UsersTask:
-    """One partition of the users: of each task with rows, where their events are in its file, and its first row in the log."""
+    """Partition of the users, with the locations of its events in the task files."""
 
     number: int
     events: tuple[tuple[str, int, int, int], ...]
-    """(path, first event, events, first row)"""
+    """Tuples of (path, first event, event count, first row of the task in the log)."""
     starts: tuple[int, ...] = field(repr=False)
-    """First row in the log of every task."""
+    """First row in the log, for every task."""
 
 
 def mark_last(task: UsersTask, *, folder: JobFolder) -> pa.Table:
-    """Writes which rows are the last one (test) and the second last one (validation) of each user, by the row's number."""
+    """Write the marks of each user's last row (test) and second last row (validation), sorted by row."""
     keep_freed_memory()
     folder.require()
     pieces = [np.empty(0, EVENT)]
@@ -133,8 +133,8 @@ def mark_last(task: UsersTask, *, folder: JobFolder) -> pa.Table:
 
 
 def last_rows(users: Numbers, times: Numbers, rows: Numbers) -> np.ndarray:
-    """MARK, by row: of each user with two rows or more the last one is for the test, of each with three or more the one before it
-    for validation. Of rows with the same time, that with the larger number is later. Pure."""
+    """Return the marks (MARK) sorted by row: the last row of users with at least two rows is for the test, and the second last
+    row of users with at least three rows for validation. At equal times, the larger row is later. Pure."""
     order = np.lexsort((rows, times, users))
     users, rows = users[order], rows[order]
     is_last = np.append(users[1:] != users[:-1], True)[: len(users)]

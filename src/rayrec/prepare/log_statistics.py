@@ -1,4 +1,4 @@
-"""What a data report counts: exact tallies of a log's rows, which merge in any grouping and order."""
+"""Exact statistics of log rows for the data report. Can be merged in any grouping and order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rayrec.data.raw_block import RawBlock, RawList
 from rayrec.schema import Schema
 
 TOP = 100
-"""Categories of a column that are told apart where days are compared; the others are one."""
+"""Number of categories of a column that drift compares individually. The others count as one."""
 DECILES = 10
 _FINER = 4
-"""Parts of a decile that are told apart where a column is to predict the label."""
+"""Number of parts of a decile for predicting the label."""
 _BUCKET_BITS = 11
 _BUCKETS = 1 << _BUCKET_BITS
-"""Into so many groups, by hash, fall the categories behind the top ones where a column is to predict the label."""
+"""Number of hash groups of the categories after the top ones, for predicting the label."""
 _DENSE_CODES = DECILES * _FINER + 1
 _SPARSE_CODES = TOP + _BUCKETS + 1
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
@@ -29,45 +29,44 @@ _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 
 @dataclass(frozen=True)
 class TallyJob:
-    """What is tallied; travels to the tasks."""
+    """Parameters of a tally, sent to the tasks."""
 
     schema: Schema
     num_slices: int
     edges: np.ndarray
-    """float64 (num_dense, DECILES * _FINER - 1): quantiles of the first slice, see `quantile_edges`"""
+    """Quantiles of the first slice, see `quantile_edges`, float64 [num_dense, DECILES * _FINER - 1]."""
     top: tuple[np.ndarray, ...]
-    """uint64 (at most TOP) a sparse column: its most frequent categories"""
+    """Most frequent categories of each sparse column, each uint64 [at most TOP]."""
     hash_shift: int = 0
-    """One in 2^hash_shift of the rows' hashes is kept."""
+    """Keeps one in 2^hash_shift of the row hashes."""
 
 
 @dataclass
 class Tally:
-    """What some rows of a log are like. A slice is a file, or another stretch of rows that is compared with others."""
+    """Statistics of rows. A slice is a file, or another row range that is compared with others."""
 
     rows: np.ndarray
-    """int64 (num_slices)"""
+    """Rows per slice, int64 [num_slices]."""
     clicks: np.ndarray
-    """int64 (num_slices)"""
+    """Clicks per slice, int64 [num_slices]."""
     missing: np.ndarray
-    """int64 (num_slices, num_dense + num_sparse): rows without a value"""
+    """Rows without a value, int64 [num_slices, num_dense + num_sparse]."""
     dense_bins: np.ndarray
-    """int64 (num_slices, num_dense, DECILES + 1): rows by decile of the first slice; the last: missing"""
+    """Rows by decile of the first slice, then missing, int64 [num_slices, num_dense, DECILES + 1]."""
     sparse_bins: np.ndarray
-    """int64 (num_slices, num_sparse, TOP + 2): values by top category; then all others; then rows without one"""
+    """Values by top category, then all others, then rows without a value, int64 [num_slices, num_sparse, TOP + 2]."""
     signs: np.ndarray
-    """int64 (num_dense + 1, 2): values below zero, and values of zero; the last row is the weight's"""
+    """Counts of negative and zero values, weight last, int64 [num_dense + 1, 2]."""
     moments: np.ndarray
-    """int64 (num_dense, 4): as Counts.dense_moments, of sign(x) ln(1 + |x|) in float64"""
+    """Moments as in Counts.dense_moments, of sign(x) ln(1 + |x|) in float64, int64 [num_dense, 4]."""
     dense_outcomes: np.ndarray
-    """int64 (num_dense, _DENSE_CODES, 4): rows by fortieth and, in the last place, by label + 2 * held out"""
+    """Rows by fortieth and label + 2 * held out, int64 [num_dense, _DENSE_CODES, 4]."""
     sparse_outcomes: np.ndarray
-    """int64 (num_sparse, _SPARSE_CODES, 4): the same by top category, group of others, or missing"""
+    """Rows by top category, hash group or missing, and label + 2 * held out, int64 [num_sparse, _SPARSE_CODES, 4]."""
     limits: np.ndarray
-    """float64 (num_dense + 1, 2): least value, and greatest value negated; infinite where there is none. The last row is
-    the weight's."""
+    """Minimum and negated maximum, infinite without values, weight last, float64 [num_dense + 1, 2]."""
     hashes: np.ndarray
-    """uint64: the rows' hashes, in no particular order"""
+    """Row hashes in no particular order, uint64."""
 
     @classmethod
     def empty(cls, job: TallyJob) -> Tally:
@@ -87,12 +86,12 @@ class Tally:
         )
 
     def to_table(self) -> pa.Table:
-        """One row of binary columns."""
+        """Serialize into one row of binary columns."""
         names = [field.name for field in fields(self)]
         return pa.table({name: arrow_bytes([getattr(self, name).tobytes()]) for name in names})
 
     def add(self, table: pa.Table) -> np.ndarray:
-        """Adds what `to_table` gave of other rows, but for the hashes (uint64), which it returns."""
+        """Add statistics of other rows from `to_table`, except for their hashes (uint64), which are returned."""
         found = {name: table.column(name)[0].as_buffer() for name in table.column_names}
         for name, buffer in found.items():
             mine = getattr(self, name)
@@ -103,7 +102,7 @@ class Tally:
         return np.frombuffer(found["hashes"], np.uint64)
 
     def count(self, block: RawBlock, job: TallyJob, slice_number: int, first_row: int) -> None:
-        """Adds rows of one slice; row r is number first_row + r of the log."""
+        """Add rows of one slice, starting at `first_row` of the log."""
         schema, labels = block.schema, block.labels.get(block.schema.label or "")
         outcome = np.zeros(block.rows, np.int64) if labels is None else labels.astype(np.int64)
         self.rows[slice_number] += block.rows
@@ -152,7 +151,7 @@ class Tally:
         codes = np.where(codes < 0, rest, codes)
         if not isinstance(column, RawList):
             codes[missing] = _SPARSE_CODES - 1
-        else:  # one entry a value, and one a row without any
+        else:  # one entry for each value, and one for each row without values
             codes = np.concatenate([codes, np.full(np.count_nonzero(missing), _SPARSE_CODES - 1)])
             outcome = np.concatenate([np.repeat(outcome, column.lengths), outcome[missing]])
         table = _table(codes, outcome, _SPARSE_CODES)
@@ -174,7 +173,7 @@ def _slots(tokens: np.ndarray) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """A well mixed copy of uint64 values (the finalizer of splitmix64, shortened)."""
+    """Return mixed copies of uint64 values (the finalizer of splitmix64, shortened)."""
     mixed = values * _MIX[0]
     mixed ^= mixed >> np.uint64(32)
     mixed *= _MIX[1]
@@ -183,7 +182,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def row_hashes(block: RawBlock) -> np.ndarray:
-    """uint64 (rows): a hash of all that a row holds, label and weight too; different rows share one with probability 2^-64."""
+    """Hash all values of each row, including label and weight, with a collision probability of 2^-64, uint64 [rows]."""
     hashes = np.zeros(block.rows, np.uint64)
     salt = 0
 
@@ -196,7 +195,7 @@ def row_hashes(block: RawBlock) -> np.ndarray:
         np.add(hashes, mixed, out=hashes)
 
     for d, name in enumerate(block.schema.dense):
-        values = block.numbers[:, d].astype(np.float64) + 0.0  # -0.0 is 0.0; integers beyond 2^53 are rounded
+        values = block.numbers[:, d].astype(np.float64) + 0.0  # normalizes -0.0; integers beyond 2^53 are rounded
         add(values.view(np.uint64), block.is_missing(name))
     for name in block.schema.sparse:
         column, missing = block.column(name), block.is_missing(name)
@@ -217,8 +216,8 @@ def row_hashes(block: RawBlock) -> np.ndarray:
 
 
 def quantile_edges(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 (num_dense, DECILES * _FINER - 1): quantiles of each column's present values, ascending, every _FINER-th of
-    them a decile; zeros where there are none."""
+    """Return quantiles of each column's present values, ascending, every _FINER-th a decile, 0 without values, float64
+    [num_dense, DECILES * _FINER - 1]."""
     shares = np.arange(1, DECILES * _FINER) / (DECILES * _FINER)
     edges = [np.quantile(x, shares, method="inverted_cdf") if len(x) else np.zeros(len(shares)) for x in columns]
     return np.array(edges, np.float64).reshape(-1, len(shares))

@@ -1,4 +1,4 @@
-"""A log's Preprocessor, and the log as preprocessed data, which training, evaluation and prediction use in its place."""
+"""Creation of a log's Preprocessor, and of preprocessed data for training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def vocabulary(path: str, *, out: str, extend: str | None = None, config: PreparationConfig, console: Console) -> dict[str, Any]:
-    """Counts the rows of a log and writes the Preprocessor into folder `out`, which appears complete or not at all.
+    """Count the rows of a log and write the Preprocessor atomically into folder `out`.
 
-    `extend`: folder of an older Preprocessor, or of a run or checkpoint that contains one. The new one keeps its ids and
-    constants, appends the log's new categories, and has its schema and rules, of which `config` may repeat any.
+    `extend`: folder of an older Preprocessor, or of a run or checkpoint with one. The new one keeps its IDs and constants,
+    appends the log's new categories, and has its schema and rules, which `config` may only repeat.
 
-    Returns its hash, rows, and the rows each embedding table needs. Raises InputError for an unusable log, for an `extend` with
-    another schema or other rules, or where `out` exists.
+    Returns its hash, rows, and the rows of each embedding table. Raises InputError for an unusable log, for an `extend` with
+    another schema or other rules, or if `out` exists.
     """
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
@@ -59,7 +59,7 @@ def vocabulary(path: str, *, out: str, extend: str | None = None, config: Prepar
         "out": storage.absolute(out),
         "hash": preprocessor.hash(),
         "preset": preprocessor.preset,
-        "profile": preprocessor.preset,  # the old name
+        "profile": preprocessor.preset,  # old name
         "rows": preprocessor.constants["rows"],
         "bad_rows": index.faults.total,
         "num_embeddings": dict(zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)),
@@ -68,8 +68,8 @@ def vocabulary(path: str, *, out: str, extend: str | None = None, config: Prepar
 
 
 def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocessor, PreparationConfig, Preset]:
-    """The Preprocessor that `path` names, the configuration with its schema, and its rules. Raises InputError for settings of
-    `config` that are neither the defaults nor those of the Preprocessor."""
+    """Load a Preprocessor to extend, and return it with the config for its schema, and its rules. Raises InputError for settings
+    of `config` that are neither defaults nor the Preprocessor's."""
     default = PreparationConfig()
     old = Preprocessor.load(preprocessor_folder(path))
     if config.schema not in (default.schema, old.schema):
@@ -109,8 +109,7 @@ def _extension_result(extension: Extension) -> dict[str, Any]:
 
 
 def counting_indexer(config: PreparationConfig, rules: Preset) -> CountingIndexer:
-    """Indexes a log of text, and counts its training rows (or all rows, if the preset counts them all) on the way, for
-    `count`."""
+    """Create an indexer of text logs that also counts training rows (or all rows, if the preset does), for `count`."""
     return CountingIndexer(
         rules.counting(config.schema), lambda index: _counted_rows(index, config, rules), memory_bytes=config.memory_bytes
     )
@@ -122,14 +121,14 @@ def _counted_rows(index: LogIndex, config: PreparationConfig, rules: Preset) -> 
 
 
 def sets_of(index: LogIndex, config: PreparationConfig) -> dict[str, tuple[int, int]] | None:
-    """Row ranges of the sets; None where no rows are held out."""
+    """Return the row ranges of the sets, or None if no rows are held out."""
     return None if config.split == "none" else config.rules.split.rows(index)
 
 
 def count(
     index: LogIndex, counting: CountingIndexer, config: PreparationConfig, engine: Engine, console: Console
 ) -> Preprocessor:
-    """The Preprocessor of the rows that `counting` chooses; reads those that it did not count while it made the index."""
+    """Create the Preprocessor from the rows selected by `counting`, reading those that it did not count while indexing."""
     with _counted(index, counting, config, config.rules, engine, console) as counts:
         return make_preprocessor(config.rules, config.schema, counts)
 
@@ -152,11 +151,11 @@ Format = Literal["parquet", "npy", "binary", "mds"]
 
 @dataclass(frozen=True, kw_only=True)
 class RowOutput:
-    """How rows are written."""
+    """Output options of preprocessed rows."""
 
     format: Format
     preprocessor: str | None = None
-    """Folder of the Preprocessor; None: it is counted from the log."""
+    """Folder of the Preprocessor. None counts the log."""
     shuffle: Literal["none", "full"] = "none"
     seed: int = 0
 
@@ -164,12 +163,11 @@ class RowOutput:
 def preprocess(
     path: str, *, out: str, rows: RowOutput, config: PreparationConfig, text: TextConfig | None = None, console: Console
 ) -> dict[str, Any]:
-    """Writes the log's rows as model inputs into folder `out`, which appears complete or not at all; called again after
-    it was interrupted, it resumes where it stopped. With format `mds`, `path` is plain text instead, see
-    rayrec.prepare.text.preprocess_text.
+    """Write the log's rows as model inputs atomically into folder `out`. Resumes an interrupted call. Format `mds` is for plain
+    text instead, see `rayrec.prepare.text.preprocess_text`.
 
-    Raises InputError for an unusable log, a Preprocessor of another schema, a format that cannot hold the rows, an option
-    that means nothing for the format, or where `out` exists.
+    Raises InputError for an unusable log, a Preprocessor of another schema, a format that does not support the rows, an option of
+    another format, or if `out` exists.
     """
     text = text or TextConfig()
     if rows.format == "mds":

@@ -1,7 +1,7 @@
-"""A log split into files of training, validation and test rows, for parts that are not ranges of the log.
+"""Split of a log into files of training, validation and test rows, for parts that are not row ranges.
 
-The folder is that of a resumable job, whose last file is split.json. The bytes depend on the log and the options only, not on
-the engine or the number of tasks at a time.
+Runs as a resumable job, whose last file is split.json. The bytes depend only on the log and the options, not on the engine or its
+parallelism.
 """
 
 import functools
@@ -35,13 +35,13 @@ VERSION: Final = 1
 _JOB_VERSION: Final = 3
 """Version of an unfinished folder."""
 _CUT_FILES: Final = 64
-"""Tables that one task opens to cut them."""
+"""Number of tables that one task opens to cut them."""
 _LEAST_TASK_BYTES, _MOST_TASK_BYTES, _WANTED_TASKS = 32 << 20, 512 << 20, 256
 _PARTITION_BYTES: Final = 64 << 20
-"""Bytes of the log for each partition of the users, of which there are at most _MOST_PARTITIONS."""
+"""Log bytes per partition of the users. There are at most _MOST_PARTITIONS."""
 _MOST_PARTITIONS: Final = 256
 _READS: Final = ("address", "files", "engine", "spark", "schema", "max_bad_fraction", "block_bytes", "segments_per_block")
-"""Fields of PreparationConfig that a split reads."""
+"""Fields of PreparationConfig used by a split."""
 
 
 _Item = TypeVar("_Item", SplitTask, UsersTask)
@@ -49,25 +49,25 @@ _Item = TypeVar("_Item", SplitTask, UsersTask)
 
 @dataclass(frozen=True, kw_only=True)
 class RowSplit(Config):
-    """Which row of a log is in which part."""
+    """Assignment of rows to parts."""
 
     by: By
-    """rows: random rows; group: random values of a column, such as users, with all their rows; time: the latest rows;
-    last-out: the last row of each user for the test, the one before it for validation."""
+    """Criterion. rows: random rows. group: random values of a column, such as users, with all their rows. time: latest rows.
+    last-out: last row of each user for the test, the one before it for validation."""
     validation: float = 0.1
-    """Share of the rows (by group: of its values) for validation; last-out has no shares."""
+    """Fraction of rows (by group: of values) for validation. Not for last-out."""
     test: float = 0.1
-    """Share for the final test; 0: no test."""
+    """Fraction for the final test. 0 creates no test part."""
     seed: int = 0
-    """Seed of the random kinds."""
+    """Random seed for rows and group."""
     group: str | None = None
-    """For group and last-out: column of the group or user, one of the schema's sparse columns; None: the schema's group."""
+    """Column of the group or user, for group and last-out: a sparse column. None: the schema's group."""
     timestamp: str | None = None
-    """For time and last-out: column of the time; None: the schema's timestamp."""
+    """Column of the time, for time and last-out. None: the schema's timestamp."""
     validation_from: str | None = None
-    """For time, in place of shares: first date or time (ISO 8601, UTC) of validation."""
+    """First date or time (ISO 8601, UTC) of validation, for time, instead of fractions."""
     test_from: str | None = None
-    """For time, with validation_from: first date or time of the test; None: no test."""
+    """First date or time of the test, for time with validation_from. None creates no test part."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,14 +92,14 @@ class RowSplit(Config):
 
     @property
     def starts(self) -> tuple[int, int | None] | None:
-        """Microseconds from which on rows are for validation, and for the test; None: by shares."""
+        """Start of validation and test in microseconds, or None for fractions."""
         if self.validation_from is None:
             return None
         test = None if self.test_from is None else time_of(self.test_from, "test_from")
         return time_of(self.validation_from, "validation_from"), test
 
     def columns_of(self, schema: Schema) -> Schema:
-        """The schema with the columns that the split reads. Raises InputError for one that the log cannot have."""
+        """Return the schema with the columns that the split reads. Raises InputError for an unusable column."""
         if self.by in ("group", "last-out"):
             schema = schema.replace(group=self.group or schema.group)
             if schema.group is None:
@@ -117,12 +117,12 @@ class RowSplit(Config):
 
 
 def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, console: Console) -> dict[str, Any]:
-    """Writes a raw log's good rows into folder `out`, as files train-*, validation-* and test-* that split kind `named_files`
-    reads. The folder appears complete or not at all; called again after it was interrupted, the split resumes.
+    """Write the valid rows of a raw log atomically into folder `out`, as files train-*, validation-* and test-* for the split
+    kind `named_files`. Resumes an interrupted call.
 
-    Text stays text, Parquet stays Parquet with all its columns, CSV becomes Parquet with its fields as text; rows keep their
-    bytes and, within a part, their order. Returns what split.json says: of each part rows, share and files, faulty rows, and rows
-    without a group. Raises InputError for an unusable log, a part without rows, or where `out` exists.
+    Text stays text, Parquet stays Parquet with all columns, and CSV becomes Parquet with text fields. Rows keep their bytes and,
+    within a part, their order. Returns the content of split.json: rows, fraction and files of each part, invalid rows, and rows
+    without a group. Raises InputError for an unusable log, an empty part, or if `out` exists.
     """
     refuse_options(config, PreparationConfig(), "not an option of a split", but=_READS)
     out = storage.absolute(out).rstrip("/")
@@ -152,7 +152,7 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
 
 @final
 class _Work:
-    """One call's way from a log to a folder."""
+    """State of one call of `split`."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Work:
         self.missing = 0
 
     def tasks(self) -> list[SplitTask]:
-        """The tasks, with the numbers of their good rows. Raises InputError for a log with too many faulty rows."""
+        """Return the tasks, with the number of their valid rows. Raises InputError for a log with too many invalid rows."""
         if not is_table(self.files, self.config.schema):
             labelled = LogSource.at(self.path, self.config.files).is_labelled(self.config.schema)
             if not labelled:
@@ -202,7 +202,7 @@ class _Work:
         return self._marked(tasks, [marker["sizes"] for marker in found]) if self.rows.by == "last-out" else tasks
 
     def _cuts(self) -> list[list[tuple[int, int]]]:
-        """The stretches of each table. Cut in data tasks once, and read back when a call resumes."""
+        """Return the row ranges of each table, from an earlier call if there was one."""
         place = self.running.folder.aid("cuts.json")
         if storage.exists(place):
             return storage.read_json(place)
@@ -214,7 +214,7 @@ class _Work:
         return cuts
 
     def _examined(self, tasks: list[SplitTask]) -> tuple[list[SplitTask], list[dict[str, Any]]]:
-        """The tasks, which begin where the ones before them in a file end, and what `examine` found of each."""
+        """Return the results of `examine` and the tasks, adjusted to start at the end of the previous one in the same file."""
         task = functools.partial(examine, job=self.job)
         found = list(self._run("examine", task, tasks))
         for number, (before, item) in enumerate(pairwise(tasks), start=1):
@@ -222,13 +222,13 @@ class _Work:
                 continue
             start = found[number - 1]["end"]
             tasks[number] = replace(item, start=start, start_known=True)
-            if found[number]["start"] != start:  # the line end that it was cut at is within a quoted field
+            if found[number]["start"] != start:  # the line break at the cut was within a quoted field
                 (table,) = self.engine.run("examine", task, [tasks[number]], block_bytes=1 << 16)
                 found[number] = json_of(table)
         return tasks, found
 
     def _marked(self, tasks: list[SplitTask], sizes: list[list[list[int]]]) -> list[SplitTask]:
-        """The tasks with the places of their users' last rows. `sizes`: of each task, chunk and partition, its events."""
+        """Return the tasks with the positions of their users' last rows. `sizes`: event counts by task, chunk and partition."""
         starts = tuple(task.first_row for task in tasks)
         events: list[list[tuple[str, int, int, int]]] = [[] for _ in range(self.job.partitions)]
         for task, chunks in zip(tasks, sizes, strict=True):
@@ -246,7 +246,7 @@ class _Work:
         ]
 
     def choose(self, tasks: list[SplitTask]) -> list[SplitTask]:
-        """By time: finds where validation and test begin."""
+        """Find the start of validation and test for a split by time."""
         if self.rows.by != "time":
             return tasks
         total = sum(task.rows for task in tasks)
@@ -260,7 +260,7 @@ class _Work:
         return tasks
 
     def _times(self, tasks: Sequence[SplitTask], wanted: Sequence[int]) -> list[int]:
-        """The times at these places among all times in order, the first being 0: by counts of 16 bits at a time."""
+        """Return the times at these positions in time order, counted from 0, by a radix search with 16 bits per pass."""
         prefixes, places = [0] * len(wanted), list(wanted)
         for shift in (48, 32, 16, 0):
             items = [
@@ -278,7 +278,7 @@ class _Work:
         return [prefix - (1 << 63) for prefix in prefixes]
 
     def write(self, tasks: Sequence[SplitTask]) -> dict[str, dict[str, Any]]:
-        """Writes all rows; returns rows, share and files of each part."""
+        """Write all rows. Return rows, fraction and files of each part."""
         rows, files = np.zeros(len(PARTS), np.int64), list[str]()
         for marker in self._run("write", functools.partial(write, job=self.job), tasks):
             rows += marker["rows"]
@@ -304,7 +304,6 @@ class _Work:
         return self.rows.test == 0 if by_shares else self.rows.by == "time" and self.rows.test_from is None
 
     def finish(self, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Writes the manifest."""
         found = {
             "by": self.rows.by,
             "rows": self.index.rows,

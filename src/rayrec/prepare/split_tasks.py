@@ -1,6 +1,6 @@
-"""Tasks of `rayrec split`: examine a stretch of a log, choose the last rows of some users, write a stretch's rows by part.
+"""Tasks of `rayrec split`: examine a log range, choose the last rows of users, write its rows by part.
 
-Each task leaves a marker, so that an interrupted job resumes, and files whose bytes depend on the log and the options only.
+Each task leaves a marker, so that an interrupted job resumes, and files that depend only on the log and the options.
 """
 
 from __future__ import annotations
@@ -39,61 +39,58 @@ PARTS: Final = ("train", "validation", "test")
 By = Literal["rows", "group", "time", "last-out"]
 BATCH_ROWS: Final = 1 << 15
 GROUP_BYTES: Final = 2 << 20
-"""Bytes of a row group that is written: small enough to be shuffled as it is."""
+"""Bytes of a written row group, small enough to be shuffled as a unit."""
 
 
 @dataclass(frozen=True)
 class SplitTask:
-    """A stretch of the log: segments of text, row groups of a Parquet file, or rows of a CSV file."""
+    """Log range: text segments, row groups of a Parquet file, or rows of a CSV file."""
 
     number: int
     segments: tuple[Segment, ...] = ()
     file: str = ""
     start: int = 0
     stop: int = 0
-    """[start, stop): row groups, or the bytes where rows of a CSV file begin; 0, 0: a CSV file that is read as a whole."""
+    """Range [start, stop) of row groups, or of byte positions where CSV rows start. 0, 0 is a full CSV file."""
     start_known: bool = True
-    """False: `start` is anywhere in a row of a CSV file. The task begins at the next line, which may be within a quoted field."""
+    """Whether to start at `start`, the start of a row. Otherwise the task starts at the next line, which may be within a quoted field."""
     first_row: int = 0
-    """Number in the log of its first good row; 0 until the log is examined."""
+    """Index of its first valid row in the log. 0 until the log is examined."""
     rows: int = 0
-    """Its good rows."""
+    """Number of valid rows."""
     marks: tuple[tuple[int, int], ...] = ()
-    """For last-out, of each partition of the users: the first of the task's marks, and how many they are."""
+    """First mark of the task and mark count, for each partition of the users, for last-out."""
 
 
 @dataclass(frozen=True)
 class SplitJob:
-    """What all tasks know."""
+    """Parameters of all tasks."""
 
     folder: JobFolder
     schema: Schema
     by: By
     seed: int
     thresholds: tuple[int, int] = (0, 0)
-    """rows and group: hashes below the first are for the test, below the second for validation."""
+    """Hash limits for rows and group: values below the first are for the test, below the second for validation."""
     times: tuple[int, int | None] = (0, None)
-    """time: microseconds from which on rows are for validation, and for the test (None: no test)."""
+    """Start of validation and test in microseconds, for time. None for the test creates no test part."""
     partitions: int = 1
-    """last-out: parts of the users."""
+    """Number of partitions of the users, for last-out."""
 
     def begin(self) -> None:
-        """Prepares a task's process. Raises InputError if it does not see the folder."""
+        """Prepare the process of a task. Raises InputError if it does not see the folder."""
         keep_freed_memory()
         self.folder.require()
 
 
-# Reading -------------------------------------------------------------------------------------------------------------
-
-
 class Tables:
-    """All rows of a table's stretch, faulty ones too, with all columns of the file and those of its partitions that the schema
-    names; of CSV as text, and with the column FAULT."""
+    """All rows of a table's range, including invalid ones, with all columns of the file and the schema's partition columns. CSV
+    has text columns and the column FAULT."""
 
     def __init__(self, task: SplitTask, schema: Schema) -> None:
         self._task, self._schema = task, schema
         self.end = 0
-        """Of bytes of a CSV file, where the first row behind them begins. Known once they were read."""
+        """Start of the first row after a range of a CSV file, in bytes. Set after reading."""
 
     def __iter__(self) -> Iterator[pa.Table]:
         for table in self._of_parquet() if is_parquet(self._task.file) else self._of_csv():
@@ -126,7 +123,7 @@ class Tables:
 
 
 def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
-    """The good rows of a segment, and their lines."""
+    """Return the valid rows of a segment, and their lines."""
     text, size = read_text(segment), segment.stop - segment.start
     parser = TextParser(schema, max_rows_in(schema, size))
     starts = np.concatenate([[0], np.flatnonzero(text[:size] == ord("\n")) + 1])
@@ -139,12 +136,9 @@ def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
     return parser.block(), _Lines(text, starts[good], stops[good])
 
 
-# Examining -----------------------------------------------------------------------------------------------------------
-
-
 def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
-    """Counts the good rows and faults of a table's stretch, and writes what `time` and `last-out` choose by. Rows of faults
-    count from the stretch's first one."""
+    """Count valid rows and faults in a table's range, and write the keys for `time` and `last-out`. Rows of faults count from the
+    start of the range."""
     job.begin()
     if not task.start_known:
         task = replace(task, start=row_start(task.file, task.start), start_known=True)
@@ -178,11 +172,8 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
     return job.folder.done("examine", task.number, found)
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
-
-
 def part_of_hash(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[np.uint8]:
-    """The part of each value, as a place of PARTS: by a hash of the value and the seed."""
+    """Return the part of each value, as an index into PARTS, by a hash of the value and the seed."""
     seed = mix64(np.array([job.seed], np.int64).view(np.uint64) + np.uint64(GOLDEN))
     hashes = mix64(mix64(values + seed) ^ seed)
     test, held_out = (np.uint64(threshold) for threshold in job.thresholds)
@@ -190,7 +181,7 @@ def part_of_hash(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[n
 
 
 class _Chooser:
-    """The parts of a task's rows, asked for in their order."""
+    """Assignment of a task's rows to parts. Must be called for all rows in order."""
 
     def __init__(self, task: SplitTask, job: SplitJob) -> None:
         self._job, self._row = job, task.first_row
@@ -202,7 +193,7 @@ class _Chooser:
         self._marks = np.sort(np.concatenate(marks), order="row")
 
     def __call__(self, raw: RawBlock) -> npt.NDArray[np.uint8]:
-        """uint8 (rows): places of PARTS."""
+        """Return indices into PARTS, uint8 [rows]."""
         job, first, rows = self._job, self._row, raw.rows
         self._row += rows
         if job.by == "rows":
@@ -225,7 +216,7 @@ class _Chooser:
 
 
 def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
-    """Writes the good rows of a stretch in their order, those of each part into a file of its own."""
+    """Write the valid rows of a range in order, one file for each part."""
     job.begin()
     chooser, rows = _Chooser(task, job), np.zeros(len(PARTS), np.int64)
     missing = 0
@@ -245,7 +236,7 @@ def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
 
 @dataclass(frozen=True)
 class _Lines:
-    """A text, and where the lines of its good rows start and stop."""
+    """Text with the start and end of each valid line."""
 
     text: npt.NDArray[np.uint8]
     starts: Numbers
@@ -265,7 +256,7 @@ def _pieces(task: SplitTask, schema: Schema) -> Iterator[tuple[RawBlock, pa.Tabl
 
 
 def _as_text(table: pa.Table, path: str) -> pa.Table:
-    """Without FAULT; the bytes of a CSV file's fields as text."""
+    """Drop FAULT, and decode the bytes of CSV fields."""
     if FAULT not in table.column_names:
         return table
     table = table.drop_columns([FAULT])
@@ -277,7 +268,7 @@ def _as_text(table: pa.Table, path: str) -> pa.Table:
 
 
 class _TextFiles:
-    """The files of a stretch of text."""
+    """Output files of a text range."""
 
     def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
         self._task, self._job, self._opened = task, job, opened
@@ -291,7 +282,7 @@ class _TextFiles:
             if not len(chosen):
                 continue
             file = self._file(f"{name}-{self._task.number:05d}.txt")
-            # Neighbouring lines of one part are written together.
+            # Adjacent lines of one part are written together.
             breaks = np.flatnonzero(starts[chosen[1:]] != stops[chosen[:-1]]) + 1
             first, last = np.append(0, breaks), np.append(breaks, len(chosen)) - 1
             view = text.data
@@ -307,11 +298,11 @@ class _TextFiles:
         return self.files[name]
 
     def finish(self) -> None:
-        """All is written when the files are closed."""
+        """Do nothing: closing the files completes them."""
 
 
 class _ParquetFiles:
-    """The files of a stretch of a table, in row groups of about GROUP_BYTES."""
+    """Output files of a table range, in row groups of about GROUP_BYTES."""
 
     def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
         self._task, self._job, self._opened = task, job, opened
@@ -337,13 +328,13 @@ class _ParquetFiles:
         self.files[name].write_table(table, row_group_size=rows)
 
     def finish(self) -> None:
-        """Writes what waits."""
+        """Write the pending rows."""
         for name in list(self._waiting):
             self._write(name)
 
 
 def time_of(text: str, name: str) -> int:
-    """Microseconds since 1970 of a date or time in ISO 8601, UTC unless it names a zone. Raises InputError for other text."""
+    """Parse an ISO 8601 date or time into microseconds since 1970, in UTC by default. Raises InputError for other text."""
     for kind in (pa.timestamp("us", "UTC"), pa.timestamp("us")):
         try:
             return int(pc.cast(pa.array([text]), kind).cast(pa.int64())[0].as_py())
@@ -353,7 +344,7 @@ def time_of(text: str, name: str) -> int:
 
 
 def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
-    """Neighbouring segments of text, of about `task_bytes` each task."""
+    """Group adjacent text segments into tasks of about `task_bytes`."""
     tasks: list[SplitTask] = []
     waiting: list[Segment] = []
     size = 0
@@ -369,8 +360,8 @@ def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
 
 
 def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
-    """Cut each table into stretches of about `task_bytes`: neighbouring row groups, or bytes of a plain CSV file. Opens the
-    files, those of a store in parallel."""
+    """Cut each table into ranges of about `task_bytes`: adjacent row groups, or bytes of a plain CSV file. Opens files in a store
+    in parallel."""
 
     def cut(file: storage.File) -> list[tuple[int, int]]:
         if not is_parquet(file.path):
@@ -392,7 +383,7 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
 
 
 def table_tasks(files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]) -> list[SplitTask]:
-    """A task for each stretch of each file."""
+    """Return a task for each range of each file."""
     stretches = [(file.path, *stretch) for file, of_file in zip(files, cuts, strict=True) for stretch in of_file]
     return [
         SplitTask(number, file=path, start=start, stop=stop, start_known=is_parquet(path) or not start)

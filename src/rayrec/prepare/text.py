@@ -1,7 +1,6 @@
-"""Plain text as rows of tokens in MDS shards, with the tokenizer next to them: the training data of language models.
+"""Conversion of plain text into token rows in MDS shards, with a tokenizer: training data for language models.
 
-The folder is that of a resumable job, whose last file is manifest.json. The bytes depend on the text and the options only, not
-on the engine.
+Runs as a resumable job, whose last file is manifest.json. The bytes depend only on the text and the options, not on the engine.
 """
 
 import functools
@@ -39,9 +38,9 @@ from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, task_context
 
 BPE_SAMPLE_BYTES = 256 << 20
-"""Training text that a BPE is learnt from; of more, parts spread over all of it. Its different words are held in memory."""
+"""Maximum training text for learning a BPE, spread over all of it. Its distinct words are kept in memory."""
 DEFAULT_VOCABULARY_SIZE = 1024
-"""Of a BPE: few ids, for small texts and models."""
+"""Default BPE size: few IDs, for small texts and models."""
 
 
 _Item = TypeVar("_Item", TextPart, "ShardTask")
@@ -49,20 +48,20 @@ _Item = TypeVar("_Item", TextPart, "ShardTask")
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(Config):
-    """How a text becomes rows of tokens."""
+    """Options for converting text into token rows."""
 
     tokenizer: str = "bytes_bpe"
-    """A local folder of a HuggingFace tokenizer; bytes_bpe: one learnt from the training text; characters: one token each."""
+    """Local folder of a HuggingFace tokenizer, bytes_bpe (learned from the training text), or characters (one token each)."""
     vocabulary_size: int | None = None
-    """Of bytes_bpe; None: 1024."""
+    """Vocabulary size of bytes_bpe. None: 1024."""
     block_size: int = 128
-    """Tokens of a row."""
+    """Number of tokens per row."""
     validation_fraction: float = 0.1
-    """Part of the text, its end, that is held out."""
+    """Fraction at the end of the text that is held out for validation."""
     part_bytes: int = PART_BYTES
-    """Text that one task tokenises; tokens do not reach across parts, so the same value gives the same tokens."""
+    """Bytes of text per task. Tokens do not span parts, so the tokens depend on this value."""
     shard_bytes: int = 16 << 20
-    """Size of a shard: what is fetched, kept and shuffled as a whole."""
+    """Bytes per shard, the unit of fetching, caching and shuffling."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,11 +78,11 @@ class TextConfig(Config):
 
 
 def preprocess_text(path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console) -> dict[str, Any]:
-    """Writes the text (UTF-8; file, glob or folder, gzip too, local or at a URL) as rows of tokens into folder `out`, which
-    appears complete or not at all; called again after it was interrupted, it resumes where it stopped.
+    """Write text (UTF-8; file, glob or folder, also gzip, local or a URL) as token rows atomically into folder `out`. Resumes an
+    interrupted call.
 
-    Of `config` only files and address matter. Returns what the manifest says of the sets, and bytes and seconds. Raises
-    InputError for text that is not UTF-8 or fills no row, an unusable tokenizer, or where `out` exists.
+    Reads only `files` and engine options of `config`. Returns the sets of the manifest, bytes and seconds. Raises InputError for
+    text that is not UTF-8 or shorter than a row, an unusable tokenizer, or if `out` exists.
     """
     begun = time.perf_counter()
     require("streaming", "tokenizers", extra="language")
@@ -131,7 +130,7 @@ def _sources(files: Sequence[storage.File], engine: Engine, console: Console) ->
 
 @final
 class _Work:
-    """One call's way from text to folder."""
+    """State of one call of `preprocess_text`."""
 
     def __init__(
         self,
@@ -169,16 +168,16 @@ class _Work:
         return bytes_bpe(map(text_blocks.read_part, training[::every]), size)
 
     def tokenize(self) -> dict[int, int]:
-        """Tokens of each part."""
+        """Tokenize all parts and return their token counts."""
         task = functools.partial(tokenize, job=self.job)
         found = self._run("tokenize", "parts of the text", task, self.parts)
         return {part.number: of_part["tokens"] for part, of_part in zip(self.parts, found, strict=True)}
 
     def write_shards(self, tokens_of: dict[int, int]) -> dict[str, dict[str, Any]]:
-        """What the manifest says of each set, and `shards`, what its index does."""
+        """Write the shards. Return the manifest entry of each set, and its index entries as `shards`."""
         block_size = self.text.block_size
         sets: dict[str, dict[str, Any]] = {}
-        row_bytes = block_size * self.tokenizer.dtype.itemsize + 4  # 4: where it starts
+        row_bytes = block_size * self.tokenizer.dtype.itemsize + 4  # 4 for its offset
         shards: list[ShardTask] = []
         for name in dict.fromkeys(part.set for part in self.parts):
             counts = [(part.number, tokens_of[part.number]) for part in self.parts if part.set == name]
@@ -204,7 +203,7 @@ class _Work:
         return sets
 
     def finish(self, files: Sequence[storage.File], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Writes the indices and the manifest, which it returns."""
+        """Write the indexes and the manifest. Return the manifest."""
         from rayrec.data.text import mds
 
         shards = {name: described.pop("shards") for name, described in sets.items()}
@@ -235,7 +234,7 @@ class _Work:
 
 
 def hash_of(value: Any) -> str:
-    """16 hexadecimal digits."""
+    """Return a hash of 16 hexadecimal digits."""
     if isinstance(value, dict):
         value = {name: hashlib.sha256(content).hexdigest() for name, content in value.items()}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -243,7 +242,7 @@ def hash_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TextJob:
-    """What all tasks know."""
+    """Parameters of all tasks."""
 
     folder: JobFolder
     tokenizer_hash: str
@@ -254,19 +253,19 @@ class TextJob:
         return _loaded(storage.join(self.folder.path, "tokenizer"), self.tokenizer_hash)
 
     def tokens(self, number: int) -> str:
-        """Where the ids of a part are kept until the shards are written."""
+        """Return the path of a part's IDs, kept until the shards are written."""
         return self.folder.aid("tokens", f"part-{number:06d}.bin")
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Neighbouring rows of one set."""
+    """Adjacent rows of one set."""
 
     number: int
     set: str
     file: str
     pieces: tuple[tuple[int, int, int], ...]
-    """(part, first token in it, tokens) in order; together they fill rows."""
+    """Tuples of (part, first token in it, token count), in order. Together they fill rows."""
 
     @property
     def tokens(self) -> int:
@@ -281,13 +280,13 @@ def _loaded(folder: str, tokenizer_hash: str) -> TextTokenizer:
 
 
 def find_characters(part: TextPart) -> pa.Table:
-    """The characters of a part's text, and its bytes."""
+    """Return the distinct characters of a part, and its size in bytes."""
     text = read_part(part)
     return pa.table({"characters": ["".join(sorted(set(text)))], "bytes": [part.stop - part.start]})
 
 
 def tokenize(part: TextPart, *, job: TextJob) -> pa.Table:
-    """Writes the ids of a part; finds how many they are."""
+    """Write the IDs of a part and return their number."""
     job.folder.require()
     tokenizer = job.tokenizer
     tokens = tokenizer.encode(read_part(part))
@@ -301,8 +300,8 @@ def tokenize(part: TextPart, *, job: TextJob) -> pa.Table:
 def plan_shards(
     name: str, tokens_of_parts: Sequence[tuple[int, int]], *, block_size: int, rows_per_shard: int, first: int = 0
 ) -> list[ShardTask]:
-    """The shards of a set whose parts have so many tokens: (part, tokens) in order. Each has `rows_per_shard` rows, the last
-    one fewer; tokens that fill no row are in none. `first`: the number of the first one's task. Pure."""
+    """Plan the shards of a set, given (part, token count) in order. Each has `rows_per_shard` rows, the last one fewer. Drops
+    tokens that do not fill a row. `first`: number of the first task. Pure."""
     rows = sum(tokens for _, tokens in tokens_of_parts) // block_size
     waiting = [(part, 0, tokens) for part, tokens in reversed(tokens_of_parts)]
     shards: list[ShardTask] = []
@@ -322,8 +321,8 @@ def plan_shards(
 
 
 def write_shard(shard: ShardTask, *, job: TextJob) -> pa.Table:
-    """Writes the shard's rows; finds what the index says of it."""
-    from rayrec.data.text import mds  # brings torch
+    """Write a shard's rows and return its index entry."""
+    from rayrec.data.text import mds  # imports torch
 
     dtype = job.tokenizer.dtype
     tokens = np.empty(shard.tokens, dtype)

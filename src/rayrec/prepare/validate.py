@@ -1,4 +1,4 @@
-"""The data report: what to know about a log before training on it, and gates that it must pass."""
+"""Validation of a log before training: a data report, and gates that it must pass."""
 
 import functools
 from collections import Counter
@@ -33,16 +33,16 @@ from rayrec.schema import Schema
 
 @dataclass(frozen=True)
 class Categories:
-    """What was found."""
+    """Results of counting categories."""
 
     columns: dict[str, dict[str, Any]]
-    """Of each sparse column."""
+    """Figures of each sparse column."""
     dense_unknown: dict[str, float | None]
-    """Rates of unknown values in dense columns, where the Preprocessor makes categories of them."""
+    """Rates of unknown values in dense columns for which the Preprocessor creates categories."""
     unknown_to: str | None
-    """What does not know the unknown categories; None where there is nothing to compare."""
+    """Name of the vocabulary that unknown categories are missing from, or None without one."""
     top: tuple[np.ndarray, ...]
-    """uint64 (at most report.TOP) a sparse column: its most frequent categories"""
+    """Most frequent categories of each sparse column, each uint64 [at most TOP]."""
 
 
 def examine_categories(
@@ -54,12 +54,12 @@ def examine_categories(
     engine: Engine,
     progress: Callable[[str, int, int | None], None],
 ) -> Categories:
-    """Counts the whole log and, where no Preprocessor is given, its last slice once more: what the past knew is the
-    difference. Memory is bounded as for `rayrec vocabulary`, but for one column's categories at a time."""
+    """Count the categories of the full log and, without a Preprocessor, of its last slice: the difference is the past's
+    vocabulary. Memory is bounded as for `rayrec vocabulary`, except for the categories of one column at a time."""
     buckets = given is not None and given.integer_buckets
-    # Each column by itself, also those that share a vocabulary.
+    # Count each column separately, even if columns share a vocabulary.
     job = replace(RAYREC.counting(config.schema.unshared()), derivation=Derivation(buckets=buckets))
-    shift = len(config.schema.dense) if buckets else 0  # they come first among the counted columns
+    shift = len(config.schema.dense) if buckets else 0  # dense columns come first among the counted columns
 
     def count(start: int, what: str) -> Counts:
         return count_log(
@@ -106,15 +106,15 @@ def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def _merged(tokens: np.ndarray, amounts: np.ndarray, modulo: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens in rising order, taken modulo a number first where there is one, and their counts."""
+    """Return tokens in ascending order, after an optional modulo, and their counts."""
     tokens, amounts, _ = merged(tokens % tokens.dtype.type(modulo) if modulo else tokens, amounts)
     return tokens, amounts
 
 
 def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Preset) -> float | None:
-    """Share of the latest values whose category came fewer than min_count times before."""
+    """Return the fraction of the latest values whose category occurred fewer than min_count times before."""
     tokens, amounts = _merged(*latest.kept(number)[:2], rules.token_modulo)
-    # Only what came min_count times before and once since matters, unless categories fall together.
+    # Fewer occurrences than min_count plus one cannot matter, unless the modulo merges categories.
     kept = counts.kept(number, 1 if rules.token_modulo else rules.min_count + 1)
     all_tokens, all_amounts = _merged(*kept[:2], rules.token_modulo)
     both, here, there = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
@@ -122,7 +122,7 @@ def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Pre
 
 
 def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
-    """What a Preprocessor's column number `number` makes of its categories."""
+    """Return the unknown and collision rates of a Preprocessor's column."""
     column = given.sparse[number]
     tokens, amounts, _ = counts.kept(number)
     vocabulary = given.vocabulary(number)
@@ -138,18 +138,16 @@ def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float
 
 _TASK_ROWS = 500_000
 _READ_ROWS = 100_000
-"""Rows one task holds at a time, more where a segment has more."""
+"""Minimum number of rows that a task reads at a time; larger segments are read in full."""
 _EDGE_ROWS = 1 << 17
-"""Rows of the first slice whose quantiles dense columns are compared by."""
+"""Rows of the first slice used for the quantiles of dense columns."""
 _EDGE_STRETCHES = 64
 _HASH_BYTES = 1 << 30
-"""Memory for hashes of rows where the configuration limits none."""
+"""Memory for row hashes without a configured limit."""
 
-
-# Tasks ---------------------------------------------------------------------------------------------------------------
 
 Batch = tuple[int, tuple[Part, ...]]
-"""A slice's number, and neighbouring parts of it."""
+"""Number of a slice, and adjacent parts of it."""
 
 
 def _batches(items: Sequence[tuple[int, Part]], limit: int) -> list[Batch]:
@@ -167,7 +165,9 @@ def _batches(items: Sequence[tuple[int, Part]], limit: int) -> list[Batch]:
 
 def _read(parts: Sequence[Part], schema: Schema) -> RawBlock:
     block = read_raw([part.segment for part in parts], schema)
-    return block.cut(parts[0].start, block.rows - (parts[-1].segment.rows - parts[-1].stop))  # only the ends may be cut
+    return block.cut(
+        parts[0].start, block.rows - (parts[-1].segment.rows - parts[-1].stop)
+    )  # only the first and last segment may be cut
 
 
 def _tally_task(batches: Sequence[Batch], *, job: TallyJob) -> pa.Table:
@@ -196,12 +196,9 @@ def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
     return json_reply([[*place, rows] for place, rows in found.items()])
 
 
-# The passes ----------------------------------------------------------------------------------------------------------
-
-
 def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.ndarray:
-    """Quantiles of up to _EDGE_ROWS rows of the first slice, from stretches all over it. The rows are chosen by their numbers
-    alone, so the division of the log does not matter."""
+    """Return quantiles of up to _EDGE_ROWS rows, evenly spread over the first slice. Depends on row numbers only, not on how the
+    log is divided."""
     rows = first.stop - first.start
     stretches = [(first.start, first.stop)]
     if rows > _EDGE_ROWS:
@@ -233,7 +230,7 @@ def _tally(
 
 
 def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[str, dict[str, int]]:
-    """Kind -> column -> refused lines. Of tables, the first few only: their index keeps no more."""
+    """Count rejected lines by kind and column. For tables only the first few, because their index has no more."""
     found = Counter[tuple[str, str]]()
     if index.faults.total and index.format == "text":
         size = max(1, len(index.segments) // 64)
@@ -252,11 +249,10 @@ def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[s
 def validate(
     path: str, *, config: PreparationConfig, gates: Gates | None = None, preprocessor: str | None = None, console: Console
 ) -> Report:
-    """Examines a raw log; see docs/validate.md. Gates that fail are in the report: no error is raised for them.
+    """Validate a raw log; see docs/validate.md. Failed gates are in the report and raise no error.
 
-    Categories are judged by the Preprocessor in a folder, or else those of the last file (of a single file, its last
-    seventh) by a vocabulary of all that comes before. Raises InputError for what is no raw log, and for a Preprocessor of
-    another schema.
+    Checks categories against the Preprocessor in a folder, or else the categories of the last file (of a single file, its last seventh)
+    against a vocabulary of all earlier rows. Raises InputError for an unusable log or a Preprocessor of another schema.
     """
     gates = gates or Gates()
     source = LogSource.at(path, config.files)
@@ -279,8 +275,8 @@ def examine(
     engine: Engine,
     progress: Callable[[str, int, int | None], None],
 ) -> Report:
-    """The report on an indexed log: two passes over its rows, one more over its text where there are faulty lines. It
-    depends on the rows alone, not on how the log is divided."""
+    """Build the report of an indexed log, in two passes over its rows, and another over its text if there are invalid lines.
+    Depends on the rows only, not on how the log is divided."""
     if gates.max_bad_fraction is None:
         gates = gates.replace(max_bad_fraction=config.max_bad_fraction)
     slices_by, slices = slices_of(index)
@@ -315,7 +311,7 @@ def examine(
 
 
 def _tallied(tally: Tally, job: TallyJob, names: Sequence[str], categories: Categories) -> dict[str, Any]:
-    """What a report says of labels, slices and columns."""
+    """Return the report's sections on labels, slices and columns."""
     schema = job.schema
     drift = data_report.drift_of(tally, schema)
     dense = data_report.dense_columns(tally, schema, drift)
@@ -331,6 +327,6 @@ def _tallied(tally: Tally, job: TallyJob, names: Sequence[str], categories: Cate
 
 
 def _hash_shift(rows: int, memory_bytes: int | None) -> int:
-    """So that one in 2^shift of the rows' hashes, held twice while they are collected, finds room."""
+    """Return the shift for which one in 2^shift row hashes, stored twice while they are collected, fits the memory."""
     room = (memory_bytes or _HASH_BYTES) // 16
     return max(0, (-(-rows // room) - 1).bit_length()) if rows else 0
