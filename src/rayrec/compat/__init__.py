@@ -1,4 +1,4 @@
-"""Private names of Ray, torch and TorchRec that rayrec uses: `ray_compat` and `torch_compat`. No other module uses any."""
+"""Private names of Ray, torch and TorchRec used by rayrec: `ray_compat` and `torch_compat`. No other module uses any."""
 
 import importlib
 from collections.abc import Mapping
@@ -8,18 +8,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private name of a library."""
+    """Private name of a library, and the reason for its use."""
 
     module: str
     attribute: str | None
-    """Name within the module; None for the module itself."""
+    """Name within the module. None for the module itself."""
     reason: str
-    """Why rayrec needs it, in one line."""
+    """Reason why rayrec needs it, in one line."""
 
 
 def resolve(names: Mapping[str, PrivateName], name: str, asking: str) -> Any:
-    """The object that `names` lists as `name`; imports its module. Raises AttributeError, which names the module `asking`, if
-    the table lacks the name, and ImportError if the installed version of the library lacks it."""
+    """Import and return the object listed as `name`. Raises AttributeError for the module `asking` if it is not listed, and
+    ImportError if the installed library version lacks it."""
     if name not in names:
         raise AttributeError(f"module {asking!r} has no attribute {name!r}")
     private = names[name]

@@ -1,4 +1,4 @@
-"""Private names of Ray, each imported when it is first used. Loads no part of Ray itself."""
+"""Private names of Ray, imported lazily. Importing this module does not import Ray."""
 
 # ruff: noqa: F401  # the names are for other modules
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ray.train.v2.api import data_parallel_trainer
 
 SETUP_HOOK_VARIABLE: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""The variable in which Ray passes a process the `worker_process_setup_hook` of its runtime environment. Ray's constant is in
-a module that takes long to import."""
+"""Variable with the `worker_process_setup_hook` of a process's runtime environment. Ray's own constant is in a module that is
+slow to import."""
 
 _POLICIES: Final = "ray.data._internal.execution.backpressure_policy"
 
@@ -121,7 +121,7 @@ NAMES: Final = {
         "Runs one attempt without two callbacks of Ray Train, which have no setting.",
     ),
 }
-"""Every private name of Ray that rayrec uses, by the name that this module gives it."""
+"""All private names of Ray used by rayrec, by their name in this module."""
 
 
 def __getattr__(name: str) -> Any:
@@ -129,7 +129,8 @@ def __getattr__(name: str) -> Any:
 
 
 def local_node() -> Any:
-    """The node that this process started or joined; None if it is not connected. Tells a Ray of its own from a cluster's."""
+    """Return the node that this process started or joined, or None if it is not connected. Distinguishes an own Ray from a
+    cluster."""
     from ray._private import worker
 
     return worker._global_node
@@ -137,10 +138,13 @@ def local_node() -> Any:
 
 @contextlib.contextmanager
 def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]:
-    """Within it a Ray that `ray.init` starts runs this program, in place of its own setup_worker.py, to start a worker's process.
-    It has no autoscaler, which has no machines to start; no server for Ray's dashboard and state API, which would take a tenth
-    of its start; and a process that hands workers' output to the driver only if that is asked for. Its agent listens on any
-    free port: on the usual one it would wait 3 s for another Ray of this machine. `ray.init` has no settings for these."""
+    """Customize a Ray that `ray.init` starts, for which `ray.init` has no settings.
+
+    Worker processes run `worker_program` instead of Ray's setup_worker.py. There is no autoscaler, which has no machines to
+    start, and no server for the dashboard and state API, which would take a tenth of the startup time. The process that forwards
+    worker output to the driver is optional. The agent listens on any free port: on the default port it would wait 3 s for another
+    Ray on this machine.
+    """
     module: Any = importlib.import_module("ray._private.parameter")
     node: Any = importlib.import_module("ray._private.node").Node
     whole, start_api_server = module.RayParams, node.start_api_server
@@ -154,12 +158,12 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
         module.RayParams, node.start_api_server = whole, start_api_server
 
 
-# Public names of Ray Serve that its maintainers may still change ("alpha"). tests/integration/test_serve_config.py calls them.
+# Public alpha APIs of Ray Serve, which may change. tests/integration/test_serve_config.py calls them.
 
 
 def shared_actor(name: str, actor_class: type, **arguments: Any) -> dict[str, Any]:
-    """Return options of a deployment for an actor that its replicas share: Ray Serve starts it before them, again if it ends, and
-    ends it with them."""
+    """Return deployment options for an actor shared by the replicas. Ray Serve starts it before them, restarts it if it ends, and
+    stops it with them."""
     import ray
     from ray.serve.config import DeploymentActorConfig
 
@@ -170,14 +174,14 @@ def shared_actor(name: str, actor_class: type, **arguments: Any) -> dict[str, An
 
 
 def get_shared_actor(name: str) -> Any:
-    """Return the handle of such an actor in a replica. Raises ValueError while it is started again."""
+    """Return the handle of a shared actor in a replica. Raises ValueError while it restarts."""
     from ray import serve
 
     return serve.get_deployment_actor(name)
 
 
 def find_shared_actor(application: str, deployment: str, name: str) -> Any:
-    """Return the handle of such an actor in any process. Raises ValueError if there is none, or it is started again."""
+    """Return the handle of a shared actor in any process. Raises ValueError if it does not exist or restarts."""
     import ray
 
     here = importlib.import_module(__name__)
@@ -190,6 +194,6 @@ def find_shared_actor(application: str, deployment: str, name: str) -> Any:
 
 
 def call_replicas(handle: Any, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-    """Call a method of all replicas that take requests, and return their results, or the exceptions in place of them."""
+    """Call a method of all active replicas, and return their results or exceptions."""
     found: list[Any] = handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True)
     return found

@@ -1,4 +1,4 @@
-"""Private names of torch and TorchRec, each imported when it is first used, and functions for private attributes."""
+"""Private names of torch and TorchRec, imported lazily, and functions for private attributes."""
 
 # ruff: noqa: F401  # the names are for other modules
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMES: Final = {
         "torch.utils._python_dispatch", "TorchDispatchMode", "Counts operations without torch's compiler."
     ),
 }
-"""Every private name of torch that rayrec imports, by the name that this module gives it."""
+"""All private names of torch imported by rayrec, by their name in this module."""
 
 
 def __getattr__(name: str) -> Any:
@@ -43,19 +43,19 @@ def __getattr__(name: str) -> Any:
 
 
 def linear_pointwise(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """`inputs` (rows, in) times `weight` (out, in) transposed, plus `bias` (out,), by oneDNN in one step; `activation`: "none"
-    or "relu". torch has it for inductor only."""
+    """Compute `inputs` [rows, in] times transposed `weight` [out, in] plus `bias` [out], fused with `activation` ("none" or
+    "relu"), by oneDNN. torch uses this operator for inductor only."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, activation, [], "")
     return product
 
 
 def onednn_has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this CPU; torch has no public function for it."""
+    """Return whether oneDNN supports bfloat16 on this CPU. torch has no public function for it."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def uncounted_operators(attention: Callable[..., int], linear: Callable[..., int]) -> dict[Any, Callable[..., int]]:
-    """Formulas by operator, for the operators of attention and of products on CPU that torch's own table of formulas lacks."""
+    """Return FLOP formulas for the CPU operators of attention and linear layers that torch's own table lacks."""
     found: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
     if torch.backends.mkldnn.is_available():
         found[torch.ops.mkldnn._linear_pointwise] = linear
@@ -63,17 +63,17 @@ def uncounted_operators(attention: Callable[..., int], linear: Callable[..., int
 
 
 def operator_of(overload: Any) -> Any:
-    """The operator of an overload that a dispatch mode receives; torch's table of formulas has operators as its keys."""
+    """Return the operator of an overload received by a dispatch mode, because torch's table of formulas is keyed by operators."""
     return overload._overloadpacket
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Queues `callback` for the end of the backward pass that is running; DDP and FSDP queue theirs in the same way."""
+    """Queue a callback for the end of the running backward pass, as DDP and FSDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, like: ShardedTensor) -> ShardedTensor:
-    """A ShardedTensor of this rank's `shards`, in the process group of `like`, without a collective. The public constructors
+    """Create a ShardedTensor from local shards in the process group of `like`, without a collective. The public constructors
     exchange metadata first."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
@@ -82,32 +82,31 @@ def sharded_tensor(shards: list[Shard], metadata: ShardedTensorMetadata, like: S
 
 
 def move_wrapped_module(model: DistributedModelParallel, device: torch.device) -> None:
-    """Moves the module that DistributedModelParallel wraps to `device`, as TorchRec's own wrappers do."""
+    """Move the module wrapped by DistributedModelParallel to a device, as TorchRec's wrappers do."""
     model._dmp_wrapped_module = model._dmp_wrapped_module.to(device)
 
 
 def set_optimizer_in_backward(
     parameters: Iterable[torch.nn.Parameter], optimizer: type[torch.optim.Optimizer], arguments: dict[str, Any]
 ) -> None:
-    """Replaces the optimizer that `apply_optimizer_in_backward` gave to tables, before they are sharded."""
+    """Replace the optimizer that `apply_optimizer_in_backward` set on tables, before they are sharded."""
     for parameter in parameters:
         parameter._optimizer_classes = [optimizer]  # type: ignore[attr-defined]
         parameter._optimizer_kwargs = [dict(arguments)]  # type: ignore[attr-defined]
 
 
 def forget_cached_rows(model: torch.nn.Module) -> None:
-    """Empties the caches of tables in host memory, after their rows were changed there; TorchRec does so after
-    `load_state_dict` alone."""
+    """Clear the caches of tables in host memory, after their rows were changed. TorchRec does so only after `load_state_dict`."""
     for module in model.modules():
         for lookup in getattr(module, "_lookups", ()):
-            purge = getattr(lookup, "purge", None)  # data_parallel tables are wrapped, and have no cache
+            purge = getattr(lookup, "purge", None)  # data_parallel tables are wrapped and have no cache
             if purge is not None:
                 purge()
 
 
 def table_kernels(model: torch.nn.Module) -> Iterator[tuple[Any, list[tuple[str, int, int]]]]:
-    """fbgemm's kernels with a fused optimizer in a sharded model, and what each of their tables is: (name, first row, first
-    column), since a kernel may have only a part of it. TorchRec has no public way to its kernels."""
+    """Yield fbgemm's kernels with a fused optimizer in a sharded model, and (name, first row, first column) of their tables,
+    because a kernel may have only a part of a table. TorchRec has no public access to its kernels."""
     from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 
     for module in model.modules():

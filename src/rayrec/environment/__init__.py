@@ -1,1 +1,1 @@
-"""What is installed here, and whether it works."""
+"""Inspection of the installed packages and the machine."""

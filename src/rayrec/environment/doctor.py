@@ -1,4 +1,4 @@
-"""Judges an installation: what fits together, what does not, and the command that fixes it."""
+"""Diagnosis of an installation: version conflicts, missing parts, and the commands to fix them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _RAY_MEMORY_SHARE, _RAY_SHM_BYTES = 0.3, 10**10
-"""Ray's object store by default: this part of free memory; it reports slowness where /dev/shm gives it less than this
+"""Defaults of Ray's object store: its fraction of free memory, and the size of /dev/shm below which it warns
 (ray._private.utils.resolve_object_store_memory)."""
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that does not fit, and what to do."""
+    """Problem of an installation and its fix."""
 
     kind: Literal["problem", "note"]
-    """A problem keeps rayrec from working; a note does not."""
+    """Severity. A problem prevents rayrec from working, a note does not."""
     text: str
     remedy: tuple[str, ...] = ()
     """Commands, in order."""
@@ -48,30 +48,30 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The whole examination."""
+    """Results of the diagnosis."""
 
     machine: Machine
     installed: dict[str, str]
-    """Versions by distribution, of those that rayrec names itself."""
+    """Versions of rayrec's direct dependencies, by distribution."""
     extras: dict[str, str]
-    """What makes an extra complete that is not installed: a command, by extra."""
+    """Installation command for each extra that is not installed."""
     probes: dict[str, Probe]
-    """What came of importing, by module."""
+    """Import results by module."""
     kernels: str | None
-    """Why the compiled kernels do not load; None where they do."""
+    """Error of loading the compiled kernels, or None."""
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing keeps rayrec from working."""
+        """Whether rayrec works: no finding is a problem."""
         return not any(finding.kind == "problem" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return a dict for JSON."""
         return {"ok": self.ok, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """A table for people, then what does not fit."""
+        """Format a table, followed by the findings."""
         machine = self.machine
         shm = "none" if machine.shm_bytes is None else f"{_gib(machine.shm_bytes)} free"
         rows = [
@@ -100,10 +100,10 @@ def doctor(
     machine: Machine | None = None,
     pip: str | None = None,
 ) -> Report:
-    """Examines this interpreter's installation and this machine; takes some 15 s, for it imports torch elsewhere.
+    """Diagnose this interpreter's installation and this machine. Takes about 15 s, because it imports torch in another process.
 
-    Each argument stands for what would else be found out; `pip` is how the user calls this environment's pip. Raises
-    InputError where not even `packaging`, which reads versions, is installed.
+    Arguments replace the detected values; `pip` is the user's command for this environment's pip. Raises InputError if even
+    `packaging`, which parses versions, is not installed.
     """
     pip = pip or _pip()
     try:
@@ -134,7 +134,7 @@ def diagnose(
     kernels: str | None = None,
     pip: str = "pip",
 ) -> list[Finding]:
-    """What does not fit together, problems first. Pure."""
+    """Return all findings, problems first. Pure."""
     findings = [
         *_rayrec_findings(installed, machine, kernels, pip),
         *_fbgemm_findings(installed, probes, machine, pip),
@@ -146,9 +146,10 @@ def diagnose(
 
 
 def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) -> Iterator[tuple[str, Requirement]]:
-    """Every requirement reached from `roots`, with the name of the distribution that requires it ("" for the roots). Pure.
+    """Yield every requirement reachable from `roots`, with the name of the distribution that requires it ("" for the roots).
+    Pure.
 
-    What is not installed is named, but not followed; what is UNNEEDED is left out. Markers are judged for this interpreter.
+    Does not follow missing distributions, and skips UNNEEDED ones. Evaluates markers for this interpreter.
     """
     from packaging.requirements import Requirement
 
@@ -168,9 +169,9 @@ def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) ->
 
 
 def extras(installed: Mapping[str, Installed], *, there: bool) -> list[str]:
-    """rayrec's EXTRAS that are installed, or those that are not. Pure.
+    """Return rayrec's EXTRAS that are installed, or those that are not. Pure.
 
-    One is taken to be meant if the first distribution that it names is installed, which rayrec needs for nothing else.
+    An extra counts as installed if its first distribution is, which rayrec uses for nothing else.
     """
     named = {extra: _extra_requirements(installed, extra) for extra in EXTRAS}
     return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == there]
@@ -181,7 +182,7 @@ def _rayrec_findings(installed: Mapping[str, Installed], machine: Machine, kerne
     if "rayrec" not in installed:
         yield Finding("problem", "rayrec itself is not installed, only found on the path", (install,))
     if shlex.quote(machine.interpreter) != machine.interpreter:
-        # ray._private.runtime_env.context hands it to a shell as it is.
+        # ray._private.runtime_env.context passes the path to a shell unquoted.
         why = "a shell reads its path otherwise (a space?), and so does Ray, whose workers then never start"
         yield Finding("problem", f"{machine.interpreter}: {why}; make the environment in another folder")
     if kernels is not None:
@@ -191,7 +192,7 @@ def _rayrec_findings(installed: Mapping[str, Installed], machine: Machine, kerne
 def _fbgemm_findings(
     installed: Mapping[str, Installed], probes: Mapping[str, Probe], machine: Machine, pip: str
 ) -> Iterator[Finding]:
-    """TorchRec, and fbgemm with its two builds that own one module."""
+    """Check TorchRec, and fbgemm, whose two builds provide the same module."""
     torchrec, cuda, cpu = _tested_versions(installed)
     has_cuda = bool(machine.cuda_devices)
     holders = [name for name in FBGEMM if name in installed and installed[name].holds_fbgemm]
@@ -226,7 +227,7 @@ def _fbgemm_findings(
 
 
 def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Iterator[Finding]:
-    """Everything else that rayrec and TorchRec need, directly or through others: missing, or of another version."""
+    """Check all other direct and transitive requirements of rayrec and TorchRec for presence and version."""
     roots = _own_requirements(installed)
     for extra in extras(installed, there=True):
         roots += _extra_requirements(installed, extra)
@@ -245,7 +246,7 @@ def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Itera
 def _import_findings(
     installed: Mapping[str, Installed], probes: Mapping[str, Probe], machine: Machine, pip: str
 ) -> Iterator[Finding]:
-    """What is installed and does not import, though what it stands on does."""
+    """Report installed modules that fail to import although their dependencies import."""
     torch = probes.get("torch")
     pin = _torch_pin(installed)
     if torch is not None and not torch.ok and "torch" in installed:
@@ -277,11 +278,8 @@ def _machine_findings(machine: Machine) -> Iterator[Finding]:
         )
 
 
-# -- words and versions
-
-
 def _tested_versions(installed: Mapping[str, Installed]) -> tuple[str, str, str]:
-    """`torchrec`, `fbgemm-gpu` and `fbgemm-gpu-cpu` with the versions that rayrec names."""
+    """Return `torchrec`, `fbgemm-gpu` and `fbgemm-gpu-cpu` with rayrec's version pins."""
     pins = {_name(each): str(each.specifier) for each in _own_requirements(installed)}
     fbgemm = pins.get("fbgemm-gpu", "")
     return f"torchrec{pins.get('torchrec', '')}", f"fbgemm-gpu{fbgemm}", f"fbgemm-gpu-cpu{fbgemm}"
@@ -292,7 +290,7 @@ def _torch_pin(installed: Mapping[str, Installed]) -> str:
 
 
 def _own_requirements(installed: Mapping[str, Installed]) -> list[Requirement]:
-    """What rayrec needs without any extra."""
+    """Return rayrec's requirements without extras."""
     from packaging.requirements import Requirement
 
     texts = installed["rayrec"].requires if "rayrec" in installed else ()
@@ -300,7 +298,7 @@ def _own_requirements(installed: Mapping[str, Installed]) -> list[Requirement]:
 
 
 def _extra_requirements(installed: Mapping[str, Installed], extra: str) -> list[Requirement]:
-    """What one extra of rayrec adds."""
+    """Return the additional requirements of one extra."""
     from packaging.requirements import Requirement
 
     texts = installed["rayrec"].requires if "rayrec" in installed else ()
@@ -344,7 +342,7 @@ def _version_text(name: str, installed: Installed) -> str:
 
 
 def _pip() -> str:
-    """How the user calls the pip of this interpreter."""
+    """Return the user's command for this interpreter's pip."""
     on_path = shutil.which("pip")
     mine = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
     return "pip" if mine else f"{shlex.quote(sys.executable)} -m pip"

@@ -1,4 +1,4 @@
-"""Finds out what is installed, whether it imports, what the machine has, and where a result comes from; judges nothing."""
+"""Installed distributions, import checks, machine resources and the origin of results. Does not diagnose."""
 
 import json
 import os
@@ -16,28 +16,29 @@ from rayrec import machine
 from rayrec.observe.event_lines import command_line
 
 PROBED = ("torch", "fbgemm_gpu", "torchrec", "ray")
-"""Modules that are imported to see whether they do; the first three each need those before them."""
+"""Modules whose import is checked. Each of the first three needs the ones before it."""
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
-"""The distributions that bring the module fbgemm_gpu."""
+"""Distributions that provide the module fbgemm_gpu."""
 EXTRAS = ("spark", "language", "mlflow", "wandb", "onnx")
-"""rayrec's extras that add something to it; the first distribution that each names tells whether it is meant to be there."""
+"""Functional extras of rayrec. The first distribution of each indicates whether it is installed."""
 UNNEEDED = {
     "mosaicml-streaming": frozenset(
         {
-            # Of stores that are not read through it: rayrec.storage fetches the shards.
+            # Clients of other stores: rayrec.storage fetches the shards.
             "azure-identity", "azure-storage-blob", "azure-storage-file-datalake", "google-cloud-storage", "oci", "paramiko",
-            "matplotlib",  # of its simulator
-            "torchvision",  # of streaming.vision, which data/text/mds.py keeps out; beside a CPU build of torch pip's build dies
-            "numpy",  # below 2.2, which nothing in it depends on
+            "matplotlib",  # for its simulator
+            # for streaming.vision, which data/text/mds.py avoids; pip's build of it fails with a CPU build of torch
+            "torchvision",
+            "numpy",  # pinned below 2.2 for no reason
         }
     )
 }  # fmt: skip
-"""Requirements in a distribution's metadata that rayrec's imports of it do not need, by distribution: left out of the lock,
-and ignored by the doctor."""
+"""Requirements in a distribution's metadata that rayrec does not need, by distribution. Omitted from the lock, and ignored by the
+doctor."""
 _PROBE_TIMEOUT_S = 120.0
-"""For one process; a cold import of TorchRec takes 15 s."""
+"""Timeout of one process in seconds. A cold import of TorchRec takes 15 s."""
 
-# Runs apart, because importing a build that does not fit may end the process.
+# Runs in a separate process, because importing an incompatible build may crash.
 _PROBE = """
 import importlib, json, sys, time
 for name in sys.argv[1:]:
@@ -53,57 +54,57 @@ for name in sys.argv[1:]:
 
 @dataclass(frozen=True)
 class Installed:
-    """A distribution as its metadata tells it."""
+    """Distribution, according to its metadata."""
 
     version: str
     requires: tuple[str, ...] = ()
     holds_fbgemm: bool = False
-    """Whether it brings the module fbgemm_gpu; packaging/fbgemm-gpu-cpu, which only has the name, does not."""
+    """Whether the module fbgemm_gpu is part of it. packaging/fbgemm-gpu-cpu has only the name."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of importing a module in a process of its own."""
+    """Result of importing a module in a separate process."""
 
     ok: bool
     version: str = ""
     import_s: float = 0.0
     error: str = ""
-    """The last line of what the process said, or how it ended."""
+    """Last line of the process's output, or its exit status."""
     cuda_build: str | None = None
-    """torch only: the CUDA version it was built for."""
+    """CUDA version of the torch build, for torch only."""
     cuda_devices: int = 0
-    """torch only: CUDA devices it can use."""
+    """Number of usable CUDA devices, for torch only."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What Ray and training will have."""
+    """Machine resources for Ray and training."""
 
     python: str
     interpreter: str
-    """Its path."""
+    """Path of the Python executable."""
     platform: str
     cpu_cores: int
-    """That this process may run on."""
+    """Number of cores that this process may run on."""
     memory_bytes: int
     free_memory_bytes: int
-    """Also within the container's limit."""
+    """Free memory in bytes, within the container's limit."""
     shm_bytes: int | None
-    """Free in /dev/shm; None where there is no such thing."""
+    """Free bytes in /dev/shm. None if it does not exist."""
     cuda_devices: tuple[str, ...]
-    """As the driver names them; torch is not asked."""
+    """Device names from the driver, without torch."""
 
 
 def installed_distributions() -> dict[str, Installed]:
-    """Every distribution of this interpreter, by normalized name; of two of one name, the one that imports."""
+    """Return the distributions of this interpreter by normalized name. Of duplicates, the importable one."""
     from packaging.utils import canonicalize_name
 
     found: dict[str, Installed] = {}
     for distribution in metadata.distributions():
         told = distribution.metadata
         name, *_ = told.get_all("Name") or [None]
-        if name is None or canonicalize_name(name) in found:  # a half-removed distribution has no name
+        if name is None or canonicalize_name(name) in found:  # a partly removed distribution has no name
             continue
         holds = canonicalize_name(name) in FBGEMM and any(path.parts[0] == "fbgemm_gpu" for path in distribution.files or ())
         found[canonicalize_name(name)] = Installed(
@@ -113,7 +114,7 @@ def installed_distributions() -> dict[str, Installed]:
 
 
 def probe_all(modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _PROBE_TIMEOUT_S) -> dict[str, Probe]:
-    """Imports modules in other processes: one process until a module fails in it, then another for those after it."""
+    """Import modules in separate processes: one process until a module fails, then another one for the rest."""
     probes: dict[str, Probe] = {}
     while len(probes) < len(modules):
         waiting = list(modules[len(probes) :])
@@ -134,7 +135,7 @@ def probe_all(modules: Sequence[str], *, python: str = sys.executable, timeout_s
 
 
 def _ending(status: int, stderr: str) -> str:
-    """How a process ended: the signal, or the last line of what it said."""
+    """Describe how a process ended: its signal, or the last line of its output."""
     if status < 0:
         return f"the process died of {signal.Signals(-status).name}"
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
@@ -142,7 +143,7 @@ def _ending(status: int, stderr: str) -> str:
 
 
 def this_machine() -> Machine:
-    """What this process sees of the machine."""
+    """Return the machine as this process sees it."""
     memory = machine.memory()
     shm = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
     return Machine(
@@ -158,7 +159,7 @@ def this_machine() -> Machine:
 
 
 def _cuda_devices() -> tuple[str, ...]:
-    """CUDA devices as NVIDIA's driver names them; without its tool, the device files."""
+    """Return the CUDA devices of NVIDIA's driver, or the device files if nvidia-smi is not installed."""
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         try:
@@ -170,7 +171,7 @@ def _cuda_devices() -> tuple[str, ...]:
 
 
 def kernels_fault() -> str | None:
-    """Why the compiled kernels do not load; None where they do."""
+    """Return the error of loading the compiled kernels, or None."""
     from rayrec.native import library
 
     try:
@@ -184,7 +185,7 @@ DISTRIBUTIONS = ("rayrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", 
 
 
 def versions() -> dict[str, str]:
-    """Installed versions by distribution, and Python's; what is not installed is left out."""
+    """Return the versions of Python and of the installed DISTRIBUTIONS."""
     found = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
@@ -198,8 +199,11 @@ _GIT_S = 5.0
 
 
 def origin() -> dict[str, str | None]:
-    """`commit` of the working directory's repository, with `+` for uncommitted changes, None outside of one; `machine`: name,
-    CPUs and processor; `command`: the command line, without secrets."""
+    """Return the origin of a result.
+
+    `commit`: of the working directory's repository, with `+` for uncommitted changes, None without one. `machine`: name, CPUs and
+    processor. `command`: command line without secrets.
+    """
     return {"commit": _commit(os.getcwd()), "machine": _machine(), "command": command_line(sys.argv)}
 
 
