@@ -112,7 +112,7 @@ class _Manifest(TypedDict):
 
 
 def load_manifest(folder: str, *, remedy: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint or export after verifying its checksum. The DamagedError it raises ends with `remedy`."""
+    """Return the manifest of a checkpoint or export after verifying its checksum. Raises DamagedError that ends with `remedy`."""
     path = storage.join(folder, MANIFEST)
     try:
         with told_unreadable(path):

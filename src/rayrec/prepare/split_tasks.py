@@ -53,7 +53,8 @@ class SplitTask:
     stop: int = 0
     """Range [start, stop) of row groups, or of byte positions where CSV rows start. 0, 0 is a full CSV file."""
     start_known: bool = True
-    """Whether to start at `start`, the start of a row. Otherwise the task starts at the next line, which may be within a quoted field."""
+    """Whether to start at `start`, the start of a row. If not, the task starts at the next line, which may be in a quoted field.
+    """
     first_row: int = 0
     """Index of its first valid row in the log. 0 until the log is examined."""
     rows: int = 0

@@ -251,8 +251,8 @@ def validate(
 ) -> Report:
     """Validate a raw log; see docs/validate.md. Failed gates are in the report and raise no error.
 
-    Checks categories against the Preprocessor in a folder, or else the categories of the last file (of a single file, its last seventh)
-    against a vocabulary of all earlier rows. Raises InputError for an unusable log or a Preprocessor of another schema.
+    Checks categories against the Preprocessor in a folder, or else the categories of the last file (of a single file, its last
+    seventh) against a vocabulary of all earlier rows. Raises InputError for an unusable log or a Preprocessor of another schema.
     """
     gates = gates or Gates()
     source = LogSource.at(path, config.files)
