@@ -1,4 +1,4 @@
-"""Optimizers of networks and tables, and their settings."""
+"""Optimizers of networks and tables, and their configurations."""
 
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer, PlateauConfig, SparseOptimizerConfig
 

@@ -1,4 +1,4 @@
-"""Optimizers and the learning-rate schedule as configurations, so that a recipe names what learns and how fast."""
+"""Configurations of optimizers and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ if TYPE_CHECKING:
     from torchrec.optim.keyed import KeyedOptimizer
 
 FLOAT_BYTES: Final = 4
-"""Of a weight, a gradient and a state value: all are float32."""
-LEARNING_RATE_FLOOR: Final = 1e-7  # absolute, as in MLPerf
+"""Size of a weight, a gradient and a state value, all float32."""
+LEARNING_RATE_FLOOR: Final = 1e-7  # Absolute, as in MLPerf
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule(Config):
-    """Linear warm-up, hold, decay to a floor; all zero is a constant learning rate.
+    """Linear warm-up, constant phase, and decay to a floor. The default is a constant learning rate.
 
-    The policy of MLPerf's DLRM (Mattson et al. 2020; `LRPolicyScheduler` in facebookresearch/dlrm), with its off-by-one
-    fixed: there the hold keeps (W-1)/W of the base and warm-up 0 with decay fails.
+    This is the policy of MLPerf's DLRM (Mattson et al. 2020; `LRPolicyScheduler` in facebookresearch/dlrm) without its off-by-one
+    error: there the constant phase has (W-1)/W of the base rate, and decay fails with warm-up 0.
     """
 
     warmup_steps: Natural = 0
-    """Steps over which the learning rate rises linearly; the last of them has the base learning rate."""
+    """Number of steps over which the learning rate rises linearly. The last of them has the base learning rate."""
     decay_start_step: Natural = 0
-    """Steps before the decay: the first of the lower learning rates is that of this step, counted from 0."""
+    """Number of steps before the decay. The first reduced learning rate is at this step, counted from 0."""
     decay_steps: Natural = 0
-    """Steps of the decay, after which the learning rate stays at its floor; 0 never decays."""
+    """Number of decay steps. The learning rate then stays at its floor. 0 disables decay."""
     warmup_fraction: Fraction = 0.0
-    """In place of warmup_steps: the first part of the run's steps, over which it rises."""
+    """Initial fraction of the run's steps for the warm-up, as an alternative to warmup_steps."""
     decay_fraction: Fraction = 0.0
-    """In place of decay_start_step and decay_steps: the last part of the run's steps, over which it decays; 0 never decays."""
+    """Final fraction of the run's steps for the decay, as an alternative to decay_start_step and decay_steps. 0 disables
+    decay."""
     decay: Literal["quadratic", "linear", "cosine"] = "quadratic"
-    """How it decays."""
+    """Shape of the decay."""
     final_fraction: Fraction = 0.0
-    """Share of the base learning rate that the decay ends at; never below 1e-7."""
+    """Final fraction of the base learning rate after the decay, with a floor of 1e-7."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,21 +56,21 @@ class LearningRateSchedule(Config):
             )
 
     def for_steps(self, total: int) -> LearningRateSchedule:
-        """The same schedule for a run of `total` steps, with fractions turned into steps."""
+        """Return this schedule for a run of `total` steps, with fractions converted to steps."""
         schedule = self
         if self.warmup_fraction:
             schedule = schedule.replace(warmup_fraction=0.0, warmup_steps=max(1, round(total * self.warmup_fraction)))
         if self.decay_fraction:
             start = max(schedule.warmup_steps, total - max(1, round(total * self.decay_fraction)))
-            # One step later than MLPerf's rule would have it, so that the last step still learns.
+            # One step later than MLPerf's rule, so that the last step still learns.
             schedule = schedule.replace(decay_fraction=0.0, decay_start_step=start + 1, decay_steps=max(1, total - start))
         return schedule
 
     def factor(self, step: int) -> float:
-        """Share of the base learning rate in step `step` (from 0), before the floor.
+        """Return the fraction of the base learning rate in step `step` (from 0), before the floor.
 
-        With W warm-up steps: (step + 1) / W below W. With N decay steps, in the k-th of them (from 1), s = (N - k) / N: s^2, s
-        or (1 - cos(pi s)) / 2, between `final_fraction` and 1.
+        With W warm-up steps, it is (step + 1) / W below W. In the k-th (from 1) of N decay steps it falls from 1 to
+        `final_fraction` as s^2, s or (1 - cos(pi s)) / 2 with s = (N - k) / N.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -86,7 +87,7 @@ class LearningRateSchedule(Config):
         return self.final_fraction + (1 - self.final_fraction) * shape
 
     def learning_rate(self, step: int, *, base: float) -> float:
-        """Learning rate of step `step` (from 0): the decay stops at 1e-7, or at `base` where that is less."""
+        """Return the learning rate of step `step` (from 0). The decay stops at 1e-7, or at `base` if this is lower."""
         rate = base * self.factor(step)
         if self.decay_steps and step >= self.decay_start_step:
             return max(rate, min(base, LEARNING_RATE_FLOOR))
@@ -95,41 +96,42 @@ class LearningRateSchedule(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class PlateauConfig(Config):
-    """Lower learning rates when evaluations get no better, on top of the schedule: torch's ReduceLROnPlateau."""
+    """Reduction of the learning rates when evaluations stop improving, on top of the schedule, as in torch's
+    ReduceLROnPlateau."""
 
     patience: Natural = 0
-    """Evaluations in a row without an improvement after which all learning rates are multiplied by `factor`, and again after as
-    many more; 0: never."""
+    """Number of consecutive evaluations without improvement before all learning rates are multiplied by `factor`, each time. 0
+    disables the reduction."""
     factor: Part = 0.1
-    """What learning rates are multiplied by."""
+    """Factor of the learning rates."""
     min_improvement: Finite = 1e-6
-    """An evaluation improves if its score is higher by more than this than that of the last evaluation that improved."""
+    """Minimum increase of the score, over the last improved evaluation, that counts as an improvement."""
     min_learning_rate: Finite = 1e-6
-    """Learning rates are not lowered below this."""
+    """Minimum learning rate after reductions."""
 
     def learning_rate(self, scheduled: float, *, scale: float) -> float:
-        """A learning rate of the schedule times `scale`, the product of the factors so far."""
+        """Return the learning rate for the schedule's one and `scale`, the product of all factors so far."""
         return max(scheduled * scale, min(scheduled, self.min_learning_rate))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptimizerConfig(Config):
-    """Optimizer of the embedding tables. sgd, adagrad and rowwise_adagrad are applied by a fused kernel inside the backward pass,
-    the kinds of Adam after it."""
+    """Optimizer of the embedding tables. A fused kernel applies sgd, adagrad and rowwise_adagrad in the backward pass. The kinds
+    of Adam run after it."""
 
     kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "sparse_adam"] = "rowwise_adagrad"
-    """Update rule; rowwise_adagrad keeps one float per row, adagrad one per weight, the others but sgd two per weight. adam and
-    adamw update every row of a table in each step, as in torch.optim; sparse_adam only the rows of the batch."""
+    """Update rule. State per table: rowwise_adagrad one float per row, adagrad one per weight, the kinds of Adam two per weight.
+    adam and adamw update all rows in each step, as in torch.optim, and sparse_adam only the batch's rows."""
     learning_rate: Finite = 0.01
     """Base learning rate, before the schedule."""
     eps: Finite = 1e-8
-    """Added to the root of the accumulated squares (all but sgd). At 1e-8 a row's first update has the full learning
-    rate, whatever the gradient; about 10 / global batch damps rows of rare categories, which overfit otherwise."""
+    """Term added to the root of the accumulated squares (all except sgd). At 1e-8, a row's first update has the full learning
+    rate for any gradient. About 10 / global batch damps rows of rare categories, which overfit otherwise."""
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """Decay of the running mean and square of the gradient (adam, adamw, sparse_adam)."""
+    """Decay rates of the running mean and square of the gradient (adam, adamw, sparse_adam)."""
     weight_decay: Finite = 0.0
-    """L2 penalty on whole tables in each step (adam, adamw): adam adds weight_decay times the table to its gradient, adamw
-    decouples it from the gradient. `model.embedding_penalty` acts on the rows of the batch, with every kind."""
+    """L2 penalty on full tables in each step (adam, adamw). adam adds weight_decay times the table to its gradient, and adamw
+    decouples it. `model.embedding_penalty` instead applies to the batch's rows, with every kind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,24 +145,23 @@ class SparseOptimizerConfig(Config):
 
     @property
     def own_rule(self) -> bool:
-        """Whether rayrec updates the tables after the backward pass (`optim/table_adam.py`), and no fused kernel in it."""
+        """Whether rayrec updates the tables after the backward pass (`optim/table_adam.py`), instead of a fused kernel in it."""
         return self.kind in ("adam", "adamw", "sparse_adam")
 
     def state_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of state that it keeps for a table, or a part of one, of shape (rows, columns)."""
+        """Return the optimizer state size, in bytes, of a table (or part) of shape (rows, columns)."""
         if self.own_rule:
             return 2 * rows * columns * FLOAT_BYTES
         values = {"sgd": 0, "adagrad": rows * columns, "rowwise_adagrad": rows}[self.kind]
         return values * FLOAT_BYTES
 
     def build(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`.
+        """Return the class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`.
 
-        The arguments are a new dict in each call, since TorchRec changes it. fbgemm's Adagrad rules, for the summed
-        gradient g of a touched row, are h += g^2 (adagrad) or h += mean(g^2) (rowwise_adagrad),
-        w -= learning_rate * g / (sqrt(h) + eps). They have no weight decay here: fbgemm 1.8 ignores it on the CPU in
-        silence. For kinds with `own_rule` this is torch's Adam, by which TorchRec's planner knows the size of the state;
-        `leave_to_own_rule` replaces it before tables are sharded.
+        The dict is new in each call, because TorchRec changes it. For the summed gradient g of a touched row, fbgemm's Adagrad
+        rules are h += g^2 (adagrad) or h += mean(g^2) (rowwise_adagrad), w -= learning_rate * g / (sqrt(h) + eps). They have no
+        weight decay here, because fbgemm 1.8 silently ignores it on CPU. Kinds with `own_rule` return torch's Adam, for
+        TorchRec's estimate of the state size, and `leave_to_own_rule` replaces it before tables are sharded.
         """
         import torch
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -175,28 +176,28 @@ class SparseOptimizerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptimizerConfig(Config):
-    """Optimizer of replicated parameters, and of those that FSDP splits: all that no fused kernel updates."""
+    """Optimizer of replicated and FSDP parameters, which no fused kernel updates."""
 
     kind: Literal["sgd", "adagrad", "adam", "adamw", "lamb", "lars"] = "adam"
-    """Update rule, as in torch.optim; lamb and lars are for large batches, and scale each parameter's update by its norm."""
+    """Update rule, as in torch.optim. lamb and lars are for large batches and scale each parameter's update by its norm."""
     learning_rate: Finite = 0.001
     """Base learning rate, before the schedule."""
     eps: Finite = 1e-8
-    """Added to the denominator (all but sgd and lars)."""
+    """Term added to the denominator (all except sgd and lars)."""
     weight_decay: Finite = 0.0
-    """L2 penalty; with adamw decoupled from the gradient."""
+    """L2 penalty, decoupled from the gradient with adamw."""
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """Decay of the running mean and square of the gradient (adam, adamw, lamb)."""
+    """Decay rates of the running mean and square of the gradient (adam, adamw, lamb)."""
     momentum: Finite = 0.0
-    """Share of the last update that goes into the next (sgd, lars)."""
+    """Fraction of the last update in the next one (sgd, lars)."""
     trust_coefficient: Finite = 0.001
-    """Norm of a parameter's update, as a share of the parameter's norm, at learning rate 1 (lars)."""
+    """Ratio of a parameter's update norm to its norm at learning rate 1 (lars)."""
     nesterov: bool = False
-    """Nesterov's momentum (sgd)."""
+    """Whether to use Nesterov momentum (sgd)."""
     decay_matrices_only: bool = False
-    """Weight decay is for parameters of two or more dimensions; biases and normalisations have none."""
+    """Whether to exclude parameters with less than two dimensions, such as biases and norms, from weight decay."""
     max_gradient_norm: Positive | None = None
-    """Clip the gradients of all dense parameters, without embedding tables, to this joint 2-norm; None never clips."""
+    """Maximum joint 2-norm of the gradients of all dense parameters, without embedding tables. None disables clipping."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,17 +212,17 @@ class DenseOptimizerConfig(Config):
 
     @property
     def needs_whole_parameters(self) -> bool:
-        """Whether an update needs the norm of a whole parameter, which FSDP splits over the workers."""
+        """Whether an update needs the norm of a full parameter, which FSDP shards over the workers."""
         return self.kind in ("lamb", "lars")
 
     def state_bytes(self, weights: int) -> int:
-        """Bytes of state that it keeps for so many weights."""
+        """Return the optimizer state size for a weight count, in bytes."""
         own = {"sgd": int(self.momentum > 0), "adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2, "lars": 1}
         per_weight = own[self.kind]
         return weights * per_weight * FLOAT_BYTES
 
     def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The torch optimizer over the parameters, without clipping (`build_keyed` has it)."""
+        """Return the torch optimizer of the parameters, without clipping (see `build_keyed`)."""
         import torch
 
         from rayrec.optim.trust_ratio import Lamb, Lars
@@ -248,13 +249,13 @@ class DenseOptimizerConfig(Config):
                 return torch.optim.AdamW(groups, eps=self.eps, betas=self.betas, **shared)
 
     def build_named(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> NamedOptimizer:
-        """The optimizer with its state under parameter names, without clipping; needs no TorchRec."""
+        """Return the optimizer with its state by parameter name, without clipping. Does not import TorchRec."""
         return NamedOptimizer(self.build(named_parameters.values()), named_parameters)
 
     def build_keyed(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
-        """The optimizer under parameter names, for TorchRec's CombinedOptimizer and checkpoints, with the clipping.
+        """Return the optimizer by parameter name with clipping, for TorchRec's CombinedOptimizer and checkpoints.
 
-        Clipping takes the norm on this process, which is the norm of the mean gradient when DDP has averaged it.
+        Clipping uses the norm on this process, which is the norm of the mean gradient after DDP's average.
         """
         from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
         from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -265,11 +266,11 @@ class DenseOptimizerConfig(Config):
         return GradientClippingOptimizer(keyed, clipping=GradientClipping.NORM, max_gradient=self.max_gradient_norm)
 
     def _fused(self, parameters: Sequence[torch.nn.Parameter]) -> bool | None:
-        """One kernel for the whole update: 3-5 times faster on the CPU; None leaves the choice to torch."""
+        """Return True for a fused update, which is 3-5 times faster on CPU, or None for torch's default."""
         import torch
         from torch.distributed.tensor import DTensor
 
-        device_types = {"cpu"} if self.kind == "adagrad" else {"cpu", "cuda"}  # no fused Adagrad on CUDA is promised
+        device_types = {"cpu"} if self.kind == "adagrad" else {"cpu", "cuda"}  # torch does not guarantee a fused Adagrad on CUDA
         usable = bool(parameters) and all(
             parameter.device.type in device_types and torch.is_floating_point(parameter) and not isinstance(parameter, DTensor)
             for parameter in parameters
@@ -279,8 +280,7 @@ class DenseOptimizerConfig(Config):
 
 @final
 class NamedOptimizer:
-    """A torch optimizer whose state dict goes by the names of parameters, for checkpoints; unlike torch's, which go by number
-    and so change their meaning with the grouping."""
+    """Optimizer whose state dict has parameter names, for checkpoints. torch's has numbers, which depend on the grouping."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.optimizer = optimizer
@@ -295,7 +295,7 @@ class NamedOptimizer:
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """`state`: parameter name -> state name -> the live values. There is no `load_state_dict`: fill these."""
+        """Return `state`: parameter name -> state name -> live values. To load, fill these values."""
         return {"state": {name: state for name, value in self.params.items() if (state := self.state.get(value))}}
 
     def step(self) -> None:
@@ -312,16 +312,16 @@ def set_learning_rates(
     schedule: LearningRateSchedule,
     step: int,
 ) -> None:
-    """Give each parameter group of a torch, keyed or combined optimizer the learning rate of step `step` (from 0).
+    """Set the learning rate of step `step` (from 0) in each parameter group of a torch, keyed or combined optimizer.
 
-    `base_rates` has one base learning rate per group, as `learning_rates` reads them from a new optimizer (after a
-    restore the groups hold scheduled ones). Call it before `zero_grad` of the same step: there a fused optimizer hands
-    the learning rate to its kernel, and the update itself happens in the backward pass.
+    `base_rates` has one base learning rate per group, from `learning_rates` of a new optimizer (after a restore the groups have
+    scheduled ones). Call this before `zero_grad` of the same step: there a fused optimizer passes the learning rate to its
+    kernel, which updates in the backward pass.
     """
     for group, base in zip(optimizer.param_groups, base_rates, strict=True):
         group["lr"] = schedule.learning_rate(step, base=base)  # type: ignore[index]
 
 
 def learning_rates(optimizer: torch.optim.Optimizer | KeyedOptimizer | NamedOptimizer) -> list[float]:
-    """The learning rate of each parameter group now."""
+    """Return the current learning rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Training of tables that every worker holds whole, by the rules of the fused kernels, so that a plan changes no rule."""
+"""Updates of replicated tables by the rules of the fused kernels, so that results do not depend on the plan."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +13,12 @@ from rayrec.collectives import sum_over_workers
 from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.optim.table_adam import TableAdam
 
-_STATE = "momentum1"  # TorchRec's name for the first state of any fused optimizer
+_STATE = "momentum1"  # TorchRec's name for the first state of fused optimizers
 
 
 def data_parallel_optimizer(config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
-    """The optimizer of data-parallel tables, under parameter names, its state named and shaped as that of sharded tables."""
+    """Return the optimizer of data-parallel tables by parameter name. Its state has the names and shapes of sharded tables'
+    state."""
     if config.kind == "sgd" or config.kind == "adagrad" or config.kind == "rowwise_adagrad":  # noqa: PLR1714  # for mypy
         rule = partial(DataParallelTableOptimizer, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps)
         return KeyedOptimizerWrapper(dict(named_parameters), rule)
@@ -25,10 +26,10 @@ def data_parallel_optimizer(config: SparseOptimizerConfig, named_parameters: Map
 
 
 class DataParallelTableOptimizer(torch.optim.Optimizer):
-    """SGD, Adagrad and row-wise Adagrad with the arithmetic of fbgemm's kernels, over dense gradients.
+    """SGD, Adagrad and row-wise Adagrad with the arithmetic of fbgemm's kernels, on dense gradients of tables [rows, columns].
 
-    torch's Adagrad and TorchRec's RowWiseAdagrad have other state (a step, another shape), and divide 0 by 0 in rows that
-    no batch has touched where eps is 0. Parameters are tables (rows, columns).
+    torch's Adagrad and TorchRec's RowWiseAdagrad have other state (a step, another shape), and compute 0 / 0 in untouched rows if
+    eps is 0.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class DataParallelTableOptimizer(torch.optim.Optimizer):
         if table.is_cuda:
             self._update_all(table, gradient, learning_rate=learning_rate, eps=eps)
             return
-        # Most rows are in no batch: reading them all once is dear enough.
+        # Most rows are not in the batch, and reading all of them once is expensive enough.
         touched = gradient.any(dim=1).nonzero().squeeze(1)
         gradient = gradient[touched]
         if self._kind == "sgd":
@@ -68,30 +69,30 @@ class DataParallelTableOptimizer(torch.optim.Optimizer):
         table.index_add_(0, touched, gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)), alpha=-1)
 
     def _update_all(self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float) -> None:
-        """The same without asking which rows were touched: on a GPU the answer would make the host wait for the device, once a
-        table and step. A row without a gradient stays as it is."""
+        """Update without finding the touched rows: on a GPU, this would make the host wait once per table and step. Does not
+        change rows without a gradient."""
         if self._kind == "sgd":
             table.add_(gradient, alpha=-learning_rate)
             return
         state = self.state[table][_STATE]
         state += gradient.square() if self._kind == "adagrad" else gradient.square().mean(dim=1)
-        rates = torch.where(state > 0, learning_rate / (state.sqrt() + eps), 0.0)  # 0 / 0 where eps is 0
+        rates = torch.where(state > 0, learning_rate / (state.sqrt() + eps), 0.0)  # 0 / 0 if eps is 0
         table.add_(gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)), alpha=-1)
 
 
 class JointlyClippedOptimizer(CombinedOptimizer):
-    """Multiplies all gradients by max_norm / norm before each step if their joint 2-norm is above max_norm, as
-    torch.nn.utils.clip_grad_norm_ does; every worker by the same number."""
+    """Joint clipping: if the 2-norm of all gradients exceeds max_norm, multiplies them by max_norm / norm before each step,
+    equally on all workers, as torch.nn.utils.clip_grad_norm_."""
 
     def __init__(self, sharded: TableAdam, replicated: Sequence[TableAdam], network: KeyedOptimizer, *, max_norm: float) -> None:
-        """`sharded`: of the parts of tables that this worker holds; `replicated`: of tables that every worker holds whole;
-        `network`: of weights whose gradients are equal on every worker."""
+        """`sharded`: this worker's table parts. `replicated`: tables on every worker. `network`: weights with equal gradients on
+        every worker."""
         super().__init__([sharded, *replicated, network])
         self._sharded, self._replicated, self._network, self._max_norm = sharded, replicated, network, max_norm
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Collective."""
+        """Clip the gradients and apply the step. Collective."""
         gradients = [
             parameter.grad for group in self._network.param_groups for parameter in group["params"] if parameter.grad is not None
         ]

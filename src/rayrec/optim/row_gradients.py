@@ -1,4 +1,4 @@
-"""Gradients of embedding tables by row: what an optimizer needs that updates tables after the backward pass, and not in it."""
+"""Row gradients of embedding tables, for optimizers that update tables after the backward pass."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rayrec.native import library
 
 @dataclass(frozen=True)
 class RowGradients:
-    """The gradient of a table (rows, columns), whose other rows have the gradient 0."""
+    """Gradient of a table [rows, columns], which is 0 in the other rows."""
 
     ids: torch.Tensor
-    """int64 (n,): distinct rows."""
+    """Distinct rows, int64 [n]."""
     values: torch.Tensor
-    """float32 (n, columns), contiguous: their gradients."""
+    """Gradient of each row, contiguous, float32 [n, columns]."""
 
     @classmethod
     def nothing(cls, columns: int, device: torch.device) -> RowGradients:
@@ -29,13 +29,13 @@ class RowGradients:
 
     @classmethod
     def of_dense(cls, gradient: torch.Tensor) -> RowGradients:
-        """The rows of a dense gradient (rows, columns) that are not 0."""
+        """Return the nonzero rows of a dense gradient [rows, columns]."""
         ids = gradient.any(dim=1).nonzero().squeeze(1)
         return cls(ids, gradient[ids])
 
     @classmethod
     def sum_of(cls, parts: Sequence[RowGradients]) -> RowGradients:
-        """Of several backward passes; at least one."""
+        """Return the sum over one or more backward passes."""
         if len(parts) == 1:
             return parts[0]
         values = torch.cat([part.values for part in parts])
@@ -45,36 +45,36 @@ class RowGradients:
 
 @dataclass(frozen=True)
 class TableFeatures:
-    """The features of one table among those of a kernel, which are consecutive."""
+    """Consecutive features of one table in a kernel."""
 
     first: int
     number: int
     column: int
-    """If embeddings are pooled, the first column of the first feature in a row of all features."""
+    """First column of the first feature in a row of all pooled features."""
     columns: int
-    """Of the table."""
+    """Column count of the table."""
     rows: int
-    """Of the table, or of the part of it that is here."""
+    """Row count of the table, or of the local part."""
 
 
 @dataclass(frozen=True)
 class Lookups:
-    """What one batch looked up in the tables of one kernel."""
+    """Lookups of one batch in the tables of one kernel."""
 
     ids: torch.Tensor
-    """int64: feature after feature, bag after bag."""
+    """Ids, by feature and then bag, int64."""
     offsets: torch.Tensor
-    """int64 (features * bags + 1): where each bag's ids start."""
+    """Start of each bag's ids, int64 [features * bags + 1]."""
     weights: torch.Tensor | None
-    """float32, one for each id: what its row was multiplied by."""
+    """Factor of each id's row, float32 [ids]."""
     gradient: torch.Tensor
-    """float32, contiguous: pooled (bags, sum of the features' columns), else (ids, columns)."""
+    """Output gradient, contiguous, float32: [bags, sum of the features' columns] if pooled, else [ids, columns]."""
     bags: int
-    """Of each feature."""
+    """Number of bags per feature."""
     pooled: bool
 
     def of_tables(self, tables: Sequence[TableFeatures]) -> list[RowGradients]:
-        """The gradients of each table. On CPU, sums are in the order of the lookups."""
+        """Return the gradient of each table. On CPU, sums are in lookup order."""
         firsts = [table.first for table in tables] + [tables[-1].first + tables[-1].number]
         # One device sync for all tables.
         ranges = list(pairwise(self.offsets[torch.tensor(firsts) * self.bags].tolist()))
@@ -98,8 +98,8 @@ class Lookups:
         ]
 
     def by_operators(self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]) -> list[RowGradients]:
-        """`of_tables` by torch's operators, for any device; `ranges`: first and last + 1 of each table's `ids`. Tables of equal
-        width are taken together: on a GPU the host waits for the device twice for each width, and not for each table."""
+        """Compute `of_tables` with torch operators, for any device. `ranges`: start and end of each table in `ids`. Groups tables
+        by width, so that the host waits for a GPU twice per width, not per table."""
         found: dict[int, RowGradients] = {}
         for columns in dict.fromkeys(table.columns for table in tables):
             chosen = [number for number, table in enumerate(tables) if table.columns == columns]
@@ -114,7 +114,7 @@ class Lookups:
         return [found[number] for number in range(len(tables))]
 
     def _values(self, table: TableFeatures, start: int, stop: int) -> torch.Tensor:
-        """(stop - start, columns of the table): the gradient of each of its lookups."""
+        """Return the gradient of each lookup of the table, [stop - start, columns]."""
         columns, column, num_features = table.columns, table.column, table.number
         first = table.first * self.bags
         offsets = self.offsets[first : first + num_features * self.bags + 1]
@@ -141,13 +141,13 @@ class Lookups:
 
 @final
 class RowGradientCollector:
-    """Keeps the row gradients of the tables of one of fbgemm's kernels, whose own update it takes the place of."""
+    """Row gradients of the tables in one fbgemm kernel, instead of the kernel's update."""
 
     def __init__(self, kernel: Any) -> None:
-        """`kernel`: SplitTableBatchedEmbeddingBagsCodegen with float32 tables, which its backward pass no longer updates."""
+        """`kernel`: SplitTableBatchedEmbeddingBagsCodegen with float32 tables and no update in the backward pass."""
         self._look_up: Callable[..., torch.Tensor] = kernel.forward
         self.weights: list[torch.Tensor] = kernel.split_embedding_weights()
-        """The kernel's tables, or parts of tables, (rows, columns) each, in its order."""
+        """Local tables or parts of the kernel, in its order, [rows, columns] each."""
         numbers = [kernel.feature_table_map.count(table) for table in range(len(self.weights))]
         columns = kernel.D_offsets.tolist()
         self._tables = [
@@ -171,7 +171,7 @@ class RowGradientCollector:
         return self._look_up(indices=indices, offsets=offsets, per_sample_weights=weights)
 
     def collect(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, gradient: torch.Tensor) -> None:
-        """Keeps the gradients of one backward pass, given that of the kernel's output."""
+        """Store the row gradients of one backward pass from the gradient of the kernel's output."""
         lookups = Lookups(
             indices.long().contiguous(),
             offsets.long().contiguous(),
@@ -184,7 +184,7 @@ class RowGradientCollector:
             collected.append(gradients)
 
     def gradients(self, table: int) -> RowGradients:
-        """Of one of `weights`, since `clear`."""
+        """Return the gradients of one of `weights` since `clear`."""
         weights = self.weights[table]
         none = RowGradients.nothing(weights.shape[1], weights.device)
         return RowGradients.sum_of(self._collected[table] or [none])
@@ -195,7 +195,7 @@ class RowGradientCollector:
 
 
 class _Looked(torch.autograd.Function):
-    """The output of a kernel, whose gradient goes to a collector."""
+    """Kernel output that passes its gradient to a collector."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, collector: RowGradientCollector, *arguments: Any) -> torch.Tensor:

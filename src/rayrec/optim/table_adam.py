@@ -1,4 +1,4 @@
-"""Adam for embedding tables: for every row in each step, as torch.optim.Adam has it, or for the rows of the batch only."""
+"""Adam for embedding tables: for all rows in each step, as torch.optim.Adam, or only for the batch's rows."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.optim.row_gradients import RowGradientCollector, RowGradients
 
 _VALUES_OF_A_TASK: Final = 1 << 20
-"""Weights that one thread updates at a time."""
+"""Number of weights that one thread updates at a time."""
 _VALUES_OF_OPERATORS: Final = 1 << 24
-"""Weights that torch's operators update at a time, which bounds what they take for results in between."""
+"""Number of weights that torch's operators update at a time, to limit their temporary memory."""
 
 
 @dataclass(frozen=True)
 class AdamStep:
-    """One step of Adam."""
+    """Parameters of one Adam step."""
 
     learning_rate: float
     number: int
-    """From 1."""
+    """Step number, from 1."""
     betas: tuple[float, float]
     eps: float
     l2: float
-    """Times the weight, it is added to the gradient."""
+    """Factor of the weights that is added to the gradient."""
     decay: float
-    """Decoupled weight decay: times the learning rate, the share that each weight loses."""
+    """Decoupled weight decay. Each step subtracts this times the learning rate times the weight."""
     every_row: bool
-    """Whether rows without a gradient are updated too: their moments decay, and move them."""
+    """Whether to also update rows without a gradient: their moments decay and still move them."""
     gradient_scale: float = 1.0
-    """What gradients are multiplied by first, without the part of `l2`."""
+    """Factor of the gradients before the `l2` term."""
 
     @property
     def step_size(self) -> float:
@@ -48,7 +48,7 @@ class AdamStep:
 
     @property
     def root_scale(self) -> float:
-        """What the root of the mean square is multiplied by."""
+        """Factor of the root mean square."""
         return 1 / math.sqrt(1 - self.betas[1] ** self.number)
 
     @property
@@ -62,10 +62,10 @@ class AdamStep:
 
 @final
 class TablePart:
-    """A table, or the part of one that this worker holds, with Adam's moments."""
+    """Table, or this worker's part of one, with Adam's moments."""
 
     def __init__(self, weights: torch.Tensor, gradients: Callable[[], RowGradients]) -> None:
-        """`weights`: float32 (rows, columns), contiguous, updated in place. `gradients`: those of the last backward pass."""
+        """`weights`: contiguous, float32 [rows, columns], updated in place. `gradients` returns the last backward pass's."""
         assert weights.is_contiguous()
         assert weights.dtype == torch.float32
         self.weights, self.gradients = weights, gradients
@@ -73,7 +73,7 @@ class TablePart:
         self._marks: torch.Tensor | None = None
 
     def update(self, step: AdamStep, gradients: RowGradients) -> None:
-        """Takes one step; on CPU it reads and writes the weights and moments of a row once."""
+        """Apply one step. On CPU, this reads and writes the weights and moments of a row once."""
         if self.weights.is_cuda:
             self.update_by_operators(step, gradients)
             return
@@ -81,8 +81,8 @@ class TablePart:
         _update_all(list(self.rows_to_update(rule, gradients, every_row=step.every_row)))
 
     def rows_to_update(self, rule: _CRule, gradients: RowGradients, *, every_row: bool) -> Iterator[_CRows]:
-        """What `update` does on CPU, cut into parts for threads, whose order does not matter; they point into `rule` and
-        `gradients`, whose tensors must be contiguous."""
+        """Yield the CPU tasks of `update` for threads, in any order. They point into `rule` and `gradients`, whose tensors must
+        be contiguous."""
         rows, columns = self.weights.shape
         ids, values = gradients.ids, gradients.values
         assert ids.is_contiguous()
@@ -98,17 +98,17 @@ class TablePart:
                 yield _CRows(*table, None, None, marks.data_ptr(), start, stop, False)
 
     def update_by_operators(self, step: AdamStep, gradients: RowGradients) -> None:
-        """`update` by torch's operators, for any device; takes room for the rows of the batch and for some more at a time."""
+        """Apply `update` with torch operators, on any device. Needs memory for the batch's rows and a limited block."""
         ids, values = gradients.ids, gradients.values
         tensors = (self.weights, self.exp_avg, self.exp_avg_sq)
         of_batch = [tensor[ids] for tensor in tensors]
-        if step.every_row:  # as if none had a gradient; those of the batch are written afterwards
+        if step.every_row:  # As if no row had a gradient. The batch's rows are overwritten below.
             for start, stop in _ranges(len(self.weights), max(1, _VALUES_OF_OPERATORS // self.weights.shape[1])):
                 weights, mean, square = (tensor[start:stop] for tensor in tensors)
                 self._update(weights, mean, square, weights * step.l2, step)
         weights, mean, square = of_batch
         self._update(weights, mean, square, values * step.gradient_scale + weights * step.l2, step)
-        # Chosen on the device: the host would have to wait for how many rows have a gradient that is not 0.
+        # Chosen on the device: otherwise the host waits for the number of nonzero gradients.
         touched = None if step.every_row else values.any(dim=1, keepdim=True)
         for tensor, rows in zip(tensors, of_batch, strict=True):
             tensor[ids] = rows if touched is None else torch.where(touched, rows, tensor[ids])
@@ -121,7 +121,7 @@ class TablePart:
         weights.mul_(step.keep).addcdiv_(mean, square.sqrt().mul_(step.root_scale).add_(step.eps), value=-step.step_size)
 
     def squared_norm(self, gradients: RowGradients, *, l2: float) -> float:
-        """The sum of squares of the gradient, with `l2` times the weights added to it."""
+        """Return the sum of squares of the gradient plus `l2` times the weights."""
         values = gradients.values.double()
         squares = values.square().sum()
         if l2:
@@ -130,7 +130,7 @@ class TablePart:
         return squares.item()
 
     def _marked(self, ids: torch.Tensor) -> torch.Tensor:
-        """A byte for each row, 1 for those of `ids`; kept, since a table may have many rows and a batch few of them."""
+        """Return a byte per row, 1 for `ids`. Reused, because a table may have many rows and a batch few of them."""
         if self._marks is None:
             self._marks = torch.empty(len(self.weights), dtype=torch.uint8)
         self._marks.zero_()
@@ -139,11 +139,10 @@ class TablePart:
 
 
 class TableAdam(KeyedOptimizer):
-    """Adam over tables, with the state that torch.optim.Adam has: exp_avg, exp_avg_sq and step."""
+    """Adam over tables with the state of torch.optim.Adam: exp_avg, exp_avg_sq and step."""
 
     def __init__(self, config: SparseOptimizerConfig, tables: Mapping[str, tuple[Any, Sequence[TablePart]]]) -> None:
-        """`tables`: by the name of its parameter, the parameter, which is a ShardedTensor or has the whole table, and the parts
-        of it that this worker holds."""
+        """`tables`: by parameter name, the parameter (a ShardedTensor or the full table) and this worker's parts of it."""
         assert config.own_rule
         self._config = config
         self._tables = dict(tables)
@@ -153,12 +152,12 @@ class TableAdam(KeyedOptimizer):
         self._steps: list[torch.Tensor] = [states["step"] for states in state.values()]
         self._clear: list[Callable[[], None]] = []
         self.gradient_scale = 1.0
-        """What the next step multiplies gradients by, the penalty's included."""
+        """Factor of the gradients and the penalty in the next step."""
         self._gradients: list[list[RowGradients]] | None = None
 
     @classmethod
     def of_sharded(cls, config: SparseOptimizerConfig, sharded: Any) -> TableAdam:
-        """Of the tables of a DistributedModelParallel that its fused optimizer would update; these are left to this optimizer."""
+        """Build for the fused tables of a DistributedModelParallel, whose updates move to this optimizer."""
         parts: dict[tuple[str, int, int], TablePart] = {}
         clear = []
         for kernel, places in table_kernels(sharded):
@@ -176,7 +175,7 @@ class TableAdam(KeyedOptimizer):
 
     @classmethod
     def of_parameters(cls, config: SparseOptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> TableAdam:
-        """Of tables that every worker holds whole, which have dense gradients."""
+        """Build for replicated tables with dense gradients."""
         tables = {
             name: (parameter, [TablePart(parameter.data, partial(_dense_gradients, parameter))])
             for name, parameter in parameters.items()
@@ -195,7 +194,7 @@ class TableAdam(KeyedOptimizer):
 
     @torch.no_grad()
     def squared_norm(self) -> float:
-        """The sum of squares of the gradients of the next step, on this worker."""
+        """Return the sum of squares of this worker's gradients for the next step."""
         self._gradients = self._gathered()
         found = zip(self._tables.values(), self._gradients, strict=True)
         return sum(
@@ -205,7 +204,7 @@ class TableAdam(KeyedOptimizer):
         )
 
     def _gathered(self) -> list[list[RowGradients]]:
-        """The gradients of each table's parts."""
+        """Return the gradients of each table's parts."""
         return [[part.gradients() for part in parts] for _, parts in self._tables.values()]
 
     @property
@@ -230,7 +229,7 @@ class TableAdam(KeyedOptimizer):
         _update_all(rows)
 
     def _counted(self) -> list[int]:
-        """The number of each table's step that begins, from 1."""
+        """Start a step of each table and return its number, from 1."""
         for step in self._steps:
             step += 1
         return [int(step) for step in self._steps]
@@ -250,14 +249,14 @@ class TableAdam(KeyedOptimizer):
 
 
 def leave_to_own_rule(tables: torch.nn.Module, config: SparseOptimizerConfig) -> None:
-    """Call before sharding `tables`, whose optimizer `SparseOptimizerConfig.build` gave: for kinds with `own_rule` the fused
-    kernels then keep no state, and update nothing."""
+    """Disable state and updates of the fused kernels for kinds with `own_rule`. Call before sharding `tables`, after applying
+    `SparseOptimizerConfig.build`."""
     if config.own_rule:
         set_optimizer_in_backward(tables.parameters(), torch.optim.SGD, {"lr": 0.0})
 
 
 def _moments(parameter: Any, parts: Sequence[TablePart]) -> dict[str, Any]:
-    """The moments of a table, shaped and sharded as the table is."""
+    """Return the moments of a table, with its shape and sharding."""
     states = {"exp_avg": [part.exp_avg for part in parts], "exp_avg_sq": [part.exp_avg_sq for part in parts]}
     if not isinstance(parameter, ShardedTensor):
         return {name: values[0] for name, values in states.items()}
@@ -281,7 +280,7 @@ def _ranges(count: int, at_once: int) -> Iterable[tuple[int, int]]:
 
 
 def _update_all(rows: Sequence[_CRows]) -> None:
-    """Updates rows of tables by the kernel, the largest parts first, in as many threads as torch has."""
+    """Update rows of tables with the kernel, largest parts first, in as many threads as torch has."""
     by_size = sorted(rows, key=lambda part: (part.stop - part.start) * part.dim, reverse=True)
     run_kernel(library().rayrec_update_by_adam, (_CRows * len(by_size))(*by_size), len(by_size), at_once=1)
 

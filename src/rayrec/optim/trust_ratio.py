@@ -1,4 +1,4 @@
-"""Optimizers for large batches, whose updates of each parameter are scaled by the parameter's norm."""
+"""Optimizers for large batches, with updates of each parameter scaled by its norm."""
 
 from collections.abc import Iterable
 from typing import Any, final
@@ -10,8 +10,8 @@ import torch
 class Lamb(torch.optim.Optimizer):
     """LAMB (You et al. 2020, arXiv 1904.00962, Algorithm 2, with bias correction and phi the identity).
 
-    For each parameter x: u = m / (sqrt(v) + eps) + weight_decay * x with Adam's bias-corrected moments m and v,
-    x -= lr * |x| / |u| * u. If one of the norms is 0, their ratio is 1.
+    With Adam's bias-corrected moments m and v of each parameter x: u = m / (sqrt(v) + eps) + weight_decay * x, x -= lr * |x| /
+    |u| * u. If one of the norms is 0, their ratio is 1.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -68,5 +68,5 @@ class Lars(torch.optim.Optimizer):
 
 
 def _ratio(norm: torch.Tensor, of_update: torch.Tensor) -> torch.Tensor:
-    """norm / of_update; 1 if one of them is 0. Stays on the device."""
+    """Return norm / of_update, or 1 if one of them is 0. Stays on the device."""
     return torch.where((norm > 0) & (of_update > 0), norm / of_update, 1.0)
