@@ -1,4 +1,4 @@
-"""Where the rows of embedding tables lie: TorchRec's plan, its memory and its traffic."""
+"""Placement of embedding tables: TorchRec's plan, its memory and its communication."""
 
 from rayrec.sharding.planner import ShardingConfig
 

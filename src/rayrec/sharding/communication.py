@@ -1,4 +1,4 @@
-"""Bytes that the workers of a click model send each other in a step, and the rows/s that the links between them carry."""
+"""Communication volume of a click model's workers per step, and the rows/s that their links support."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,42 +21,42 @@ _EXAMPLES_GBIT: Final = (10.0, 100.0, 400.0)
 
 @dataclass(frozen=True)
 class Links:
-    """Between workers, in Gbit/s of each direction; None: taken for no limit."""
+    """Bandwidth between workers in Gbit/s per direction. None is unlimited."""
 
     network_gbit: float | None = None
-    """Of each node, to the other nodes."""
+    """Bandwidth of each node to other nodes."""
     inside_gbit: float | None = None
-    """Of each worker, to the others of its node."""
+    """Bandwidth of each worker to others in its node."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a row looks up in a table for one feature."""
+    """Lookup of one feature in a table."""
 
     ids: float = 1.0
-    """Ids of a row, on average."""
+    """Average number of ids per row."""
     pooled: bool = True
-    """Whether their embeddings are summed before they are sent."""
+    """Whether embeddings are summed before they are sent."""
     weighted: bool = False
     """Whether each id has a float32 weight."""
 
 
 class Flow:
-    """Payload bytes of one exchange in a step. Workers are numbered by rank; a node has consecutive ranks."""
+    """Payload bytes of one exchange in a step. Workers are numbered by rank. A node has consecutive ranks."""
 
     def __init__(self, num_workers: int, workers_per_node: int) -> None:
         self._nodes = [rank // workers_per_node for rank in range(num_workers)]
         self._sizes = [self._nodes.count(node) for node in range(self._nodes[-1] + 1)]
         self.sent_inside = [0.0] * num_workers
-        """By worker, to the others of its node."""
+        """Bytes from each worker to others in its node."""
         self.received_inside = [0.0] * num_workers
         self.sent_between = [0.0] * len(self._sizes)
-        """By node, to the other nodes."""
+        """Bytes from each node to other nodes."""
         self.received_between = [0.0] * len(self._sizes)
 
     def add_all_to_all(self, held: Sequence[float], *, to_owner: bool, inside: bool = True) -> None:
-        """Each worker gets `held[rank]` bytes from each other `rank`; `to_owner`: sends them to it. Without `inside`, only from
-        those of other nodes."""
+        """Add an exchange in which each worker receives `held[rank]` bytes from each other `rank`, or sends them with `to_owner`.
+        Without `inside`, only counts workers in other nodes."""
         workers, total = len(self._nodes), sum(held)
         of_node = [0.0] * len(self._sizes)
         for node, size in zip(self._nodes, held, strict=True):
@@ -73,7 +73,7 @@ class Flow:
             inward[rank] += of_node[node] - held[rank]
 
     def add_ring(self, size: float) -> None:
-        """Each worker sends so many bytes to the next one, the last to the first."""
+        """Add an exchange in which each worker sends `size` bytes to the next one, and the last one to the first."""
         workers = len(self._nodes)
         for rank in range(workers if workers > 1 else 0):
             other = (rank + 1) % workers
@@ -86,13 +86,13 @@ class Flow:
                 self.received_between[there] += size
 
     def add_rings_inside(self, size: float, ranks: Sequence[int]) -> None:
-        """Each of `ranks`, all of one node, sends so many bytes to the next of them."""
+        """Add an exchange in which each of `ranks`, all in one node, sends `size` bytes to the next one."""
         for rank in ranks:
             self.sent_inside[rank] += size
             self.received_inside[rank] += size
 
     def seconds(self, links: Links) -> float:
-        """Until the worker and the node with most to send or to receive are done."""
+        """Return the duration for the busiest worker and node."""
         found = 0.0
         if links.network_gbit is not None:
             found = max(*self.sent_between, *self.received_between) * 8e-9 / links.network_gbit
@@ -103,36 +103,38 @@ class Flow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What workers send each other in a step: payload, without headers of the network's protocols."""
+    """Communication of all workers in a step: payload, without network protocol headers."""
 
     rows: int
-    """Of all workers in a step."""
+    """Row count of all workers in a step."""
     flows: Mapping[Exchange, Flow]
 
     def bytes_per_row(self, *names: Exchange) -> tuple[float, float]:
-        """(inside nodes, between nodes) that all workers send in the named exchanges, or in all, for a row."""
+        """Return the bytes that all workers send per row (inside nodes, between nodes) in the named exchanges. Default: all."""
         flows = [self.flows[name] for name in names or self.flows]
         inside = sum(sum(flow.sent_inside) for flow in flows) / self.rows
         return inside, sum(sum(flow.sent_between) for flow in flows) / self.rows
 
     def rows_per_s(self, links: Links) -> float | None:
-        """That the links carry, of all workers, if nothing else took time; None: they are no limit."""
+        """Return the maximum rows/s of all workers, if only exchanges took time, or None without limit."""
         seconds = self._seconds(links)
         return self.rows / seconds if seconds else None
 
     def limit(self, model_rows_per_s: float, links: Links) -> tuple[float, Literal["model", "network"]]:
-        """What all workers train that would train `model_rows_per_s` over links without a limit, and which of both takes more of
-        a step. Nothing is taken to be computed during an exchange: a step needs embeddings before its network computes, and sends
-        their gradients and those of the network's first layers after it."""
+        """Return the rows/s of all workers, given the rate with unlimited links, and the larger part of the step time.
+
+        Assumes no overlap between computation and exchange: a step needs embeddings before its network computes, and sends their
+        gradients and the gradients of the first layers after it.
+        """
         computed_s, exchanged_s = self.rows / model_rows_per_s, self._seconds(links)
         return self.rows / (computed_s + exchanged_s), "model" if computed_s >= exchanged_s else "network"
 
     def _seconds(self, links: Links) -> float:
-        """Of a step's exchanges, one after the other."""
+        """Return the duration of a step's exchanges, sequentially."""
         return sum(flow.seconds(links) for flow in self.flows.values())
 
     def text(self, links: Links, model_rows_per_s: float | None = None) -> str:
-        """For people: bytes of a row, what the links carry and, if the model's speed is given, what workers train."""
+        """Return a summary: bytes per row, the links' rows/s and, if the model's speed is given, the training rate."""
         if len(self.flows["ids"].sent_inside) == 1:
             return "One worker exchanges nothing."
         inside, between = self.bytes_per_row()
@@ -174,12 +176,12 @@ def traffic_of(
     exchange_bytes: int = FLOAT_BYTES,
     id_bytes: int = 4,
 ) -> Traffic:
-    """Pure. `lookups`: by table, one for each of its features. `batch_size`: rows of each worker. `dense_weights`: numbers in the
-    part that every worker holds. `exchange_bytes`: of a value of an embedding or its gradient as it is exchanged; other gradients
-    are float32. Ids are taken to fall evenly on the parts of a row_wise table.
+    """Estimate the communication of a step with `batch_size` rows per worker. Pure.
 
-    Sums over workers go around a ring, as gloo and NCCL do it. Not counted: sums of batch normalization and sizes of messages,
-    some kB a step.
+    `lookups`: of each table's features. `dense_weights`: weight count of the replicated part. `exchange_bytes`: size of an
+    exchanged value of an embedding or its gradient; other gradients are float32. Sums over workers use a ring, as in gloo and
+    NCCL. Assumes an even distribution of ids over the parts of a row_wise table. Excludes batch norm sums and message sizes, some
+    kB per step.
     """
     flows: dict[Exchange, Flow] = {name: Flow(num_workers, workers_per_node) for name in _NAMES}
     ids, forward, backward, shared = flows["ids"], flows["embeddings"], flows["gradients"], flows["all_reduce"]
@@ -192,14 +194,14 @@ def traffic_of(
             continue
         ranks = sorted(table.bytes_of_rank)
         by_rows = table.sharding_type in ("row_wise", "table_row_wise")
-        parts = len(ranks) if by_rows else 1  # of a row's ids
-        # Lengths go to every part
+        parts = len(ranks) if by_rows else 1  # Parts of a row's ids
+        # Every part gets lengths
         wanted = sum(_LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted) for one in found)
         ids.add_all_to_all(_of_ranks(num_workers, dict.fromkeys(ranks, wanted * batch_size)), to_owner=True)
         pooled = sum(one.pooled for one in found) * dim
         vectors = pooled + sum(one.ids for one in found if not one.pooled) * dim
         if table.sharding_type == "row_wise" and pooled:
-            for flow in (forward, backward):  # reduce-scatter and all-gather of sums
+            for flow in (forward, backward):  # Reduce-scatter and all-gather of sums
                 flow.add_ring((num_workers - 1) * pooled)
             vectors -= pooled
         # Sums inside the node, then each worker sends its share to other nodes

@@ -1,4 +1,4 @@
-"""Which worker holds which part of which table, and what its memory is filled with: what `rayrec plan` forecasts."""
+"""Placement and memory of embedding table parts by worker, as `rayrec plan` reports them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 StateBytes = Callable[[int, int], int]
-"""(rows, columns) of a table or a part of it -> bytes of state that its optimizer keeps."""
+"""Function from (rows, columns) of a table, or a part, to its optimizer state size in bytes."""
 
 
 _CACHED_KERNEL = "fused_uvm_caching"
@@ -23,23 +23,23 @@ _CACHED_KERNEL = "fused_uvm_caching"
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlacement:
-    """Where one table lies."""
+    """Placement of one table."""
 
     table: str
     num_embeddings: int
     embedding_dim: int
     sharding_type: str
     bytes_of_rank: dict[int, int]
-    """Weights and optimizer state, by the ranks that hold a part of the table."""
+    """Size of weights and optimizer state on each rank with a part of the table."""
     device_share: float = 1.0
-    """Share of these bytes that a rank's GPU has; the rest is in host memory (`ShardingConfig.uvm_caching`)."""
+    """Fraction of these bytes in a rank's GPU. The rest is in host memory (`ShardingConfig.uvm_caching`)."""
 
     def host_bytes(self, rank: int) -> int:
-        """Bytes of host memory next to the GPU that `rank` keeps the table in: all of it, of which the GPU has a cache."""
+        """Return the host memory of the table on `rank`, in bytes: the full size if the GPU only has a cache of it."""
         return self.bytes_of_rank.get(rank, 0) if self.device_share < 1 else 0
 
     def device_bytes(self, rank: int) -> int:
-        """Bytes of the device's own memory that `rank` keeps the table, or its cache, in."""
+        """Return the device memory of the table, or its cache, on `rank`, in bytes."""
         return int(self.bytes_of_rank.get(rank, 0) * self.device_share)
 
     @property
@@ -48,19 +48,19 @@ class TablePlacement:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the whole table's gradient, which every rank that holds a data_parallel table has; others have none."""
+        """Size of the full table's gradient, in bytes, on each rank of a data_parallel table. 0 for other tables."""
         return self.num_embeddings * self.embedding_dim * FLOAT_BYTES if self.sharding_type == "data_parallel" else 0
 
 
 def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> list[TablePlacement]:
-    """Every table of `plan` in the order of `model` (before it is sharded), with the bytes it takes on each rank."""
+    """Return all tables of `plan`, sorted by name, with their size on each rank. `model` must be unsharded."""
     tables = tables_of(model)
     found = []
     for module_plan in plan.plan.values():
         for table, sharding in module_plan.items():
             rows, dim = tables[table]
             bytes_of_rank: dict[int, int] = {}
-            if sharding.sharding_type == "data_parallel":  # the plan says no more of it
+            if sharding.sharding_type == "data_parallel":  # The plan has no shards for it
                 bytes_of_rank = dict.fromkeys(sharding.ranks, table_bytes(rows, dim, state_bytes))
             else:
                 for shard in sharding.sharding_spec.shards:
@@ -89,7 +89,7 @@ def _device_share(sharding: ParameterSharding) -> float:
 
 
 def data_parallel_tables(plan: ShardingPlan) -> list[str]:
-    """The data_parallel tables' parameters, as the sharded model names them."""
+    """Return the parameter names of data_parallel tables in the sharded model."""
     return [
         f"{module}.embedding_bags.{table}.weight"
         for module, module_plan in plan.plan.items()
@@ -99,7 +99,7 @@ def data_parallel_tables(plan: ShardingPlan) -> list[str]:
 
 
 def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> str:
-    """The plan as text: one line a table (rows, dim, how, where, bytes), then what each worker holds in all."""
+    """Format the plan: one line per table (rows, dim, sharding, ranks, bytes), then the total of each worker."""
     rows = placements(plan, model, state_bytes=state_bytes)
     head = ("table", "rows", "dim", "sharding", "ranks", "weights + optimizer")
     lines = [
@@ -136,7 +136,7 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
 
 
 def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """(rows, dim) of every table in the model, by name."""
+    """Return (rows, dim) of each table in the model, by name."""
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     found: dict[str, tuple[int, int]] = {}
@@ -149,18 +149,18 @@ def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def table_bytes(rows: int, columns: int, state_bytes: StateBytes) -> int:
-    """Weights and optimizer state."""
+    """Return the size of weights and optimizer state."""
     return rows * columns * FLOAT_BYTES + state_bytes(rows, columns)
 
 
 def _natural(name: str) -> tuple[Any, ...]:
-    """cat_2 before cat_10."""
+    """Return a sort key that puts cat_2 before cat_10."""
     stem, _, number = name.rpartition("_")
     return (stem, int(number)) if number.isdigit() else (name, -1)
 
 
 def _ranges(ranks: list[int]) -> str:
-    """0-3,6: consecutive ranks drawn together."""
+    """Format ranks with consecutive ones joined, such as 0-3,6."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][1] + 1:
@@ -178,25 +178,25 @@ def readable(size: int) -> str:
 
 
 PROCESS_BYTES: Final = 700 << 20
-"""Python, torch, TorchRec and Ray in a worker, before it holds any data."""
+"""Memory of Python, torch, TorchRec and Ray in a worker, without data."""
 
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes at the peak of training with a save."""
+    """Peak memory during training with a save, in bytes."""
 
     tables: int
-    """Embedding tables and their optimizer state; of tables in host memory, the GPU's cache."""
+    """Embedding tables and their optimizer state, or the GPU's cache of tables in host memory."""
     gradients: int
-    """Of data_parallel tables."""
+    """Gradients of data_parallel tables."""
     dense: int
-    """The dense part: weights, gradients and optimizer state."""
+    """Weights, gradients and optimizer state of the dense part."""
     batches: int
     """Activations of a batch and their gradients."""
     checkpoint: int
-    """Copy of what the worker saves, in host memory."""
+    """Copy of the worker's part of a save, in host memory."""
     process: int = PROCESS_BYTES
-    """The process itself, in host memory."""
+    """Process without data, in host memory."""
     host_tables: int = 0
     """Tables in host memory (`ShardingConfig.uvm_caching`)."""
 
@@ -211,7 +211,7 @@ class WorkerMemory:
         return self.tables + self.gradients + self.dense + self.batches
 
     def text(self, device: str) -> str:
-        """One line for people."""
+        """Format the memory in one line."""
         trained = (
             f"tables with optimizer state {size_text(self.tables)}, "
             + (f"gradients of data_parallel tables {size_text(self.gradients)}, " if self.gradients else "")
@@ -233,9 +233,9 @@ class WorkerMemory:
 def worker_memories(
     rows: Sequence[TablePlacement], *, dense_weights: int, dense_state_bytes: int, batch_bytes: int, world_size: int
 ) -> list[WorkerMemory]:
-    """The memory of every worker, by rank, that holds its part of the tables `rows`, a network of so many weights, the state of
-    its optimizer, and `batch_bytes` for a step's rows."""
-    # Every rank holds them all; one rank saves each
+    """Return the memory of each worker, by rank, for tables `rows`, a network with its optimizer state, and `batch_bytes` per
+    step."""
+    # Replicated on all ranks, but saved by one
     data_parallel_bytes = sum(row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel")
     dense_saved = dense_weights * FLOAT_BYTES + dense_state_bytes
     found = []

@@ -1,4 +1,4 @@
-"""Which worker holds which embedding table: TorchRec's planner behind settings, a refusal and a table one can read."""
+"""Sharding configuration and plan: TorchRec's planner with memory checks."""
 
 from __future__ import annotations
 
@@ -21,50 +21,51 @@ if TYPE_CHECKING:
 ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "data_parallel"]
 
 _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
-_WHOLE = {"table_wise", "data_parallel"}  # a worker that holds any of a table holds all of it
+_WHOLE = {"table_wise", "data_parallel"}  # On one worker, always in full
 _BY_ROWS = {"row_wise", "table_row_wise"}
-_OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}  # the others TorchRec lacks, or gets wrong (data_parallel)
-_WITHIN_NODES = {"table_row_wise"}  # TorchRec builds process groups of one node each, all of the same size
-_UNKNOWN_BYTES = 2**50  # more than any tables take
+_OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}  # Unsupported by TorchRec, or wrong (data_parallel): all others
+_WITHIN_NODES = {"table_row_wise"}  # TorchRec builds one process group per node, all of equal size
+_UNKNOWN_BYTES = 2**50  # More than any tables need
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig(Config):
-    """How embedding tables are spread over the workers."""
+    """Sharding of embedding tables over the workers."""
 
     sharding_types: Annotated[tuple[ShardingType, ...], MinLen(1)] = ("table_wise", "row_wise")
-    """Ways a table may be laid out; those a device cannot do are left out (CPU has no row_wise or table_row_wise).
-    With column_wise, row-wise Adagrad keeps one state per row and part: the plan then changes what is learnt.
-    With data_parallel, every worker holds the whole table, and once more as its gradient: for small tables."""
+    """Allowed table layouts. Ignores those that a device does not support (row_wise and table_row_wise on CPU). With column_wise,
+    row-wise Adagrad has one state per row and part, so the plan changes results. With data_parallel, every worker stores the full
+    table and its gradient, for small tables."""
     min_column_width: Annotated[int, Ge(4), MultipleOf(4)] = 32
-    """Narrowest part of a table under column_wise sharding; a multiple of 4."""
+    """Minimum width of column_wise table parts, a multiple of 4."""
     reserved_fraction: Share = 0.15
-    """Part of each worker's memory kept free for the dense model, activations and batches in flight."""
+    """Fraction of each worker's memory that is reserved for the dense model, activations and batches in flight."""
     exchange_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Type in which workers exchange embeddings and their gradients; fp16 and bf16 halve the traffic and round. CPU: no bf16."""
+    """Dtype for exchanges of embeddings and their gradients. fp16 and bf16 halve the traffic but round. CPU does not support
+    bf16."""
     uvm_caching: bool = False
-    """GPUs: tables that the GPUs have no room for are stored in host memory, and a GPU keeps a cache of the rows used last
-    (fbgemm's UVM caching). Lookups outside the cache are slower. Not for sparse_optimizer.kind adam, adamw and sparse_adam."""
+    """Whether to store tables that exceed GPU memory in host memory, with a GPU cache of recently used rows (fbgemm's UVM
+    caching). Lookups outside the cache are slower. Not for sparse_optimizer.kind adam, adamw and sparse_adam."""
     uvm_cache_fraction: Part = 0.1
-    """Share of the rows of such a table that its cache has room for."""
+    """Fraction of such a table's rows that fit into its cache."""
     optimizer_floats_per_row: int = 1
-    """Deprecated and ignored: the optimizer knows the size of its state."""
+    """Deprecated and ignored. The optimizer determines the size of its state."""
 
 
 def embedding_sharders(
     config: ShardingConfig | None = None, *, device: Literal["cpu", "cuda"] = "cpu"
 ) -> list[ModuleSharder[Any]]:
-    """The sharders of our embedding modules, for the planner and for DistributedModelParallel alike. Raises InputError for a
-    precision of the exchange that the device does not have."""
+    """Return the sharders of embedding modules for the planner and DistributedModelParallel. Raises InputError if the device does
+    not support the exchange precision."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     codecs = _exchange_codecs(config.exchange_precision if config else "fp32", device)
-    # The default sets an id outside its table to 0 and trains on that row.
+    # The default replaces an id outside its table by 0 and trains on that row.
     fused_params: dict[str, Any] = {"bounds_check_mode": BoundsCheckMode.FATAL}
     if config is not None and config.uvm_caching and device == "cuda":
-        fused_params["uvm_host_mapped"] = True  # pinned host memory; CUDA's managed memory may move to the GPU and fill it
+        fused_params["uvm_host_mapped"] = True  # Pinned host memory. CUDA's managed memory may move to the GPU and fill it.
     return [
         EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
         EmbeddingCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
@@ -85,31 +86,30 @@ def _exchange_codecs(precision: str, device: str) -> dict[str, QuantizedCommCode
 
 @dataclass(frozen=True)
 class Site:
-    """The workers that tables are spread over."""
+    """Workers of a sharded model."""
 
     world_size: int
     device: Literal["cpu", "cuda"]
     memory_bytes: int
-    """That one worker may fill: its share of host memory on "cpu", its device's memory on "cuda"."""
+    """Available memory of one worker: its share of host memory on "cpu", its device's memory on "cuda"."""
     host_memory_bytes: int | None = None
-    """On "cuda" the worker's share of the host's memory; None: not known, and not checked."""
+    """Share of host memory of one worker on "cuda". None if unknown, which disables its check."""
     nodes: Sequence[str] | None = None
-    """The node of each rank; None: one node has them all."""
+    """Node of each rank. None for a single node."""
     devices: Sequence[str] | None = None
-    """The device of each rank with its index, such as cuda:3; None: TorchRec's guess, the rank's number within its node."""
+    """Device of each rank with index, such as cuda:3. None for TorchRec's default, the rank within its node."""
 
 
 def plan_sharding(
     model: nn.Module, site: Site, *, batch_size: int, config: ShardingConfig | None = None, state_bytes: StateBytes
 ) -> ShardingPlan:
-    """Spread the tables of `model` (a ClickModel, its tables on the meta device) over the workers of `site`.
+    """Plan the sharding of the tables in `model`, a ClickModel on the meta device, over the workers of `site`.
 
-    One rank makes the plan and shares it with the others: TorchRec breaks ties by the number of workers per node, which can
-    differ between ranks. A checkpoint's copy takes as much host memory as the tables and their state: on "cpu" half of what is
-    usable is for it, on "cuda" tables fill no more than `site.host_memory_bytes`. `batch_size` is per worker.
-    `model` should have its sparse optimizer applied, from which TorchRec computes the state's size; `state_bytes` is the same
-    for ours. Tables are data_parallel only where the settings allow it; `data_parallel_tables` names those, which the fused
-    optimizer leaves out. Raises InputError when the tables do not fit, or when no allowed sharding type runs on these workers.
+    One rank must plan for all, because TorchRec breaks ties by workers per node, which can differ between ranks. A checkpoint's
+    copy needs as much host memory as the tables and their state. On "cpu" it gets half of the usable memory, and on "cuda" the
+    tables are limited to `site.host_memory_bytes`. `model` should have its sparse optimizer applied, which determines the state
+    size for TorchRec, as `state_bytes` for our checks. `batch_size` is per worker. The fused optimizer does not update
+    `data_parallel_tables`. Raises InputError if the tables do not fit, or if no allowed sharding type works with these workers.
     """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
@@ -136,7 +136,7 @@ def plan_sharding(
     if cached:
         kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
     if "data_parallel" in allowed:
-        kernels.append(EmbeddingComputeKernel.DENSE.value)  # which TorchRec offers for no other sharding type
+        kernels.append(EmbeddingComputeKernel.DENSE.value)  # TorchRec offers it only for this sharding type
     constraints = {
         name: ParameterConstraints(
             sharding_types=[kind for kind in allowed if name not in one_by_one or kind in _OF_SEQUENCES],
@@ -153,12 +153,12 @@ def plan_sharding(
         capacity = {"hbm_cap_bytes": room.size_bytes, "ddr_cap_bytes": host_room.size_bytes if host_room else host_bytes}
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
-            # With unequal nodes the largest number that divides all: TorchRec takes one number, and only estimates traffic by it.
+            # With unequal nodes, the greatest common divisor: TorchRec takes one number, and only estimates traffic with it.
             trainer_config=TrainerConfig(world_size=site.world_size, local_world_size=math.gcd(*per_node), **capacity),
             kernel_config=KernelConfig(compute_device=device),
         ),
         batch_size=batch_size,
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),  # reserved above, for host memory too
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),  # Reserved above, also for host memory
         constraints=constraints,
         debug=False,
         stats=[],
@@ -188,7 +188,7 @@ class _Room:
 
     size_bytes: int
     reason: str
-    """Why it is not all memory that is free."""
+    """Reason for the difference from free memory."""
 
     def __str__(self) -> str:
         return f"{readable(self.size_bytes)} ({self.reason})"
@@ -212,7 +212,7 @@ def _room_for_tables(config: ShardingConfig, site: Site) -> _Room:
 
 
 def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
-    """Host memory of one worker for tables of which its GPU has a cache."""
+    """Return one worker's host memory for tables with a GPU cache."""
     if host_memory_bytes is None:
         return _Room(_UNKNOWN_BYTES, "of host memory, whose size is not known")
     usable = int(host_memory_bytes * (1 - config.reserved_fraction))
@@ -220,7 +220,7 @@ def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
 
 
 def _refuse_overfull_host(rows: list[TablePlacement], *, host_bytes: int) -> None:
-    """Tables in host memory and a checkpoint's copy of all tables, those of the GPU included."""
+    """Check host memory for tables in it and a checkpoint's copy of all tables, also on the GPU."""
     for rank in sorted({rank for row in rows for rank in row.bytes_of_rank}):
         cached = sum(row.host_bytes(rank) for row in rows)
         copy = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
@@ -233,7 +233,7 @@ def _refuse_overfull_host(rows: list[TablePlacement], *, host_bytes: int) -> Non
 
 
 def _refuse_overfull(rows: list[TablePlacement], *, device: str, room: _Room) -> None:
-    """Gradients of data_parallel tables, which TorchRec's planner leaves out."""
+    """Check memory for the gradients of data_parallel tables, which TorchRec's planner ignores."""
     for rank in sorted({rank for row in rows for rank in row.bytes_of_rank}):
         held = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
         gradients = sum(row.gradient_bytes for row in rows if rank in row.bytes_of_rank)
@@ -248,8 +248,8 @@ def _refuse_overfull(rows: list[TablePlacement], *, device: str, room: _Room) ->
 
 
 def workers_per_node(nodes: Sequence[str]) -> list[int]:
-    """Workers of each node, in the order of their ranks, given the node of each rank. A node whose ranks do not follow one
-    another counts several times: what TorchRec does within a node assumes consecutive ranks."""
+    """Return the worker count of each node in rank order, from the node of each rank. Nodes with nonconsecutive ranks count
+    several times, because TorchRec assumes consecutive ranks in a node."""
     return [len(list(ranks)) for _, ranks in groupby(nodes)]
 
 
@@ -257,7 +257,7 @@ def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) 
     allowed = [kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES]
     if not allowed:
         raise InputError(f"ShardingConfig.sharding_types: none of {', '.join(config.sharding_types)} runs on cpu; add table_wise")
-    if per_node == [1] and "table_wise" in allowed:  # nobody to split rows with, and what sorts ids by part takes time
+    if per_node == [1] and "table_wise" in allowed:  # No worker to share rows with, and sorting ids by part takes time
         allowed = [kind for kind in allowed if kind not in _BY_ROWS]
     if len(set(per_node)) > 1:
         allowed = [kind for kind in allowed if kind not in _WITHIN_NODES]
@@ -270,7 +270,7 @@ def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) 
 
 
 def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
-    """Names the ranks' own devices in a plan; TorchRec names them by the rank's number within a node of equal size."""
+    """Set the devices of the ranks in a plan. TorchRec assumes the rank within nodes of equal size."""
     from rayrec.compat.torch_compat import remote_device
 
     for module_plan in plan.plan.values():
@@ -281,7 +281,7 @@ def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
 
 
 def _unpooled_tables(model: nn.Module) -> set[str]:
-    """The tables whose embeddings are given one by one."""
+    """Return the tables with unpooled lookups."""
     from torchrec.modules.embedding_modules import EmbeddingCollection
 
     modules = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
