@@ -1,4 +1,4 @@
-"""Exact metrics of a binary classifier over any number of rows and processes, since batch means and samples mislead."""
+"""Exact metrics of a binary classifier over any number of rows and processes. Batch means and samples can mislead."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _BLOCK_ROWS: Final = 1 << 20  # float64 temporaries stay below 8 MiB each
-_SAMPLES_PER_RANK: Final = 1024  # splitters then balance the ranks to about 0.1 % of the rows
+_SAMPLES_PER_RANK: Final = 1024  # Balances the ranks to about 0.1 % of the rows
 
 CALIBRATION_BINS: Final = 15
-"""Of the expected calibration error, as Guo et al. 2017, "On Calibration of Modern Neural Networks", use."""
+"""Number of bins of the expected calibration error, as in Guo et al. 2017, "On Calibration of Modern Neural Networks"."""
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.uint8]
@@ -30,10 +30,10 @@ Keys = npt.NDArray[np.uint32]
 
 
 def auroc(logits: Any, labels: Any) -> float:
-    """Area under the ROC curve, exact, a tie counting one half: the Mann-Whitney U / (positives * negatives).
+    """Return the exact area under the ROC curve, Mann-Whitney U / (positives * negatives), with ties as one half.
 
-    `logits` and `labels` are arrays or tensors of any shape with equally many elements; logits count as float32, labels
-    are 0 or 1. Infinite logits are ordered, NaN raises InputError. With one class only the result is nan.
+    `logits` and `labels` are arrays or tensors of any shape with equal sizes. Logits are converted to float32, and labels must be
+    0 or 1. Infinite logits are ordered. NaN raises InputError. Returns NaN for only one class.
     """
     checked_logits, checked_labels = checked(logits, labels)
     negatives, positives = _sorted_keys(checked_logits, checked_labels)
@@ -41,31 +41,29 @@ def auroc(logits: Any, labels: Any) -> float:
 
 
 def _calibration_error(gaps: Sequence[Sequence[float]], rows: int) -> float:
-    """From each rank's sums of probability - label in every bin."""
+    """Return the error from each rank's sums of probability - label in every bin."""
     total = math.fsum(abs(math.fsum(of_bin)) for of_bin in zip(*gaps, strict=True))
     return total / rows if rows else math.nan
 
 
 def sigmoid(logits: npt.NDArray[Any]) -> Floats:
-    """float32: the predicted probability 1 / (1 + exp(-logit)), without overflow."""
-    small = np.exp(-np.abs(logits.astype(np.float64)))  # in (0, 1]
+    """Return the probability 1 / (1 + exp(-logit)), without overflow, as float32."""
+    small = np.exp(-np.abs(logits.astype(np.float64)))  # In (0, 1]
     return (np.where(logits >= 0, 1.0, small) / (1.0 + small)).astype(np.float32)
 
 
 def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
-    """Of the rows at hand:
+    """Return the metrics of these rows. Without rows, all except `rows` are NaN. Arguments as in `auroc`.
 
-    - auroc: see `auroc`; nan with one class only
+    - auroc: see `auroc`, NaN with only one class
     - logloss: mean binary cross entropy in nats, from float32 logits without overflow, in float64
     - normalized_entropy: log loss divided by the entropy of the label rate, so that below 1 is better than always predicting the
-      rate; nan with one class only, whose entropy is 0 (He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at
+      rate. NaN with only one class, whose entropy is 0 (He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at
       Facebook", section 3)
-    - calibration: sum of predicted probabilities over sum of labels, 1 is calibrated; nan without positives (He et al. 2014)
-    - expected_calibration_error: the mean over the rows of |mean probability - label rate| of the row's bin, among
-      CALIBRATION_BINS bins of equal width; 0 is calibrated (Naeini et al. 2015)
+    - calibration: sum of probabilities divided by sum of labels, 1 if calibrated, NaN without positives (He et al. 2014)
+    - expected_calibration_error: row mean of |mean probability - label rate| of the row's bin, among CALIBRATION_BINS bins of
+      equal width, 0 if calibrated (Naeini et al. 2015)
     - rows and label_rate
-
-    Arguments as in `auroc`. Without rows everything but rows is nan.
     """
     checked_logits, checked_labels = checked(logits, labels)
     loss_sum, probability_sum, gaps = _sums(checked_logits, checked_labels)
@@ -80,7 +78,7 @@ def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
-    """A flat NumPy array of an array or tensor, not importing torch; a tensor on a device is copied (a device sync)."""
+    """Convert an array or tensor to a flat NumPy array without importing torch. Copies from a device (a device sync)."""
     if hasattr(values, "detach"):
         values = values.detach()
         values = (values.float() if values.is_floating_point() else values).cpu().numpy()  # NumPy has no bfloat16
@@ -88,7 +86,7 @@ def _array(values: Any) -> npt.NDArray[Any]:
 
 
 def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
-    """`checked`, but for NaN."""
+    """Convert as `checked`, but allow NaN."""
     flat_logits, flat_labels = _array(logits), _array(labels)
     if len(flat_logits) != len(flat_labels):
         raise InputError(f"{len(flat_logits)} logits and {len(flat_labels)} labels; give one label for each logit")
@@ -99,43 +97,43 @@ def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
 
 
 def checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
-    """Flat float32 logits and uint8 labels. Raises InputError for lengths that differ, labels other than 0 and 1, and NaN."""
+    """Return flat float32 logits and uint8 labels. Raises InputError for different lengths, labels other than 0 and 1, and
+    NaN."""
     flat_logits, flat_labels = converted(logits, labels)
     refuse_nan(int(np.count_nonzero(np.isnan(flat_logits))), len(flat_logits))
     return flat_logits, flat_labels
 
 
 def refuse_nan(missing: int, rows: int) -> None:
-    """Raises InputError if any of the logits are NaN: `missing` of `rows`."""
+    """Raise InputError if any logits are NaN: `missing` out of `rows`."""
     if missing:
         raise InputError(f"{missing} of {rows} logits are NaN; the model diverged or its inputs hold NaN")
 
 
 def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Of each row, in float64: the log loss in nats and the predicted probability; of infinite logits too."""
+    """Return the log loss, in nats, and the probability of each row, in float64. Supports infinite logits."""
     logit = logits.astype(np.float64)
     towards_wrong = np.where(labels == 1, -logit, logit)
-    small = np.exp(-np.abs(logit))  # in (0, 1]: never overflows
+    small = np.exp(-np.abs(logit))  # In (0, 1]: never overflows
     return np.maximum(towards_wrong, 0.0) + np.log1p(small), np.where(logit >= 0, 1.0, small) / (1.0 + small)
 
 
 def _sums(logits: Floats, labels: Labels) -> tuple[float, float, list[float]]:
-    """Sums over the rows, in float64, of the log loss, of the predicted probability, and in every bin of equal width of
-    probability - label."""
+    """Return sums over the rows, in float64: log loss, probability, and probability - label in equally wide bins."""
     losses, probabilities, gaps, bins = [], [], [], CALIBRATION_BINS
     for start in range(0, len(logits), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
         loss, probability = row_losses(logits[block], labels[block])
         losses.append(float(np.sum(loss)))
         probabilities.append(float(np.sum(probability)))
-        places = np.minimum((probability * bins).astype(np.int64), bins - 1)  # a probability of 1 is in the last one
+        places = np.minimum((probability * bins).astype(np.int64), bins - 1)  # A probability of 1 is in the last one
         gaps.append(np.bincount(places, probability - labels[block], minlength=bins).tolist())
     return (math.fsum(losses), math.fsum(probabilities), [math.fsum(of_bin) for of_bin in zip([0.0] * bins, *gaps, strict=True)])
 
 
 def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
-    """Sorted unsigned keys, ordered as the logits are, of the negatives and of the positives (4 bytes a row)."""
-    bits = (logits + np.float32(0.0)).view(np.uint32)  # adding 0 makes -0.0 and 0.0 one key
+    """Return sorted unsigned keys, ordered as logits, of negatives and positives, 4 bytes per row."""
+    bits = (logits + np.float32(0.0)).view(np.uint32)  # Adding 0 makes -0.0 and 0.0 one key
     # Two's complement to offset binary: flip every bit of a negative number, the sign bit of a positive one.
     flip = (bits.view(np.int32) >> 31).view(np.uint32)
     flip |= np.uint32(0x80000000)
@@ -150,8 +148,8 @@ def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
 
 
 def _twice_u(negatives: Keys, positives: Keys) -> int:
-    """Twice the Mann-Whitney U of the positives: 2 for each negative below a positive, 1 for each tie; exact."""
-    if len(positives) > len(negatives):  # search with the smaller class
+    """Return twice the exact Mann-Whitney U of the positives: 2 for each lower negative, 1 for each tie."""
+    if len(positives) > len(negatives):  # Search with the smaller class
         return 2 * len(positives) * len(negatives) - _twice_u(positives, negatives)
     total = 0
     for start in range(0, len(positives), _BLOCK_ROWS):
@@ -188,13 +186,12 @@ def _metrics(
 
 
 def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-    """`binary_metrics` over the rows of all ranks together: the same numbers, returned on every rank.
+    """Return `binary_metrics` over the rows of all ranks, equal on every rank. Collective.
 
-    A collective: every rank of the group (default: all) calls it with its own rows, any number, none too. AUROC is
-    exact and bit-equal to one process; the float64 sums agree to about 1e-15 relative. Unusable rows on one rank raise
-    InputError on every rank, so that none waits. Beside the input a rank needs about 12 bytes for each of its share of
-    the rows (more when very many rows tie: equal logits go to one rank). Without torch.distributed it is the local
-    `binary_metrics`.
+    Every rank of the group (default: all) passes its rows, possibly none. AUROC is exact and bit-identical to one process, and
+    float64 sums agree to about 1e-15 relative. Invalid rows on one rank raise InputError on every rank, so that no rank waits. In
+    addition to the input, a rank needs about 12 bytes per row of its share (more with very many ties, because equal logits go to
+    one rank). Without torch.distributed, this is the local `binary_metrics`.
 
     Method: sample sort (Frazer & McKellar 1970) of the keys, one key range per rank, then rank sums per range.
     """
@@ -234,8 +231,8 @@ def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: Proce
 
 
 def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_rows: Sequence[int]) -> int:
-    """Twice U over all ranks from each rank's sorted keys (negatives, positives)."""
-    # One sample for equally many rows everywhere, so that ranks weigh as much as they hold.
+    """Return twice U over all ranks from each rank's sorted keys (negatives, positives)."""
+    # One sample per equal number of rows on all ranks, so that ranks weigh as much as their rows.
     stride = max(1, sum(rank_rows) // (group.num_ranks * _SAMPLES_PER_RANK))
     samples = np.full(max(rank_rows) // stride + 2, -1, dtype=np.int64)
     own = np.concatenate([part[stride // 2 :: stride] for part in keys])
@@ -244,7 +241,7 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
     gathered = gathered[gathered >= 0]
     splitters = gathered[[rank * len(gathered) // group.num_ranks for rank in range(1, group.num_ranks)]]
 
-    # side="right" gives a splitter and all its ties to the lower rank: one key is never on two ranks.
+    # side="right" assigns a splitter and all its ties to the lower rank: no key is on two ranks.
     cuts = [np.concatenate([[0], np.searchsorted(part, splitters.astype(np.uint32), side="right"), [len(part)]]) for part in keys]
     send_counts = np.stack([np.diff(cut) for cut in cuts], axis=1)  # [ranks, 2]
     receive_counts = group.exchange(send_counts.reshape(-1), [2] * group.num_ranks, [2] * group.num_ranks)
@@ -258,7 +255,7 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
         for column, part in enumerate(keys)
     )
 
-    high, low = divmod(_twice_u(negatives, positives), 1 << 32)  # two int64 halves: never overflows
+    high, low = divmod(_twice_u(negatives, positives), 1 << 32)  # Two int64 halves never overflow
     parts = group.gather(np.array([len(negatives), len(positives), high, low], dtype=np.int64))
     total = negatives_below = 0
     for num_negatives, num_positives, rank_high, rank_low in (part.tolist() for part in parts):
@@ -269,7 +266,7 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
 
 @final
 class BinaryMetricsAccumulator:
-    """Keeps the logits and labels of an evaluation, 5 bytes a row on the CPU, and computes exact metrics from them."""
+    """Accumulator of an evaluation's logits and labels, 5 bytes per row on the CPU, for exact metrics."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[Floats, Labels]] = []
@@ -277,11 +274,11 @@ class BinaryMetricsAccumulator:
 
     @property
     def rows(self) -> int:
-        """Rows kept so far on this rank."""
+        """Number of rows so far on this rank."""
         return self._rows
 
     def update(self, logits: Any, labels: Any) -> None:
-        """Append a batch: arrays or tensors of any shape, labels 0 or 1; copies from a device (a device sync)."""
+        """Append a batch: arrays or tensors of any shape, labels 0 or 1. Copies from a device (a device sync)."""
         new_logits, new_labels = converted(logits, labels)
         taken = 0
         while taken < len(new_logits):
@@ -296,7 +293,7 @@ class BinaryMetricsAccumulator:
             self._rows += count
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """`distributed_binary_metrics` of what is kept: a collective of the group; local without torch.distributed."""
+        """Return `distributed_binary_metrics` of all rows. Collective, but local without torch.distributed."""
         filled = list(self._filled())
         logits = np.concatenate([np.empty(0, np.float32), *(part for part, _ in filled)])
         labels = np.concatenate([np.empty(0, np.uint8), *(part for _, part in filled)])

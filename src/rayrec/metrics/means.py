@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: those of each label, which some rows may lack, and exact means of numbers and of measures."""
+"""Metrics of an evaluation for each label, which rows may lack, and exact means of numbers and measures."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Accumulator(Protocol):
-    """Takes the rows of an evaluation, and computes metrics over those of all ranks."""
+    """Accumulator of an evaluation's rows for metrics over all ranks."""
 
     @property
     def rows(self) -> int:
-        """Rows so far on this rank."""
+        """Number of rows so far on this rank."""
         ...
 
     def update(self, predicted: Any, labels: Any) -> None: ...
@@ -36,10 +36,10 @@ class Accumulator(Protocol):
 
 @final
 class LabelsAccumulator:
-    """Keeps what an evaluation needs of its rows: 5 bytes for each binary label, with `grouped` 13 more for groups."""
+    """Accumulator of all labels: 5 bytes per row and binary label, with `grouped` 13 more for groups."""
 
     def __init__(self, of_labels: Mapping[str, Accumulator], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS) -> None:
-        """`of_labels`: by the label's name, the main one first. `ks`: ranks k of the metrics at k, with `grouped`."""
+        """`of_labels`: accumulators by label name, the main one first. `ks`: ranks k of the metrics at k, with `grouped`."""
         (self._main_name, self._main), *others = of_labels.items()
         self._ranking = RankingAccumulator(ks) if grouped else None
         self._others = dict(others)
@@ -49,8 +49,8 @@ class LabelsAccumulator:
         return self._main.rows
 
     def update(self, logits: Mapping[str, Any], labels: Mapping[str, Any], groups: Any = None) -> None:
-        """Appends a batch: (rows,) each by the label's name. A label other than the main one is NaN in rows that lack it.
-        `groups` may be None for a batch without rows."""
+        """Append a batch: [rows] each by label name. Missing labels are NaN, except the main one. `groups` may be None without
+        rows."""
         main = self._main_name
         self._main.update(logits[main], labels[main])
         if self._ranking is not None and len(labels[main]):
@@ -62,8 +62,8 @@ class LabelsAccumulator:
             accumulator.update(_array(logits[name])[there], values[there])
 
     def compute(self) -> dict[str, float]:
-        """Over the rows of all ranks; collective. The main label's metrics by their names, those of a label L as
-        `L.auroc` and so on; `L.rows`: the rows that have it."""
+        """Return the metrics over the rows of all ranks. Collective. Metrics of other labels L are named `L.auroc` etc., with
+        `L.rows` for the rows with this label."""
         found = self._main.compute()
         if self._ranking is not None:
             found.update(self._ranking.compute())
@@ -77,20 +77,20 @@ def _array(values: Any) -> np.ndarray:
 
 
 class SumsAccumulator(ABC):
-    """Adds up terms of rows, exactly over all ranks."""
+    """Sums of row terms, exact over all ranks."""
 
     def __init__(self) -> None:
         self._sums, self.rows = np.zeros(len(self._terms(np.zeros(0), np.zeros(0)))), 0
 
     def update(self, predicted: Any, labels: Any) -> None:
-        """Appends rows: (rows,) each."""
+        """Append rows, [rows] each."""
         terms = self._terms(_array(predicted).astype(np.float64), _array(labels))
         self._sums = self._sums + [term.sum() for term in terms]
         self.rows += len(terms[0])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """The metrics, and `rows`; nan without rows. A collective of the group; local without torch.distributed. Raises
-        InputError on every rank if a prediction of any is NaN."""
+        """Return the metrics, NaN without rows, and `rows`. Collective, but local without torch.distributed. Raises InputError on
+        every rank if any prediction is NaN."""
         of_ranks = Collectives(process_group).gather_floats([self.rows, *self._sums.tolist()])
         rows, *sums = (math.fsum(values) for values in zip(*of_ranks, strict=True))
         refuse_nan(int(math.isnan(sums[0])), int(rows))
@@ -98,7 +98,7 @@ class SumsAccumulator(ABC):
 
     @abstractmethod
     def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
-        """float64 (rows,) each."""
+        """Return the terms of each row, float64 [rows] each."""
 
     @abstractmethod
     def _metrics(self, rows: float, *sums: float) -> dict[str, float]: ...
@@ -119,8 +119,7 @@ class NumberAccumulator(SumsAccumulator):
 
 @final
 class CountAccumulator(SumsAccumulator):
-    """Mean `deviance` of a Poisson distribution of logarithms of predicted means, and `calibration`, the sum of predicted means
-    over that of counts."""
+    """Mean Poisson `deviance` of predicted log means, and `calibration`, the total predicted mean divided by the total count."""
 
     def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
         means, counts = np.exp(predicted), labels.astype(np.float64)
@@ -134,14 +133,14 @@ class CountAccumulator(SumsAccumulator):
 
 @final
 class RowMetrics:
-    """Means of measures over all rows of all workers, added up in float64."""
+    """Means of measures over all rows of all workers, summed in float64."""
 
     def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
         self._finish = finish
         self._sums: dict[str, torch.Tensor] = {}
 
     def update(self, output: StepOutput) -> None:
-        """Appends a batch. A measure may have fewer values than others: its mean is that of the rows that have it."""
+        """Append a batch. A measure may have fewer values than others. Its mean only includes rows with a value."""
         import torch
 
         for name, values in output.measures.items():
@@ -149,11 +148,11 @@ class RowMetrics:
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def compute(self) -> dict[str, float]:
-        """Collective. The parts are added in the order of the workers."""
+        """Return the means. Collective. Sums the parts in worker order."""
         import torch
 
         names = sorted(self._sums)
-        if not names:  # as on every worker
+        if not names:  # On every worker
             return self._finish({})
         of_all = torch.stack(gathered(torch.stack([self._sums[name] for name in names]))).sum(dim=0).tolist()
         means = {name: total / rows if rows else math.nan for name, (total, rows) in zip(names, of_all, strict=True)}
@@ -162,7 +161,7 @@ class RowMetrics:
 
 @final
 class MeasureTotals:
-    """Means of measures over all rows that have them, added up in float64, in the order of the rows."""
+    """Means of measures over the rows with a value, summed in float64, in row order."""
 
     def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
         self._finish = finish

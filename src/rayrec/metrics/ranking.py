@@ -1,6 +1,7 @@
-"""Metrics of the order of rows within groups, such as the items that one user was shown: GAUC, NDCG, recall, hit rate, MRR.
+"""Metrics of row order within groups, such as the items shown to one user: GAUC, NDCG, recall, hit rate, MRR.
 
-All of them come from one pass over rows sorted by group and score (native/ranking.c): 5 million rows/s and more on two CPUs.
+A single pass through rows sorted by group and score (native/ranking.c) computes all of them, with over 5 million rows/s on two
+CPUs.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 NO_GROUP: Final = 0
-"""Key of rows that are in no group."""
+"""Key of rows without a group."""
 DEFAULT_KS: Final = (10,)
 """Ranks k of the metrics at k."""
 _LARGEST_K: Final = 1_000_000
 _PART_ROWS: Final = 1 << 15
-"""Rows that are sorted at once: they fit into a CPU's cache."""
+"""Number of rows that are sorted at once, to fit into a CPU's cache."""
 _MOST_BITS: Final = 10
 _MOST_THREADS: Final = 4
 _ROUND_ROWS: Final = 1 << 24
-"""Rows that are sorted in one round, 32 bytes each while they are."""
+"""Number of rows per sorting round, with 32 bytes each."""
 MEMORY_ROWS: Final = 1 << 25
-"""Rows that a RankingAccumulator keeps in memory, 13 bytes each; more are spilled to a temporary file."""
+"""Number of rows that a RankingAccumulator keeps in memory, 13 bytes each. More rows go to a temporary file."""
 _BUCKETS: Final = 256
-"""Parts of the groups in the temporary file, which are read one after the other."""
+"""Number of group partitions of the temporary file, which are read sequentially."""
 _ROW: Final = np.dtype([("group", np.int64), ("logit", np.float32), ("label", np.uint8)])
 
 Groups = npt.NDArray[np.int64]
@@ -50,26 +51,26 @@ Rows = tuple[Groups, Floats, Labels]
 
 
 def gauc(groups: Any, logits: Any, labels: Any) -> dict[str, float]:
-    """`gauc`: the mean of the groups' AUROCs, each weighted by its rows, exact, a tie counting one half (Zhou et al. 2018, "Deep
-    Interest Network for Click-Through Rate Prediction", section 6.2); `gauc_groups` and `gauc_rows`: what it is over.
+    """Return the row-weighted mean of the groups' exact AUROCs, with ties as one half, and its group and row counts.
 
-    `groups` (rows,) int64 keys; rows with NO_GROUP and groups of one class have no part in it, and gauc is nan where nothing has.
-    `logits` and `labels` as in `rayrec.metrics.binary.auroc`. Raises InputError for lengths that differ and what `auroc` refuses.
+    `groups` are int64 keys [rows]. Excludes rows with NO_GROUP and groups with one class. gauc is NaN without groups. `logits`
+    and `labels` as in `rayrec.metrics.binary.auroc`. Raises InputError as `auroc`, and for different lengths. Source: Zhou et al.
+    2018, "Deep Interest Network for Click-Through Rate Prediction", section 6.2.
     """
     found = ranking_metrics(groups, logits, labels)
     return {name: found[name] for name in ("gauc", "gauc_groups", "gauc_rows")}
 
 
 def ranking_metrics(groups: Any, logits: Any, labels: Any, *, ks: Sequence[int] = DEFAULT_KS) -> dict[str, float]:
-    """`gauc` and, for each k of `ks`, `ndcg_at_K`, `recall_at_K` and `hit_rate_at_K`, then `mrr` and `ranked_groups`.
+    """Return `gauc` and, for each k of `ks`, `ndcg_at_K`, `recall_at_K` and `hit_rate_at_K`, then `mrr` and `ranked_groups`.
 
-    These are means over the groups with at least one positive, `ranked_groups` of them, each group with the same weight. Rows of
-    a group are ranked by falling logit. NDCG: gain 1 for a positive, discount 1 / log2(rank + 1), ideal of min(k, positives)
-    (Järvelin & Kekäläinen 2002). Recall: positives within the first k by all positives. Hit rate: whether there is one within the
-    first k. MRR: 1 / rank of the first positive. Ties count as the expected value over all orders of the tied rows, so that the
-    order of the input does not matter (McSherry & Najork 2008; as scikit-learn's ndcg_score).
+    These are unweighted means over the `ranked_groups` groups with at least one positive. Rows of a group are ranked by falling
+    logit. NDCG: gain 1 for a positive, discount 1 / log2(rank + 1), ideal of min(k, positives) (Järvelin & Kekäläinen 2002).
+    Recall: positives within the first k divided by all positives. Hit rate: whether the first k have a positive. MRR: 1 / rank of
+    the first positive. Ties count as the expected value over all orders of the tied rows, so the input order does not matter
+    (McSherry & Najork 2008, as scikit-learn's ndcg_score).
 
-    Arguments and errors as in `gauc`. Memory: 32 bytes a row for up to 16 million rows at a time, or for those of one group.
+    Arguments and errors as in `gauc`. Memory: 32 bytes per row for up to 16 million rows at a time, or one larger group.
     """
     check_ks(ks)
     checked_logits, checked_labels = checked(logits, labels)
@@ -81,7 +82,7 @@ def ranking_metrics(groups: Any, logits: Any, labels: Any, *, ks: Sequence[int] 
 
 
 def check_ks(ks: Sequence[int]) -> None:
-    """Raises InputError for ranks that repeat or are out of range."""
+    """Check that ranks are unique and in range. Raises InputError."""
     wrong = [k for k in ks if not 1 <= k <= _LARGEST_K]
     if wrong:
         raise InputError(f"ranking_k: {wrong[0]} must be from 1 to {_LARGEST_K:,}")
@@ -97,13 +98,13 @@ def _keys(groups: Any, rows: int) -> Groups:
 
 
 def _buckets(groups: Groups, buckets: int) -> npt.NDArray[np.intp]:
-    """A number below `buckets` for each row, the same for all rows of a group."""
+    """Return a number below `buckets` for each row, equal for all rows of a group."""
     mixed = groups.view(np.uint64) * np.uint64(0xD1342543DE82EF95)
     return ((mixed >> np.uint64(40)) % np.uint64(buckets)).astype(np.intp)
 
 
 def _rounds(rows: Rows, *, most_rows: int = _ROUND_ROWS) -> Iterator[Rows]:
-    """The rows, all of a group in one round, about `most_rows` each."""
+    """Yield the rows in rounds of about `most_rows` with complete groups."""
     rounds = -(-len(rows[0]) // most_rows)
     if rounds <= 1:
         yield rows
@@ -123,7 +124,7 @@ class _CRanking(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Part:
-    """What the kernel adds up: see rayrec_ranking."""
+    """Sums of the kernel. See rayrec_ranking."""
 
     sums: npt.NDArray[np.float64]
     counts: npt.NDArray[np.int64]
@@ -131,7 +132,7 @@ class _Part:
 
 @final
 class _Sums:
-    """Sums over groups, of which each comes once."""
+    """Sums over groups, each added once."""
 
     def __init__(self, ks: tuple[int, ...]) -> None:
         self._ks = np.array(ks, np.int64)
@@ -140,7 +141,7 @@ class _Sums:
         self._of_rounds: list[list[float]] = []
 
     def add(self, rows: Rows) -> None:
-        """Adds rows of groups that did not come before."""
+        """Add rows of new groups."""
         groups, logits, labels = (np.ascontiguousarray(values) for values in rows)
         count = len(groups)
         bits = min((count // _PART_ROWS).bit_length(), _MOST_BITS)
@@ -165,7 +166,7 @@ class _Sums:
         self._of_rounds += [_values(part) for of_turn in parts for part in of_turn]
 
     def _summed(self, ranked: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], turn: range) -> list[_Part]:
-        """Sums of some parts, one by one: their order, and so the number of threads, does not matter to `math.fsum`."""
+        """Return the sums of some parts. Their order, and thus the thread count, does not affect `math.fsum`."""
         sizes = np.diff(starts)
         room = np.empty((int(sizes[turn.start :: turn.step].max(initial=0)), 2), np.uint64)
         of_ks = np.empty(2 * len(self._ks))
@@ -181,12 +182,12 @@ class _Sums:
         return found
 
     def values(self) -> list[float]:
-        """The counts, then the sums; those of several ranks are added up."""
+        """Return the counts, then the sums. Results of several ranks are added."""
         size = 3 + 2 + 3 * len(self._ks)
         return [math.fsum(of_each) for of_each in zip([0.0] * size, *self._of_rounds, strict=True)]
 
     def metrics(self, values: Sequence[float] | None = None) -> dict[str, float]:
-        """Of `values` that were added up; None: its own."""
+        """Return the metrics for added `values`. Default: the sums of this object."""
         rows, groups, ranked, weighted, reciprocals, *of_ks = self.values() if values is None else values
         found: dict[str, float] = {
             "gauc": weighted / rows if rows else math.nan,
@@ -212,10 +213,10 @@ def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
 
 @final
 class RankingAccumulator:
-    """Keeps groups, logits and labels of an evaluation and computes `ranking_metrics` of all ranks' rows.
+    """Accumulator of an evaluation's groups, logits and labels for `ranking_metrics` over all ranks.
 
-    Rows take 13 bytes each in memory up to `memory_rows`; then all of them are moved to a temporary file, by a hash of their
-    groups, of which 1 in 256 parts is read at a time. The result does not depend on it but for the order of a sum.
+    Rows take 13 bytes each in memory, up to `memory_rows`. Then all rows move to a temporary file, by a hash of their groups, and
+    1 in 256 parts is read at a time. This only changes the order of sums.
     """
 
     def __init__(self, ks: Sequence[int] = DEFAULT_KS, *, memory_rows: int = MEMORY_ROWS) -> None:
@@ -226,11 +227,11 @@ class RankingAccumulator:
         self._missing = 0
         self._file: Any = None
         self._extents: list[list[tuple[int, int]]] = [[] for _ in range(_BUCKETS)]
-        """Of each bucket: where rows of it begin in the file, and how many they are."""
+        """Start in the file and row count of each part of a bucket."""
         self._total = 0
 
     def update(self, groups: Any, logits: Any, labels: Any) -> None:
-        """Appends a batch; copies from a device (a device sync). Raises OSError if the disk of temporary files is full."""
+        """Append a batch. Copies from a device (a device sync). Raises OSError if the disk of temporary files is full."""
         new_logits, new_labels = converted(logits, labels)
         self._parts.append((_keys(groups, len(new_logits)).copy(), new_logits.copy(), new_labels.copy()))
         self._missing += int(np.count_nonzero(np.isnan(new_logits)))
@@ -259,7 +260,7 @@ class RankingAccumulator:
         self._file.flush()
 
     def _taken(self) -> Iterator[Rows]:
-        """What is in memory, batches joined so that there are few reads per bucket later; memory is freed on the way."""
+        """Yield the rows in memory as joined batches, for few reads per bucket later. Frees memory on the way."""
         kept, self._parts, self._rows = self._parts[::-1], [], 0
         while kept:
             joined: list[Rows] = []
@@ -270,7 +271,7 @@ class RankingAccumulator:
             yield _joined(joined)
 
     def _bucket(self, bucket: int) -> Rows:
-        """All rows of a bucket, of those in memory too."""
+        """Return all rows of a bucket, including rows in memory."""
         pieces = []
         for place, count in self._extents[bucket]:
             self._file.seek(place)
@@ -285,9 +286,11 @@ class RankingAccumulator:
         )
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """A collective of the group. Each group's rows go to one rank, by a hash of its key, so that the result is that of one
-        process but for the order of a sum; local without torch.distributed. Raises InputError on every rank if a logit of any is
-        NaN, so that none waits."""
+        """Return the metrics over all ranks. Collective, but local without torch.distributed.
+
+        Each group's rows go to one rank, by a hash of its key, so the result equals one process except for the order of a sum.
+        Raises InputError on every rank if any logit is NaN, so that no rank waits.
+        """
 
         sums = _Sums(self._ks)
         if num_workers(process_group) == 1:
@@ -307,12 +310,12 @@ class RankingAccumulator:
         return sums.metrics([math.fsum(values) for values in zip(*gathered, strict=True)])
 
     def _in_rounds(self, *, by_bucket: bool) -> Iterator[Rows]:
-        """The rows, those of a group together, in as many rounds on each rank."""
+        """Yield the rows in equally many rounds on each rank, with complete groups."""
         if not by_bucket:
             yield self._in_memory()
             return
         if self._parts and self._file is not None:
-            self._spill()  # so that each bucket is read from one place
+            self._spill()  # So that each bucket is read from one place
         for bucket in range(_BUCKETS):
             yield self._bucket(bucket)
 
@@ -326,7 +329,7 @@ def _joined(parts: Sequence[Rows]) -> Rows:
 
 
 def _exchanged(rows: Rows, ranks: Collectives) -> Rows:
-    """The rows of this rank's groups, of all ranks."""
+    """Exchange rows between ranks. Return the rows of this rank's groups."""
     groups = rows[0]
     rank_of = (groups.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) % np.uint64(ranks.num_ranks)
     order = np.argsort(rank_of, kind="stable")
@@ -339,13 +342,13 @@ def _exchanged(rows: Rows, ranks: Collectives) -> Rows:
 def rank_measures(
     logits: torch.Tensor, target: torch.Tensor, *, k: int, known: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Compute NDCG and recall at k of each row's one right item among all that it has a logit of. float32 [rows] each.
+    """Return NDCG and recall at k of each row's one relevant item among all items with a logit, float32 [rows] each.
 
     Args:
-        logits: float32 [rows, items]. A NaN ranks above the right item.
-        target: Place of the right item, int64 [rows].
+        logits: Scores, float32 [rows, items]. A NaN ranks above the relevant item.
+        target: Index of the relevant item, int64 [rows].
         k: Rank of the metrics.
-        known: Which rows have a right item, bool [rows]; others get NaN. None if all have.
+        known: Whether each row has a relevant item, bool [rows]. Others get NaN. None if all have one.
     """
     above = (~(logits <= logits.gather(1, target.unsqueeze(1)))).sum(1)
     recall = (above < k).float()

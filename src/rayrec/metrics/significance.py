@@ -1,4 +1,4 @@
-"""How sure the metrics of a click model are: bootstrap intervals, and whether two models differ on the same rows."""
+"""Uncertainty of a click model's metrics: bootstrap intervals, and significance tests between models on the same rows."""
 
 import itertools
 import math
@@ -16,31 +16,31 @@ from rayrec.config import InputError
 from rayrec.metrics.binary import Floats, Labels, checked, row_losses
 
 METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
-"""What is told with an interval, in this order."""
+"""Metrics with intervals, in this order."""
 
 Array = npt.NDArray[np.float64]
 
 LEAST_ROWS: Final = 30
-"""Fewer rows have no interval and no p-value: resampling repeats their few values and does not show what others would be like."""
+"""Minimum row count for intervals and p-values. Resampling fewer rows repeats few values and underestimates the variation."""
 LEAST_OF_A_CLASS: Final = 5
-"""Rows of each label that an interval needs, except that of the logloss."""
+"""Minimum row count of each class for intervals, except of the logloss."""
 
 _ROW_BYTES: Final = 32
-"""Working memory of a resample, a row."""
+"""Working memory of a resample per row, in bytes."""
 _WORKING_BYTES: Final = 4 << 30
-"""Of all resamples that run at a time."""
+"""Maximum working memory of concurrent resamples, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resampling:
-    """How intervals are made."""
+    """Settings of bootstrap intervals."""
 
     confidence: float = 0.95
-    """Share of all logs like this one whose interval holds the true value."""
+    """Share of all similar logs whose interval contains the true value."""
     resamples: int = 1000
     """Number of bootstrap resamples."""
     seed: int = 0
-    """The same seed gives the same intervals, whatever the number of cores."""
+    """Seed of the resamples. Results do not depend on the number of cores."""
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
@@ -51,25 +51,25 @@ class Resampling:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a metric between two models on the same rows: the first one's less the second one's."""
+    """Difference of a metric between two models on the same rows: first minus second."""
 
     difference: float
     low: float
     high: float
-    """[low, high]: the interval of the difference"""
+    """Confidence interval of the difference, [low, high]."""
     p_value: float
-    """Two-sided: how often a difference as large comes about where there is none."""
+    """Two-sided probability of a difference this large between equal models."""
     method: Literal["delong", "bootstrap"]
 
 
 def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tuple[float, float]]:
-    """(low, high) of each of METRICS by the percentile bootstrap (Efron & Tibshirani 1993, chapter 13); nan where a metric is not
-    defined, and for rows fewer than LEAST_ROWS or LEAST_OF_A_CLASS. Arguments as in `metrics.binary_metrics`.
+    """Return the percentile bootstrap interval (low, high) of each of METRICS. Arguments as in `metrics.binary_metrics`.
 
-    A resample weighs every row by a Poisson(1) number, which for more than some hundred rows is as good as drawing rows with
-    replacement (Chamandy et al. 2012, "Estimating Uncertainty for Massive Data Streams"), and its metrics are exact. It costs
-    about 20 ns a row of one core; resamples run on all cores, as far as their working
-    memory, 32 bytes a row each, stays within 4 GiB. Memory: that, and about 40 bytes a row.
+    NaN for undefined metrics and with too few rows (LEAST_ROWS, LEAST_OF_A_CLASS). A resample weights each row by a Poisson(1)
+    number, which for some hundred rows or more is equivalent to drawing rows with replacement (Chamandy et al. 2012, "Estimating
+    Uncertainty for Massive Data Streams"), and its metrics are exact. It takes about 20 ns per row of one core. Resamples run on
+    all cores, limited to 4 GiB of working memory with 32 bytes per row each. Total memory: in addition about 40 bytes per row.
+    Method: Efron & Tibshirani 1993, chapter 13.
     """
     flat_logits, flat_labels = checked(logits, labels)
     few = _too_few(flat_labels)
@@ -81,30 +81,29 @@ def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tup
 
 
 def compare(logits: Any, other_logits: Any, labels: Any, resampling: Resampling) -> dict[str, Difference]:
-    """Whether two models differ on the same rows, a metric each; nan where one is not defined. As few rows as have no interval in
-    `intervals` have neither interval nor p-value. See `compare_models`, of which this is the case of two."""
+    """Compare each metric of two models on the same rows with `compare_models`. NaN for undefined metrics. As in `intervals`, too
+    few rows have no interval or p-value."""
     return compare_models([logits, other_logits], labels, resampling).differences[0, 1]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of several models on the same rows."""
+    """Comparison of several models on the same rows."""
 
     intervals: list[dict[str, tuple[float, float]]]
-    """Of each model, as `intervals` gives them."""
+    """Result of `intervals` for each model."""
     differences: dict[tuple[int, int], dict[str, Difference]]
-    """By the places of two models, the first one's before the second one's: each metric's, the first model's less the second
-    model's."""
+    """Difference of each metric by model indices (i, j), i < j: first minus second."""
 
 
 def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -> Comparison:
-    """Intervals of each model's metrics, and whether each two of the models differ on the same rows. `models` holds the logits of
-    each, shape (rows,); `labels` as in `metrics.binary_metrics`.
+    """Return the intervals of each model's metrics and the significance of differences between all pairs, on the same rows.
 
-    AUROC by DeLong, DeLong & Clarke-Pearson 1988 ("Comparing the Areas under Two or More Correlated Receiver Operating
-    Characteristic Curves"), computed by ranks as in Sun & Xu 2014; the others by the bootstrap of `intervals` with the same
-    weights for all models, so that what all find hard cancels. Cost: that of `intervals`, once a model. Memory: about 70 bytes a
-    row and model, and 32 a row for each resample that runs.
+    `models` contains the logits of each model, [rows]. `labels` as in `metrics.binary_metrics`. AUROC uses DeLong, DeLong &
+    Clarke-Pearson 1988 ("Comparing the Areas under Two or More Correlated Receiver Operating Characteristic Curves"), computed by
+    ranks as in Sun & Xu 2014. Other metrics use the bootstrap of `intervals` with equal weights for all models, so that the
+    difficulty of rows cancels. Cost per model as in `intervals`. Memory: about 70 bytes per row and model, and 32 per row and
+    concurrent resample.
     """
     given = [checked(logits, labels) for logits in models]
     flat_labels = given[0][1]
@@ -143,7 +142,7 @@ def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -
 
 
 def _undrawn(differences: Array) -> dict[str, Difference]:
-    """Differences of METRICS without interval and p-value."""
+    """Return differences of METRICS without interval and p-value."""
     return {
         name: Difference(float(value), math.nan, math.nan, math.nan, "delong" if name == "auroc" else "bootstrap")
         for name, value in zip(METRICS, differences, strict=True)
@@ -151,7 +150,7 @@ def _undrawn(differences: Array) -> dict[str, Difference]:
 
 
 def _too_few(labels: Labels) -> tuple[str, ...]:
-    """The metrics that these rows are too few for."""
+    """Return the metrics for which there are too few rows."""
     positives = int(np.count_nonzero(labels))
     if len(labels) < LEAST_ROWS:
         return METRICS
@@ -161,7 +160,7 @@ def _too_few(labels: Labels) -> tuple[str, ...]:
 
 @final
 class _Model:
-    """One model's rows, sorted once for all resamples."""
+    """Rows of one model, sorted once for all resamples."""
 
     def __init__(self, logits: Floats, labels: Labels) -> None:
         self.losses, self.probabilities = row_losses(logits, labels)
@@ -169,11 +168,11 @@ class _Model:
         self.positives, sorted_positives = _sorted_rows(logits, np.flatnonzero(is_positive))
         self.negatives, sorted_negatives = _sorted_rows(logits, np.flatnonzero(~is_positive))
         self.below, self.upto = _places(sorted_negatives, sorted_positives)
-        """int64 (positives): negatives that are below each, and those that are not above it"""
+        """Number of negatives below, and not above, each positive, int64 [positives]."""
         self._sorted = sorted_negatives, sorted_positives
 
     def metrics(self, weights: npt.NDArray[np.uint8]) -> Array:
-        """METRICS of the rows, each counted so many times. A tie counts one half."""
+        """Return METRICS of the rows with these weights. Ties count one half."""
         positives = weights[self.positives].astype(np.float64)
         negatives_upto = np.concatenate([[0.0], np.cumsum(weights[self.negatives], dtype=np.float64)])
         num_positives, num_negatives = float(positives.sum()), float(negatives_upto[-1])
@@ -189,8 +188,8 @@ class _Model:
             return np.array([auroc, logloss, logloss / entropy, calibration])
 
     def placements(self) -> tuple[Array, Array]:
-        """Of each row of a class, in the order of the rows, the share of the other class that it is right of: of the positives
-        the negatives below, of the negatives the positives above. A tie counts one half."""
+        """Return the correctly ordered share of the other class for each row, by class and in row order: for positives the
+        negatives below, for negatives the positives above. Ties count one half."""
         sorted_negatives, sorted_positives = self._sorted
         of_positives = _unsorted(self.positives, (self.below + self.upto) / (2 * max(1, len(self.negatives))))
         below, upto = _places(sorted_positives, sorted_negatives)
@@ -199,23 +198,23 @@ class _Model:
 
 
 def _product(first: Array, second: Array) -> np.float64:
-    # Not np.dot: BLAS would split it over threads of its own, which get in the way of those here, and sum in another order.
+    # Not np.dot: BLAS would use separate threads, which slow these down, and sum in another order.
     return np.float64(np.einsum("i,i->", first, second))
 
 
 def _sorted_rows(logits: Floats, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Floats]:
-    """The given rows by rising logit, and these logits."""
+    """Return the rows by ascending logit, and these logits."""
     order = rows[np.argsort(logits[rows], kind="stable")]
     return order, logits[order]
 
 
 def _places(others: Floats, values: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """How many of the sorted `others` are below each of the sorted values, and how many are not above."""
+    """Return the number of sorted `others` below, and not above, each of the sorted values."""
     return np.searchsorted(others, values, side="left"), np.searchsorted(others, values, side="right")
 
 
 def _unsorted(rows: npt.NDArray[np.int64], values: Array) -> Array:
-    """The values, one a row, by rising row."""
+    """Return the values by ascending row."""
     return values[np.argsort(rows, kind="stable")]
 
 
@@ -223,7 +222,7 @@ def _unsorted(rows: npt.NDArray[np.int64], values: Array) -> Array:
 
 
 def _poisson_table() -> npt.NDArray[np.uint8]:
-    """uint8 (65536): Poisson(1) numbers, each as often as 16 bits can tell; their mean is 1 to 2e-5."""
+    """Return Poisson(1) numbers in proportion to their probability, uint8 [65536]. Their mean is 1 within 2e-5."""
     probabilities = [math.exp(-1) / math.factorial(count) for count in range(10)]
     ends = np.rint(np.cumsum(probabilities) * 65536).astype(np.int64)
     ends[-1] = 65536
@@ -231,7 +230,7 @@ def _poisson_table() -> npt.NDArray[np.uint8]:
 
 
 def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
-    """float64 (resamples, models, metrics), the same rows for all models."""
+    """Return the metrics of each resample with equal rows for all models, float64 [resamples, models, metrics]."""
     table, rows = _poisson_table(), len(models[0].losses)
 
     def resample(number: int) -> Array:
@@ -243,14 +242,14 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
 
 
 def _on_cores(function: Callable[[int], Array], count: int, *, most: int) -> list[Array]:
-    """On all cores, but at most so many at a time, and one at least."""
+    """Map the function in threads on all cores, but at most `most` at a time."""
     cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(max(1, min(cores, most))) as pool:  # NumPy lets go of the GIL in all that takes time here
+    with ThreadPoolExecutor(max(1, min(cores, most))) as pool:  # NumPy releases the GIL in all slow parts
         return list(pool.map(function, range(count)))
 
 
 def _percentiles(values: Array, confidence: float) -> tuple[float, float]:
-    """nan where hardly any resample has a value, as with rows of one class."""
+    """Return the confidence interval, NaN if most resamples have no value, as with one class."""
     finite = values[np.isfinite(values)]
     if len(finite) < len(values) / 2:
         return math.nan, math.nan
@@ -259,7 +258,7 @@ def _percentiles(values: Array, confidence: float) -> tuple[float, float]:
 
 
 def _bootstrap_p_value(differences: Array) -> float:
-    """Twice the share of resamples on the rarer side of 0, that of the log itself counted in (Davison & Hinkley 1997, 4.2)."""
+    """Return twice the share of resamples on the rarer side of 0, including the log itself (Davison & Hinkley 1997, 4.2)."""
     finite = differences[np.isfinite(differences)]
     if len(finite) < len(differences) / 2:
         return math.nan
@@ -271,7 +270,7 @@ def _bootstrap_p_value(differences: Array) -> float:
 
 
 def _delong(first: tuple[Array, Array], second: tuple[Array, Array], confidence: float) -> Difference:
-    """From the placements of two models."""
+    """Return the AUROC difference from the placements of two models."""
     on_positives, on_negatives = (a - b for a, b in zip(first, second, strict=True))
     num_positives, num_negatives = len(on_positives), len(on_negatives)
     if num_positives < 2 or num_negatives < 2:
