@@ -1,1 +1,1 @@
-"""The one training loop, its driver and its workers."""
+"""Training loop, driver and workers."""

@@ -1,4 +1,4 @@
-"""Training data given as a DataFrame or a Ray Dataset: written once as Parquet into the run's folder, from which it is read."""
+"""Training data from a DataFrame or Ray Dataset, written once as Parquet into the run's folder and read from there."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     Table: TypeAlias = pandas.DataFrame | ray.data.Dataset
 
 MANIFEST = "written.json"
-"""The file in a folder of written data that says what it holds; written last."""
+"""Manifest of a folder of written data; written last."""
 _GROUP_ROWS = 8192
-"""Rows of a row group: few enough to be shuffled as a segment without being written again."""
+"""Rows per row group: small enough to be shuffled as a segment without rewriting."""
 _FILE_ROWS = 64 * _GROUP_ROWS
 
 
 def with_paths(config: TrainConfig, folder: str, given: dict[str, Table]) -> TrainConfig:
-    """The configuration of a run in `folder`, reading `given` (by "train_data" and "eval_data") from where `write` puts it.
-    Raises InputError if a path is given as well, for data of another type, and for a recipe that does not train on tables."""
+    """Return the configuration of a run in `folder` that reads the `given` data (keys "train_data" and "eval_data") from the
+    output of `write`. Raises InputError if a path is set as well, for other data types, and for a recipe that does not train on
+    tables."""
     for field, data in given.items():
         if not is_frame(data) and not is_dataset(data):
             raise InputError(f"{field}: {type(data).__name__} is neither a pandas DataFrame nor a ray.data.Dataset")
@@ -45,10 +46,11 @@ def with_paths(config: TrainConfig, folder: str, given: dict[str, Table]) -> Tra
 
 
 def write(config: TrainConfig, folder: str, given: dict[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
-    """Writes the columns of the workload's schema, in the order of the rows, each data whole or not at all.
+    """Write the columns of the workload's schema in row order; each table completely or not at all.
 
-    If the run `resumes`, data that was written is used as it is. Raises InputError then if the given data has another number of
-    rows, other columns or types; also for data without rows, and for a column that is missing or of an unusable type.
+    If the run `resumes`, existing output is reused, and InputError is raised if the given data has a different number of rows, or
+    different columns or types. Also raises InputError for data without rows, and for a column that is missing or of an unusable
+    type.
     """
     schema = config.workload.table_schema
     for field, data in given.items():
@@ -76,7 +78,7 @@ def _folder_of(folder: str, field: str) -> str:
 
 
 def _columns(data: Table, schema: Schema, field: str) -> tuple[list[str], dict[str, str]]:
-    """The columns to write, and the type of each. Of a Dataset that is not computed yet, Ray Data computes a row for it."""
+    """Return the columns to write and their types. For a Dataset that is not computed yet, Ray Data computes one row."""
     if is_frame(data):
         columns = _present(list(data.columns), schema, field)
         arrow_schema = arrow_of(data[columns]).schema
@@ -85,11 +87,11 @@ def _columns(data: Table, schema: Schema, field: str) -> tuple[list[str], dict[s
         known = data.schema()
         types = dict(zip(known.names, known.types, strict=True)) if known else {}
         columns = _present(list(types), schema, field)
-        # Types that Arrow does not have are seen when they are written.
+        # Types unknown to Arrow fail when they are written.
         known_types = {name: types[name] if isinstance(types[name], pa.DataType) else pa.null() for name in columns}
         arrow_schema = pa.schema(known_types)
     check_types(arrow_schema, schema, path=field)
-    # pandas, by its version, and Ray Data have text with offsets of 32 or 64 bits.
+    # Text from pandas (depending on its version) and Ray Data has 32-bit or 64-bit offsets.
     return columns, {name: str(arrow_schema.field(name).type).replace("large_", "") for name in columns}
 
 
@@ -125,7 +127,7 @@ def _write_table(table: pa.Table, place: str, columns: dict[str, str]) -> int:
 
 
 def _write_dataset(dataset: ray.data.Dataset, place: str, columns: dict[str, str]) -> int:
-    """Ray Data's tasks write; at a URL directly, and without a manifest the folder does not count."""
+    """Write with Ray Data's tasks; at a URL directly, because a folder without a manifest is ignored."""
     if storage.is_url(place):
         return _write_blocks(dataset, place, columns)
     with storage.writing_folder(place) as folder:

@@ -1,4 +1,4 @@
-"""How fast a recipe would train on a cluster, what would hold it back, and how many CPUs keep its devices busy."""
+"""Forecast of a recipe's training speed on a cluster, its bottleneck, and the CPUs that keep its devices busy."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRo
 
 Limit = Literal["model", "network", "data", "cpus"]
 _TIMEOUT_S: Final = 300.0
-"""For training some steps here."""
+"""Timeout for training some steps on this machine."""
 _STEPS_AT_ONCE: Final = 8
-"""Between two looks at a clock; the first ones are not measured."""
+"""Steps between two clock readings. The first ones are not measured."""
 _MEASURED_S: Final = 4.0
 _KEPT_IN_RESERVE: Final = 0.5
-"""Of the CPUs of a pipeline that has room for several tasks; see ingest/ray_engine.py."""
+"""Reserved share of a pipeline's CPUs, if it has room for several tasks; see ingest/ray_engine.py."""
 _OPTIONAL: Final = ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s", "network_gbit", "inside_gbit")
-"""What a cluster may leave open."""
+"""Optional fields of a cluster."""
 
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """Nodes that are all alike."""
+    """Cluster of identical nodes."""
 
     cpus: float
-    """Of each node."""
+    """CPUs of each node."""
     gpus: float = 0.0
-    """Of each node that has some."""
+    """GPUs of each node with GPUs."""
     nodes: int = 1
-    """With the GPUs, where there are some."""
+    """Number of nodes; if there are GPUs, of nodes with GPUs."""
     cpu_nodes: int = 0
-    """Beside them, without; 0 where there are no GPUs."""
+    """Number of additional nodes without GPUs; 0 for clusters without GPUs."""
     memory_gb: float | None = None
-    """Of each node with workers, free for them; None: as much as here."""
+    """Memory for workers on each of their nodes. None for the memory of this machine."""
     gpu_memory_gb: float | None = None
-    """Of each GPU; None: that of the GPU here."""
+    """Memory of each GPU. None for the memory of this machine's GPU."""
     gpu_rows_per_s: float | None = None
-    """That one GPU trains; None: it is measured here."""
+    """Training speed of one GPU. None to measure it on this machine."""
     network_gbit: float | None = None
-    """Gbit/s of each node's link to the other nodes, in each direction; None: no limit."""
+    """Bandwidth between nodes in Gbit/s per node and direction. None for no limit."""
     inside_gbit: float | None = None
-    """Gbit/s of each worker's link to the others of its node, in each direction; None: no limit."""
+    """Bandwidth between the workers of a node in Gbit/s per worker and direction. None for no limit."""
 
     @classmethod
     def parse(cls, text: str) -> ClusterShape:
-        """Of `cpus=16,gpus=1,nodes=2,cpu_nodes=3`. Raises InputError."""
+        """Parse `cpus=16,gpus=1,nodes=2,cpu_nodes=3`. Raises InputError."""
         values: dict[str, float] = {}
         for part in text.split(","):
             name, _, number = part.strip().partition("=")
@@ -83,7 +83,7 @@ class ClusterShape:
         return cls(values["cpus"], gpus, nodes, cpu_nodes, **given)
 
     def target(self, num_workers: int) -> Target:
-        """What the measurement needs to know of the cluster."""
+        """Return the cluster properties that the measurement needs."""
         workers_per_node = -(-num_workers // self.nodes)
         host_gb = self.memory_gb and self.memory_gb / workers_per_node
         memory_gb = self.gpu_memory_gb if self.gpus else host_gb
@@ -110,20 +110,20 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a run, once it is warm."""
+    """Forecast of a warmed-up run."""
 
     shape: ClusterShape
     num_workers: int
     data_cpus: float
-    """Of all workers' pipelines."""
+    """CPUs of all workers' pipelines."""
     model_rows_per_s: float
-    """That all workers would train if rows were always there."""
+    """Speed of all workers if rows were always available."""
     data_rows_per_s: float
-    """That data tasks would make if nobody else wanted their CPUs."""
+    """Speed of data tasks if they had their CPUs to themselves."""
     cpu_rows_per_s: float | None
-    """That the CPUs have time for, all work on a row counted; None where devices train."""
+    """Speed limit by CPU time for all work on a row. None if devices train."""
     cpus_per_gpu: float | None
-    """That keep one GPU busy with rows; None without GPUs."""
+    """CPUs that keep one GPU busy. None without GPUs."""
     measured_speed: MeasuredSpeed
 
     @property
@@ -132,8 +132,8 @@ class Forecast:
 
     @property
     def bottleneck(self) -> Limit:
-        """model; network: the exchange between workers takes more of a step than the model; data: what their tasks can make;
-        cpus: of the nodes, which workers and data tasks share."""
+        """Limiting resource. model: compute; network: exchange between workers; data: data tasks; cpus: CPUs shared by workers
+        and data tasks."""
         return self._limits()[0][1]
 
     def _limits(self) -> list[tuple[float, Limit]]:
@@ -147,7 +147,7 @@ class Forecast:
         return sorted(limits)
 
     def text(self) -> str:
-        """For a person."""
+        """Return the report."""
         measured_speed, shape = self.measured_speed, self.shape
         what = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
         what += f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
@@ -189,9 +189,11 @@ class Forecast:
 
 
 def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
-    """Measures a slice of the recipe's stages on this machine (some twenty seconds) and computes from it. Raises InputError where
-    the recipe does not fit the cluster, has no log, or is to train on GPUs whose speed is not given and this machine has none to
-    measure."""
+    """Measure a slice of the recipe's stages on this machine (some 20 s) and extrapolate to the cluster.
+
+    Raises InputError if the recipe does not fit the cluster, has no log, or needs a GPU of unknown speed and this machine has
+    none to measure.
+    """
     config.workload.check(config)
     config, shares = _shares(config, shape)
     if config.scaling.use_gpu:
@@ -199,7 +201,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         if shape.gpu_rows_per_s is None:
             _require_gpu()
     else:
-        # Two show what an exchange costs
+        # Two workers show the cost of an exchange
         per_node = max(-(-shares.num_workers // shape.nodes), min(2, shares.num_workers))
         local_workers = min(per_node, machine.usable_cpus())
     measured_speed = config.workload.probe_speed(
@@ -215,7 +217,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
 def train_here(
     config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
 ) -> list[tuple[float, float, float]]:
-    """See `TrainHere`: by the loop of every run."""
+    """Train some steps in local processes with the regular training loop; see `TrainHere`."""
     processes = multiprocessing.get_context("spawn")
     results = processes.Queue()
     with storage.Scratch("speed-probe") as folder:
@@ -279,7 +281,7 @@ def _train_rank(
 
 @final
 class _MeasuredSteps:
-    """The log of a loop that measures its steps behind the first ones, and stops it after a while."""
+    """Log and interruption of a loop that skips the first steps, measures the next ones, and then stops."""
 
     def __init__(self) -> None:
         self.rows, self.seconds, self.cpu_s = 0, 0.0, 0.0
@@ -305,7 +307,7 @@ class _MeasuredSteps:
 
 @final
 class _ReadyBatches:
-    """Batches that are there already, again and again, in place of a loader."""
+    """Loader that repeats prepared batches."""
 
     steps = steps_per_epoch = 1 << 40
 
@@ -334,7 +336,7 @@ class _ReadyBatches:
 
 @contextlib.contextmanager
 def _one_openmp_thread() -> Iterator[None]:
-    """As Ray starts its workers; torch is told the number of its own later."""
+    """Start processes with one OpenMP thread, as Ray does. Torch gets its own number later."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -347,14 +349,18 @@ def _one_openmp_thread() -> Iterator[None]:
 
 
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
-    """How the tables are spread over a cluster; no log is read, and nothing is measured. `tables`: their rows; None: those of the
-    recipe's Preprocessor or profile. Raises InputError when they do not fit or are not known."""
+    """Return the sharding plan of the tables on a cluster, without reading a log or measuring. Raises InputError if the tables do
+    not fit or are unknown.
+
+    Args:
+        tables: Rows of each table. None for the tables of the recipe's Preprocessor or preset.
+    """
     config, shares = _shares(config, shape)
     return config.workload.plan(config, target=shape.target(shares.num_workers), tables=tables)
 
 
 def _shares(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, Layout]:
-    """The configuration for the cluster's kind of device, and how a run shares out the cluster."""
+    """Return the configuration for the cluster's device type, and the run's resource allocation."""
     if shape.gpus and not config.scaling.use_gpu:
         config = config.replace(scaling={"use_gpu": True})
     return config, layout_of(config, shape.resources())
@@ -373,12 +379,12 @@ def _require_gpu() -> None:
 def extrapolate(
     measured_speed: MeasuredSpeed, shape: ClusterShape, shares: Layout, *, threads_per_worker: int | None
 ) -> Forecast:
-    """What was measured here, carried over to a cluster: as fast a CPU or GPU, and the links that its shape gives. Pure."""
+    """Extrapolate local measurements to a cluster with equally fast CPUs or GPUs and the links of its shape. Pure."""
     workers = shares.num_workers
     if measured_speed.device == "cuda":
         model = measured_speed.rows_per_s * workers / measured_speed.num_workers
     else:
-        # Threads work as well in one process as in several; a worker of more threads than were measured scales with them.
+        # Assumes that speed scales with threads, in one process or several.
         threads = threads_per_worker or max(1, int(shape.cpus) // max(1, -(-workers // shape.nodes)))
         measured = measured_speed.num_workers * measured_speed.threads_per_worker
         model = measured_speed.rows_per_s * workers * threads / measured

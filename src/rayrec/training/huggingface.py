@@ -1,13 +1,13 @@
-"""The other loop: HuggingFace's Trainer makes the steps, and everything around them stays rayrec's.
+"""Training loop with HuggingFace's Trainer: Trainer makes the steps, and rayrec does everything around them.
 
-Trainer cannot sit on rayrec's loop, because it is one: `train()` returns when training is over, and what happens between steps
-it lets others do in callbacks only. So control is turned inside out: `loop.steer`, which decides where to evaluate, save and
-stop, is reported by a callback at the end of each step, as rayrec's loop reports it at the end of each segment.
+Trainer cannot run inside rayrec's loop, because `train()` returns only after training and allows other work between steps only in
+callbacks. So control is inverted: a callback reports the end of each step to `loop.steer`, which decides when to evaluate, save
+and stop, just as rayrec's loop reports the end of each segment.
 
-Shared are those decisions, the order of rows and their exact position, the model as it was wrapped for its workers (DDP or
-FSDP2), the arithmetic of the loss, the optimizer, learning rates, seeds, evaluation, checkpoints and events. Trainer's own are
-the order of passes, accumulation, clipping and the optimizer's step, through accelerate. Its data loading, wrapping,
-evaluation, logging and checkpoints are off, and it leaves no file behind.
+Shared with rayrec's loop are these decisions, the row order and position, the wrapped model (DDP or FSDP2), the loss arithmetic,
+the optimizer, learning rates, seeds, evaluation, checkpoints and events. Trainer provides the order of passes, accumulation,
+clipping and the optimizer step, through accelerate. Its data loading, wrapping, evaluation, logging and checkpoints are disabled,
+and it writes no file.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from rayrec.workloads.data_parallel.workload import DataParallelWorkload
 from rayrec.workloads.step_timer import OTHER, entered
 
 LOSS_WEIGHT = "loss_weight"
-"""Beside the tensors of a part, what `Batch` calls so."""
+"""Key of `Batch.loss_weight` among the tensors of a part."""
 
 
 def run(training: Training) -> bool:
-    """What `loop.run` does, to the same steps and with the same events; Trainer makes the steps."""
+    """Train like `loop.run`, with the same steps and events, but with Trainer's steps."""
     setup, progress = training.setup, training.progress
     course, account = steer(training), Account(training)
     try:
         stop = next(course)
-    except StopIteration as end:  # nothing is left to train
+    except StopIteration as end:  # nothing to train
         return end.value
     workload = training.config.workload
     assert isinstance(workload, DataParallelWorkload)
@@ -66,7 +66,7 @@ def run(training: Training) -> bool:
 
 
 def _timed_steps(setup: WorkerSetup) -> list[Any]:
-    """Tells the clock of the optimizer's steps, which accelerate makes."""
+    """Report the optimizer steps, which accelerate makes, to the clock."""
     optimizer, clock = setup.optimizer.optimizer, setup.clock
     return [
         optimizer.register_step_pre_hook(lambda *_: entered(clock, "optimizer")),
@@ -80,16 +80,16 @@ def _pipeline(setup: WorkerSetup) -> RowPipeline:
 
 
 def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: int) -> TrainingArguments:
-    """All of Trainer's own off, and nothing decided twice."""
+    """Return Trainer's arguments with all its features off that rayrec provides."""
     return TrainingArguments(
-        output_dir=tempfile.gettempdir(),  # wants a folder, and has nothing to write
+        output_dir=tempfile.gettempdir(),  # required, but nothing is written
         max_steps=steps,
         gradient_accumulation_steps=workload.accumulate,
         max_grad_norm=workload.optimizer.max_gradient_norm or 0.0,  # 0 never clips
         use_cpu=device.type == "cpu",
-        ddp_backend=distributed.get_backend() if distributed.is_initialized() else None,  # the group that is up is used
+        ddp_backend=distributed.get_backend() if distributed.is_initialized() else None,  # uses the existing group
         average_tokens_across_devices=False,
-        logging_nan_inf_filter=False,  # would wait for the device in every step; losses are checked where they are logged
+        logging_nan_inf_filter=False,  # would synchronize every step; losses are checked when they are logged
         eval_strategy="no",
         logging_strategy="no",
         save_strategy="no",
@@ -100,8 +100,8 @@ def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: i
 
 @contextlib.contextmanager
 def _as_it_is(device: torch.device) -> Iterator[None]:
-    """Keeps the process as rayrec has set it up while accelerate does so by its own lights: the device, by way of the variable
-    that it reads, and the number of threads."""
+    """Keep the device and thread count set by rayrec while accelerate sets up the process. Accelerate reads the device from a
+    variable."""
     threads, variable = torch.get_num_threads(), "ACCELERATE_TORCH_DEVICE"
     before = os.environ.get(variable)
     os.environ[variable] = str(device)
@@ -117,7 +117,7 @@ def _as_it_is(device: torch.device) -> Iterator[None]:
 
 @final
 class _Rates:
-    """Stands where Trainer wants a scheduler: learning rates are set by `begin_step`."""
+    """Dummy scheduler for Trainer: `begin_step` sets the learning rates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -131,7 +131,7 @@ class _Rates:
 
 @final
 class _Wrapped(torch.nn.Module):
-    """What Trainer calls and takes for its own wrapping of the model: rayrec's, which makes a part's loss."""
+    """Model wrapper that Trainer takes for its own; returns the loss of a part."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         super().__init__()
@@ -146,14 +146,14 @@ class _Wrapped(torch.nn.Module):
     def no_sync(self) -> Iterator[None]:
         with self._pipeline.exchange(False):
             yield
-        with self._pipeline.exchange(True):  # FSDP keeps to what it was told last
+        with self._pipeline.exchange(True):  # FSDP keeps the last setting
             pass
 
 
 @final
 class _Parts:
-    """What Trainer takes for a DataLoader: the loader's batches, each in `accumulate` parts. It has no length, so that Trainer
-    goes by `max_steps`, and sees one epoch."""
+    """Data loader for Trainer: the loader's batches, each in `accumulate` parts. Has no length, so that Trainer relies on
+    `max_steps` and sees one epoch."""
 
     def __init__(self, batches: Batches, accumulate: int) -> None:
         self._batches, self._accumulate = batches, accumulate
@@ -166,7 +166,7 @@ class _Parts:
 
 @final
 class _Trainer(Trainer):
-    """Trainer over rayrec's batches, wrapped model, loss and optimizer."""
+    """Trainer with rayrec's batches, wrapped model, loss and optimizer."""
 
     def __init__(
         self,
@@ -183,11 +183,11 @@ class _Trainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        # With it accelerate loads the optimizer's state again, in the place of the tensors that checkpoints are made of.
+        # Otherwise accelerate reloads the optimizer state and replaces the tensors that checkpoints save.
         self.accelerator.device_placement = False
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """It is there already, in shards maybe."""
+        """Do nothing: the model, possibly sharded, is already there."""
 
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
         return _Wrapped(self._setup)
@@ -196,7 +196,7 @@ class _Trainer(Trainer):
         return self._parts
 
     def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        with self._setup.clock.phase("backward"):  # within which copying and the forward pass are told apart
+        with self._setup.clock.phase("backward"):  # copying and the forward pass have nested phases
             return super().training_step(*arguments, **named)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class _Trainer(Trainer):
             return super()._prepare_inputs(inputs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return 0  # counted to be logged, which Trainer does not do here
+        return 0  # only needed for Trainer's logging, which is off
 
     def compute_loss(
         self,
@@ -215,13 +215,13 @@ class _Trainer(Trainer):
     ) -> torch.Tensor:
         loss = model(inputs)
         self._losses.append(loss.detach())
-        # Trainer holds it for a mean over the part, and divides by the number of parts; ours add up to the batch's mean.
+        # Trainer divides by the number of parts, but our losses of parts already add up to the batch mean.
         return loss * self.current_gradient_accumulation_steps
 
 
 @final
 class _Steps(TrainerCallback):
-    """What comes before and after each of Trainer's steps."""
+    """Callback around each of Trainer's steps."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class _Steps(TrainerCallback):
         self._setup, self._progress, self._account, self._course = setup, progress, account, course
         self._batches, self._losses, self._stop = batches, losses, stop
         self.finished = False
-        """What `run` returns."""
+        """Result of `run`."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         state.global_step = self._progress.step

@@ -1,4 +1,4 @@
-"""The one training loop. It runs in segments; between segments nothing is in flight, so what was pulled was trained."""
+"""Training loop. Runs in segments, between which no batch is in flight, so that all pulled batches are trained."""
 
 import math
 import time
@@ -17,16 +17,16 @@ from rayrec.workloads.base import TrainConfig, WorkerSetup
 from rayrec.workloads.step_timer import StepClock
 
 _EVALUATION_POLL_S = 2.0
-"""Seconds between two polls for a stop during an evaluation, as far as whole batches allow."""
+"""Seconds between two polls for a stop during an evaluation, rounded to full batches."""
 _EVALUATION_GRACE_SHARE = 0.25
-"""An evaluation that takes longer than this share of `failure.grace_s` saves its step while it runs."""
+"""Share of `failure.grace_s` after which a running evaluation saves its step."""
 _ROUNDING = 1e-6
-"""Steps by which a share of a run's steps may be off for the rounding of floats."""
+"""Tolerance in steps for floating-point rounding of a share of a run's steps."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where a segment ends, and why."""
+    """End of a segment, and the actions there."""
 
     step: int
     evaluate: bool
@@ -34,10 +34,8 @@ class Boundary:
 
 
 def next_boundary(step: int, end: int, *, evaluate_every: int, save_every: int | None) -> Boundary:
-    """The end of the segment that begins at `step`. Pure.
-
-    Saves coincide with evaluations where no interval is given; the end is always evaluated and saved.
-    """
+    """Return the end of the segment that begins at `step`. Without a save interval, each evaluation also saves; the run's end
+    always evaluates and saves. Pure."""
     ahead = [evaluate_every - step % evaluate_every, end - step]
     if save_every is not None:
         ahead.append(save_every - step % save_every)
@@ -48,13 +46,13 @@ def next_boundary(step: int, end: int, *, evaluate_every: int, save_every: int |
 
 
 def last_step(total: int, share: float | None) -> int:
-    """The first step at which `share` of a run's `total` steps is done; None: all of them. Pure."""
+    """Return the first step at which `share` (None: all) of a run's `total` steps is done. Pure."""
     return total if share is None else min(total, max(1, math.ceil(total * share - _ROUNDING)))
 
 
 def run(training: Training) -> bool:
-    """Trains from `progress` on until the loader ends, the step limit, or early stopping; False where it was asked to stop
-    before, or has done the share `pause_at` of its steps, and has saved. Raises InputError where the loss is not finite."""
+    """Train until the loader ends, the step limit, or early stopping. Returns False if it saved and ended before, after a stop
+    request or at the share `pause_at` of its steps. Raises InputError if the loss is not finite."""
     course, account = steer(training), Account(training)
     cut: Cut | None = None
     while True:
@@ -66,7 +64,7 @@ def run(training: Training) -> bool:
 
 
 def _train(training: Training, account: Account, stop: int) -> Cut:
-    """Trains up to step `stop`, or less far where a save cannot wait."""
+    """Train up to step `stop`, or less if a save cannot wait."""
     setup, loader, progress = training.setup, training.loader, training.progress
     first = progress.step
     batches = Batches(islice(loader, stop - first), setup.clock)
@@ -81,23 +79,23 @@ def _train(training: Training, account: Account, stop: int) -> Cut:
 
 
 def steer(training: Training) -> Generator[int, Cut, bool]:
-    """What happens between segments, for any loop: evaluation, saving, early stopping.
+    """Evaluate, save and stop early between the segments of any loop.
 
-    Yields the step to train up to, before which a segment may end where a save cannot wait; is sent what came up meanwhile;
-    returns what `run` does. A stop ends an evaluation between two batches; the next attempt repeats the evaluation.
+    Yields the step to train up to; a segment may end earlier if a save cannot wait. Receives the reason for that. Returns the
+    result of `run`. A stop ends an evaluation between two batches; the next attempt repeats the evaluation.
 
-    The step to pause at is evaluated and saved. If it is not one of the run's own evaluations, neither early stopping nor
-    `plateau` counts it, so that a run that was paused learns what one does that was not.
+    The step to pause at is evaluated and saved. Unless it is a regular evaluation, early stopping and `plateau` ignore it, so
+    that pauses do not change the result of a run.
     """
     config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
     patience = config.early_stopping.patience
     if 0 < patience <= progress.since_best:
-        return True  # it had stopped before
+        return True  # stopped early in an earlier attempt
     total = progress.step + loader.steps
     evaluate_every = config.evaluate_every or max(1, math.ceil(loader.steps_per_epoch / config.evaluations_per_epoch))
     end = last_step(total, training.pause_at)
     setup.model.train()
-    saved_step = progress.step  # the start, and a checkpoint that training resumed from, need no save
+    saved_step = progress.step  # neither the start nor the restored checkpoint needs a save
 
     def save_now(*, score: float | None = None, needed: bool, complete: bool) -> None:
         nonlocal saved_step
@@ -106,7 +104,7 @@ def steer(training: Training) -> Generator[int, Cut, bool]:
 
     while True:
         cut: Cut = "none"
-        save_due = progress.evaluation_due  # of the step that an earlier attempt stopped at
+        save_due = progress.evaluation_due  # at the step where an earlier attempt stopped
         if not progress.evaluation_due:
             if progress.step >= end:
                 return end == total
@@ -115,7 +113,7 @@ def steer(training: Training) -> Generator[int, Cut, bool]:
             setup.clock.stop()
             reached = progress.step == boundary.step
             progress.evaluation_due = boundary.evaluate and reached
-            # What is saved at once is saved again only where an evaluation adds its score.
+            # A step saved early is saved again only to add its evaluation score.
             save_due = boundary.save and reached and (cut == "none" or boundary.evaluate)
         if cut != "none":
             save_now(needed=True, complete=True)
@@ -143,11 +141,11 @@ def steer(training: Training) -> Generator[int, Cut, bool]:
                 training.log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
             setup.model.train()
         learnt = 0 < patience <= progress.since_best
-        # With early stopping the best weights are the ones to use, so they are always saved.
+        # Early stopping uses the best weights, so these are always saved.
         best = bool(patience) and progress.best_step == progress.step
         last = learnt or progress.step == end
         if save_due or last or best:
-            # The score of a step that was saved without one must not be lost because that save is still in progress.
+            # Needed after a save without a score: the score would be lost if that save is still in progress.
             save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
         if learnt:
             training.log("early_stop", {"step": progress.step, "best_step": progress.best_step, "best_score": progress.best})
@@ -155,13 +153,13 @@ def steer(training: Training) -> Generator[int, Cut, bool]:
 
 
 def _registered(progress: Progress, score: float, config: TrainConfig) -> bool:
-    """Registers the score of an evaluation for early stopping and `plateau`; True if the learning rates are lower from now on."""
+    """Record an evaluation score for early stopping and `plateau`. Returns whether the learning rates were lowered."""
     judge(progress, score, min_improvement=config.early_stopping.min_improvement)
     return lower_on_plateau(progress, score, config.plateau)
 
 
 def drain(pipeline: Any, batches: Iterator[Any]) -> None:
-    """Leaves nothing in flight: the iterator is at its end, so the pipeline has no batch to give back."""
+    """Run the pipeline to its end, so that it has no batch in flight. The iterator must be exhausted."""
     try:
         pipeline.progress(batches)
     except StopIteration:
@@ -171,23 +169,23 @@ def drain(pipeline: Any, batches: Iterator[Any]) -> None:
 
 
 class EvaluationWatch:
-    """Polls between the batches of one evaluation: ends it when the run was asked to stop, and saves its step when the
-    evaluation takes long or a node of the run is about to be preempted.
+    """Polls between the batches of one evaluation. Ends it after a stop request, and saves its step if it takes long or a node of
+    the run is about to be preempted.
 
-    Every decision is made from numbers that all workers have, so all workers take it at the same batch.
+    Decisions use numbers shared by all workers, so that all workers decide alike at the same batch.
     """
 
     def __init__(self, interruption: Interruption, *, save: Callable[[], None] | None, save_after_s: float) -> None:
-        """`save`: saves the step under evaluation, collective; None if that is not needed. `save_after_s`: seconds of
-        evaluation after which the step is saved."""
+        """Start the watch. `save`: collective save of the evaluated step, or None if not needed, made after `save_after_s`
+        seconds."""
         self._interruption, self._save, self._save_after_s = interruption, save, save_after_s
         self._start_s = time.perf_counter()
         self._batches, self._poll_at = 0, 1
         self.saved = False
 
     def stopped(self) -> bool:
-        """Called after each batch: whether the evaluation has to end here. Collective when a poll is due: after 1, 2, 4, ...
-        batches, and about every two seconds from then on."""
+        """Return whether the evaluation must end; called after each batch. Collective when a poll is due: after 1, 2, 4, ...
+        batches, then about every two seconds."""
         self._batches += 1
         if self._batches < self._poll_at:
             return False
@@ -206,7 +204,8 @@ class EvaluationWatch:
 
 @torch.no_grad()
 def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None) -> dict[str, float] | None:
-    """Scores every row of an evaluation set once -> its metrics; collective. None if `watch` ended it before its last batch."""
+    """Score each row of an evaluation set once and return the metrics, or None if `watch` ended the evaluation early;
+    collective."""
     setup.model.eval()
     metrics, source = setup.make_metrics(), setup.eval_batches[name]()
     batches, stopped = Batches(source, StepClock()), False
@@ -219,8 +218,8 @@ def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None
                 return None if stopped else metrics.compute()
             if not stopped and watch is not None and watch.stopped():
                 stopped = True
-                batches.end()  # scores what the pipeline has pulled ahead, and no more
+                batches.end()  # only the prefetched batches are still scored
     finally:
         close = getattr(source, "close", None)
-        if close is not None:  # data tasks of an evaluation that was ended
+        if close is not None:  # ends data tasks of an interrupted evaluation
             close()

@@ -1,4 +1,4 @@
-"""Refuses a run on the driver, before Ray starts, for mistakes that are certain: its data, its storage and its workers."""
+"""Checks on the driver before Ray starts, for certain mistakes in data, storage and workers."""
 
 import os
 
@@ -10,15 +10,15 @@ from rayrec.workloads.base import TrainConfig
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Raises InputError for settings that are wrong whatever the data is, such as a storage path that cannot be a folder."""
+    """Check the settings that are independent of the data, such as a storage path that cannot be a folder. Raises InputError."""
     config.workload.check(config)
     config.trackers.check(os.environ)
     _check_storage(config.storage_path)
 
 
 def preflight(config: TrainConfig) -> None:
-    """Raises InputError for data that cannot be read, and for more workers than this machine has room for if no other cluster is
-    named."""
+    """Check that the data can be read and, unless another cluster is configured, that this machine has room for the workers.
+    Raises InputError."""
     config.workload.check_data(config)
     _check_room(config)
 
@@ -37,18 +37,18 @@ def _check_storage(path: str) -> None:
 
 
 def _check_room(config: TrainConfig) -> None:
-    if Launched.of_environment() is not None:  # whose processes are there already
+    if Launched.of_environment() is not None:  # its processes are already running
         return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     if address not in (None, "", "local", connection.IN_PROCESS) or connection.is_connected():
-        return  # of a running cluster Ray knows what it has
+        return  # Ray knows the resources of a running cluster
     if config.scaling.resources_per_worker:
         return
     layout_here(config, cpus=config.cluster.num_cpus or os.cpu_count() or 1)
 
 
 def layout_here(config: TrainConfig, *, cpus: int) -> Layout:
-    """How the run shares out `cpus` of this machine. Raises InputError if its workers do not fit."""
+    """Allocate `cpus` of this machine to the run. Raises InputError if its workers do not fit."""
     resources = {"CPU": float(cpus)}
     if config.scaling.use_gpu:
         import torch
@@ -58,7 +58,7 @@ def layout_here(config: TrainConfig, *, cpus: int) -> Layout:
 
 
 def layout_of(config: TrainConfig, nodes: list[Node]) -> Layout:
-    """How the run shares out nodes. Raises InputError if its workers do not fit."""
+    """Allocate nodes to the run. Raises InputError if its workers do not fit."""
     scaling = config.scaling
     return layout(
         nodes,

@@ -1,4 +1,4 @@
-"""A profile of a running run is requested by a file in its folder: the driver finds it and sends it to the workers."""
+"""Profiles of a running run, requested by a file in its folder that the driver finds and sends to the workers."""
 
 import contextlib
 import logging
@@ -18,32 +18,32 @@ from rayrec.training.stop_monitor import ControlChannel
 from rayrec.workloads.run_config import MOST_PROFILED_STEPS
 
 TRACE: Final = "trace.json.gz"
-"""The last file of a rank to appear, at a URL too."""
+"""Last file that a rank writes, also at a URL."""
 _REQUEST: Final = "request.json"
 _POLL_S: Final = 1.0
 _URL_POLL_S: Final = 10.0
 _LEAD_S: Final = 3.0
-"""Beyond a poll, that a request needs to reach all workers, so that they begin at the same step."""
+"""Seconds, after a poll, for a request to reach all workers, so that they begin at the same step."""
 _WRITING_S: Final = 10.0
-"""That workers may need to write what they recorded, once the attempt has ended."""
+"""Seconds for workers to write their recordings after the attempt has ended."""
 _KINETO: Final = "KINETO_"
 
 _ENDS: Final = {"finish": "finished", "stop": "stopped", "failure": "failed", "run": "another driver began"}
-"""Kinds of events behind which an attempt trains no more."""
+"""Event kinds after which an attempt trains no more."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Steps to record."""
+    """Range of steps to record."""
 
     name: str
-    """Of the folder for it in RUN/profile."""
+    """Name of its folder in RUN/profile."""
     first: int
-    """Steps done when recording begins."""
+    """Number of completed steps when recording begins."""
     end: int
-    """Steps done when it ends."""
+    """Number of completed steps when it ends."""
 
 
 def profile_folder(folder: str) -> str:
@@ -51,8 +51,8 @@ def profile_folder(folder: str) -> str:
 
 
 def worker_variables(environment: Mapping[str, str], *, network_interface: str | None = None) -> dict[str, str]:
-    """The environment variables that workers get before they import torch. KINETO_* variables of the driver's: with
-    KINETO_USE_DAEMON Kineto registers with dynolog's daemon. And the interface for gloo and NCCL. Empty if there is neither."""
+    """Return the environment variables that workers need before they import torch; may be empty. They are the driver's KINETO_*
+    variables (with KINETO_USE_DAEMON Kineto registers with dynolog's daemon), and the network interface for gloo and NCCL."""
     variables = {}
     if environment.get("KINETO_USE_DAEMON"):
         variables.update({name: value for name, value in environment.items() if name.startswith(_KINETO)})
@@ -61,12 +61,12 @@ def worker_variables(environment: Mapping[str, str], *, network_interface: str |
     return variables
 
 
-# The driver's side ---------------------------------------------------------------------------------------------------
+# Driver --------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def watched_requests(folder: str, channel: ControlChannel) -> Iterator[None]:
-    """Within it requests in the run's folder are taken and handed to `channel`."""
+    """Pass profile requests from the run's folder to `channel` within the context."""
     ended = threading.Event()
     thread = threading.Thread(target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True)
     thread.start()
@@ -83,7 +83,7 @@ def _watch(folder: str, channel: ControlChannel, ended: threading.Event) -> None
             with storage.patience(0):
                 if storage.exists(path):
                     window = _window(storage.read_json(path))
-                    storage.remove_file(path)  # which tells who asked that it was heard
+                    storage.remove_file(path)  # its removal confirms the request
                     channel.send_profile_request(asdict(window))
         except InputError as error:
             _logger.warning("%s: removed (%s)", path, error)
@@ -94,7 +94,7 @@ def _watch(folder: str, channel: ControlChannel, ended: threading.Event) -> None
 
 
 def _window(request: Any) -> Window:
-    """Raises InputError for what `request_profile` has not written."""
+    """Parse a request. Raises InputError if `request_profile` has not written it."""
     try:
         window = Window(str(request["name"]), int(request["first"]), int(request["end"]))
     except (TypeError, KeyError, ValueError) as error:
@@ -114,8 +114,8 @@ def _poll_s(folder: str) -> float:
 def request_profile(
     folder: str, events: list[dict[str, Any]], *, steps: int, note: Callable[[str], None], timeout_s: float
 ) -> dict[str, Any]:
-    """Asks the run in `folder`, whose events so far are given, for a profile of so many steps, and waits until all workers have
-    written it. Raises InputError where the run does not answer, ends before, or a worker fails to."""
+    """Request a profile from the run in `folder` with these `events` and wait until all workers have written it. Raises
+    InputError if the run does not answer, ends before, or a worker fails to write it."""
     if not 1 <= steps <= MOST_PROFILED_STEPS:
         raise InputError(f"steps: {steps:,} must lie between 1 and {MOST_PROFILED_STEPS}, which fit into memory")
     start = _running(folder, events)
@@ -152,16 +152,16 @@ def request_profile(
 
 
 def _lies_there(request: str, window: Window) -> bool:
-    """Whether nobody has taken it yet; what lies there may be somebody else's."""
+    """Return whether the request has not been taken yet. The file may contain another process's request."""
     try:
         return storage.exists(request) and storage.read_json(request) == asdict(window)
-    except (InputError, FileNotFoundError):  # taken between the two
+    except (InputError, FileNotFoundError):  # taken between the two calls
         return False
 
 
 def _watch_failures(folder: str, name: str, since_s: float, failures: list[str], ended: threading.Event) -> None:
-    """Adds to `failures` what workers say of this profile, as they say it, and that their attempt ended behind `since_s`."""
-    with contextlib.suppress(InputError, OSError):  # damaged events, or none to be reached: the caller has a time limit
+    """Append to `failures` what workers report about this profile, and the end of their attempt after `since_s`."""
+    with contextlib.suppress(InputError, OSError):  # damaged or unreachable events: the caller has a timeout
         for event in follow(storage.join(folder, "events.jsonl"), stop=ended):
             if event["kind"] == "profile_failed" and event["name"] == name:
                 failures.append(f"worker {event['rank']}: {event['cause']}")
@@ -171,7 +171,7 @@ def _watch_failures(folder: str, name: str, since_s: float, failures: list[str],
 
 
 def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last event of kind start. Raises InputError where nothing trains."""
+    """Return the last start event. Raises InputError if the run is not training."""
     for event in reversed(events):
         if event["kind"] == "start":
             return event
@@ -181,7 +181,7 @@ def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _first_step(events: list[dict[str, Any]], *, lead_s: float) -> tuple[int, int]:
-    """(a step that will be reached in about `lead_s`, the run's last step), by the speed of the last logs. Pure."""
+    """Return (the expected step in `lead_s` seconds at the latest speed, the run's last step). Pure."""
     logs = [event for event in events if event["kind"] in ("start", "step")]
     last = logs[-1]
     sooner = logs[-2] if len(logs) > 1 else last

@@ -1,4 +1,4 @@
-"""How far a run has come, and what any training loop is given: the parts of one worker's training."""
+"""Progress of a run, and the parts of one worker's training that any loop needs."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup
 
 FirstStep = Callable[[float, float], None]
-"""Called when the first step of an attempt is done: with the seconds that the pipeline has waited for batches by then, which may
-be more than one, and with all seconds since it began."""
+"""Callback after the first step of an attempt, with the seconds waited for batches by then (the pipeline may pull several) and
+the seconds since the attempt began."""
 Cut = Literal["none", "save", "stop"]
-"""What came up in a segment: nothing, a save that cannot wait, a wish to save and end."""
+"""Event in a segment: none, a save that cannot wait, or a request to save and end."""
 
 
 @dataclass
 class Progress:
-    """How far a run has come; saved with every checkpoint."""
+    """Progress of a run; saved with every checkpoint."""
 
     step: int = 0
     rows: int = 0
-    """Rows trained on, of all workers."""
+    """Rows trained by all workers."""
     train_s: float = 0.0
-    """Time spent in training segments."""
+    """Seconds in training segments."""
     blocked_s: float = 0.0
-    """Of it, waiting for data (mean over workers)."""
+    """Seconds spent waiting for data within `train_s` (mean over workers)."""
     best: float | None = None
-    """Best score of an evaluation."""
+    """Best evaluation score."""
     best_step: int | None = None
     since_best: int = 0
-    """Evaluations since the last one that was better by more than `early_stopping.min_improvement`."""
+    """Evaluations since the last one that improved by more than `early_stopping.min_improvement`."""
     last_improvement: float | None = None
-    """Score of that evaluation, with which the next ones are compared."""
+    """Score of that evaluation, the reference for the next ones."""
     learning_rate_scale: float = 1.0
-    """What the schedule's learning rates are multiplied by, since evaluations got no better (`plateau`)."""
+    """Factor of the schedule's learning rates, lowered when evaluations stop improving (`plateau`)."""
     plateau_reference: float | None = None
-    """Score of the last evaluation that was better by more than `plateau.min_improvement`."""
+    """Score of the last evaluation that improved by more than `plateau.min_improvement`."""
     plateau_evaluations: int = 0
     """Evaluations since that one, or since the learning rates were lowered."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     best_metrics: dict[str, float] = field(default_factory=dict)
-    """Of the best one."""
+    """Metrics of the best evaluation."""
     evaluation_due: bool = False
-    """This step is yet to be evaluated: the run was asked to stop here."""
+    """Whether this step has yet to be evaluated, because the run was asked to stop here."""
     trained: RowTally | None = field(default_factory=RowTally)
-    """The rows that this worker trained in this attempt and, on worker 0, those of earlier attempts; None if some batch did not
-    tell its rows."""
+    """Rows trained by this worker in this attempt and, on worker 0, in earlier attempts. None if a batch did not provide its
+    rows."""
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON values of a checkpoint, the same on every worker; collective."""
+        """Return JSON values for a checkpoint, equal on all workers; collective."""
         trained = self.trained_by_all()
         plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trained"}
         return {**plain, "trained": trained and trained.to_dict()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, rank: int) -> Progress:
-        """What `state` gave. A checkpoint of an earlier version has no `trained`; a metric that was NaN is null."""
+        """Restore the result of `state`. Checkpoints of earlier versions have no `trained`; a NaN metric is stored as null."""
         stored = state.get("trained")
         trained = None if stored is None else RowTally.from_dict(stored) if rank == 0 else RowTally()
         metrics = {
@@ -75,12 +75,12 @@ class Progress:
         return cls(**{**state, **metrics, "trained": trained})
 
     def trained_by_all(self) -> RowTally | None:
-        """The rows that all workers trained; None if some batch did not tell its rows; collective."""
+        """Return the rows trained by all workers, or None if a batch did not provide its rows; collective."""
         _, (unknown,) = over_workers(float(self.trained is None))
         return None if unknown or self.trained is None else _tally_over_workers(self.trained)
 
     def count(self, rows: RowNumbers | None) -> None:
-        """This worker has trained these rows."""
+        """Count rows that this worker trained."""
         if rows is None:
             self.trained = None
         elif self.trained is not None:
@@ -91,30 +91,35 @@ class Progress:
 
 
 class Interruption(Protocol):
-    """Reasons to save before a save is due."""
+    """Reasons for an early save."""
 
     def seen(self) -> tuple[bool, bool]:
-        """(this worker was asked to stop, or finds that a node is about to go; it is time to look for preemption notices); cheap
+        """Return (whether this worker was asked to stop or a node is about to go, whether to poll for preemption notices). Cheap
         and local."""
         ...
 
     def preempted(self) -> bool:
-        """Whether to save, because there is a new notice that a worker's node will go; collective."""
+        """Return whether to save because of a new preemption notice for a worker's node; collective."""
         ...
 
     def urgent(self) -> bool:
-        """Whether this worker was asked to stop for a reason that cannot wait for the end of an evaluation; local."""
+        """Return whether this worker was asked to stop for a reason that cannot wait for the end of an evaluation; local."""
         ...
 
 
 class Save(Protocol):
-    """Saves a checkpoint; collective."""
+    """Function that saves a checkpoint; collective."""
 
     def __call__(
         self, progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
     ) -> None:
-        """`score`: of these weights, None where they were not evaluated. `needed`: this very step must be saved, also
-        where the save before is late. `complete`: return when it is in storage."""
+        """Save `progress` and the loader state.
+
+        Args:
+            score: Score of these weights. None if they were not evaluated.
+            needed: Whether this step must be saved even if the previous save is late.
+            complete: Whether to return only when the checkpoint is in storage.
+        """
         ...
 
 
@@ -127,7 +132,7 @@ class Training:
     loader: TrainLoader
     progress: Progress
     log: Callable[[str, dict[str, Any]], None]
-    """Called on every worker with the same kind and fields."""
+    """Function called on every worker with the same kind and fields."""
     save: Save
     interruption: Interruption
     first_step: FirstStep | None = None
@@ -136,11 +141,11 @@ class Training:
 
 
 def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
-    """Registers the score of an evaluation.
+    """Record an evaluation score for early stopping.
 
-    Patience is counted from the last evaluation that was better by more than `min_improvement` than the one counted before, as
-    in Keras and Lightning: smaller steps do not move this reference, so several of them add up. The best score is the highest of
-    all; of equal ones the later counts, as it does for what is kept.
+    As in Keras and Lightning, patience counts from the last evaluation that beat the reference by more than `min_improvement`.
+    Smaller improvements do not move the reference, so several of them add up. The best score is the maximum; of equal scores the
+    latest counts, as in checkpoint retention.
     """
     reference = progress.best if progress.last_improvement is None else progress.last_improvement
     if reference is None or score > reference + min_improvement:
@@ -152,7 +157,7 @@ def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
 
 
 def lower_on_plateau(progress: Progress, score: float, plateau: PlateauConfig) -> bool:
-    """Registers the score of an evaluation; True if the learning rates are lower from now on."""
+    """Record an evaluation score. Returns whether the learning rates were lowered."""
     if not plateau.patience:
         return False
     if progress.plateau_reference is None or score > progress.plateau_reference + plateau.min_improvement:
@@ -167,7 +172,7 @@ def lower_on_plateau(progress: Progress, score: float, plateau: PlateauConfig) -
 
 
 def with_lowered_rates(setup: WorkerSetup, progress: Progress, plateau: PlateauConfig) -> Callable[[int, int], None]:
-    """`setup.begin_step`, which sets the schedule's learning rates, and after it the factors of `progress`."""
+    """Return `setup.begin_step` extended by the learning rate factor of `progress`."""
     begin_step = setup.begin_step
 
     def begin(step: int, total: int) -> None:
@@ -180,7 +185,7 @@ def with_lowered_rates(setup: WorkerSetup, progress: Progress, plateau: PlateauC
 
 
 def _tally_over_workers(mine: RowTally) -> RowTally:
-    # As bytes and added here, modulo 2^64.
+    # Sent as bytes and added here, modulo 2^64.
     checksums = torch.frombuffer(bytearray(np.array(mine.checksums, "<u8").tobytes()), dtype=torch.uint8)
     pairs = (np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist() for each in gathered(checksums))
     return RowTally.total(sum_over_workers(mine.counts.copy()), ((first, second) for first, second in pairs))

@@ -1,4 +1,4 @@
-"""Decides which settings of a run may change between its start and a resume, and whether a finished run had the same data."""
+"""Checks of a resumed run: settings that may change, and unchanged data of a finished run."""
 
 import contextlib
 import dataclasses
@@ -19,30 +19,30 @@ from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import ClusterConfig, ObserveConfig, ProfileConfig
 
 _OUTSIDE: Final = ("name", "storage_path", "cluster")
-"""Say where the run is, and are not compared."""
+"""Location of the run; not compared."""
 _FREE: Final = (
     "eval_batch_size", "evaluate_every", "evaluations_per_epoch", "log_every", "max_bad_fraction",
     "checkpoint", "loop", "early_stopping", "failure", "observe", "profile", "trackers",
-    # A log may be moved: its rows and their order are compared when the run resumes.
+    # A log may be moved. Its rows and their order are compared when the run resumes.
     "train_data.path", "train_data.in_memory", "train_data.cache_bytes", "train_data.prefetch_blocks",
     "eval_data.path", "eval_data.in_memory", "eval_data.cache_bytes", "eval_data.prefetch_blocks",
     "eval_data.block_bytes", "eval_data.segments_per_block",
-    # A checkpoint is free of the number of workers, and of what they run on.
+    # Checkpoints do not depend on the number of workers and their devices.
     "scaling.num_workers", "scaling.use_gpu", "scaling.cpus_per_worker", "scaling.resize_interval_s",
     "scaling.resources_per_worker", "scaling.threads_per_worker", "scaling.placement_strategy",
     "scaling.network_interface",
 )  # fmt: skip
-"""Settings, or whole groups of them, that change no weight of the steps to come, or only their last digits."""
+"""Settings and groups that change no weight of the remaining steps, except in the last digits."""
 LENGTHS: Final = ("steps", "epochs")
 _ABSENT: Final = "not set"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs: plain JSON values, or "not set" where one of the configurations lacks it."""
+    """Setting that differs. Values are plain JSON, or "not set" if a configuration lacks it."""
 
     field: str
-    """Dotted, as in flags."""
+    """Dotted name, as in flags."""
     old: Any
     new: Any
 
@@ -52,19 +52,19 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs between the settings that a run was started with and those that it is to resume with."""
+    """Differences between the settings of a run's start and of its resume."""
 
     refused: tuple[Change, ...]
-    """These change what the remaining steps learn."""
+    """Changes that affect the remaining steps."""
     accepted: tuple[Change, ...]
 
 
 def compare_settings(stored: Mapping[str, Any], config: TrainConfig) -> Changes:
-    """Compares the settings of a run's config.yaml with those of a new command. Pure.
+    """Compare the settings of a run's config.yaml with a new command. Pure.
 
-    Accepted are more steps or epochs, another number of workers, a batch size that keeps the global batch, and what does not
-    change the training: `_FREE` and the workload's own `FREE_ON_RESUME`. Everything else is refused. A field that the stored
-    settings lack, because an earlier version wrote them, counts as its default.
+    Accepts more steps or epochs, another number of workers, a batch size with the same global batch, and settings without effect
+    on training: `_FREE` and the workload's `FREE_ON_RESUME`. Rejects all others. A field missing in settings stored by an earlier
+    version counts as its default.
     """
     free = (*_FREE, *(f"workload.{name}" for name in config.workload.FREE_ON_RESUME))
     changes = [change for change in _changes(stored, config, "") if not _within(change.field, _OUTSIDE)]
@@ -79,7 +79,7 @@ def compare_settings(stored: Mapping[str, Any], config: TrainConfig) -> Changes:
 
 
 def with_old(config: TrainConfig, changes: tuple[Change, ...]) -> TrainConfig:
-    """The configuration with the old values of some changes, as far as it had any. Pure."""
+    """Return the configuration with the old values of the changes that have one. Pure."""
     for change in changes:
         if _ABSENT not in (change.old, change.new):
             *groups, name = change.field.split(".")
@@ -109,7 +109,7 @@ def _changes(stored: Mapping[str, Any], config: Config, where: str) -> Iterator[
 
 
 def _are_items(old: Any, value: Any) -> bool:
-    """Whether both are lists of as many configurations, which are compared one by one."""
+    """Return whether both are lists of equally many configurations, to be compared one by one."""
     if not isinstance(old, list) or not isinstance(value, tuple) or len(old) != len(value):
         return False
     return all(isinstance(item, Mapping) for item in old) and all(isinstance(item, Config) for item in value)
@@ -130,12 +130,12 @@ def _within(field: str, names: tuple[str, ...]) -> bool:
 
 
 def _longer(old: Any, new: Any) -> bool:
-    """`steps` is a limit, which None lifts."""
+    """Return whether a limit was raised. None means no limit of `steps`."""
     return isinstance(old, int) and (new is None or (isinstance(new, int) and new > old))
 
 
 def _global_batch(settings: Mapping[str, Any]) -> int | None:
-    """Rows of a step of the most workers; None if the settings do not say."""
+    """Return the rows per step with the maximum number of workers, or None if unknown."""
     workers = settings.get("scaling", {}).get("num_workers", 1)
     most = workers[-1] if isinstance(workers, list) else workers
     size = settings.get("batch_size")
@@ -147,9 +147,9 @@ def _text(value: Any) -> str:
 
 
 def data_versions(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Return the version of `train_data` and `eval_data`, from a listing of their files: plain JSON values. Reads no file.
+    """Return the versions of `train_data` and `eval_data` as plain JSON values, from a listing of their files. Reads no file.
 
-    A file is identified by its name, partitions, size and time, not by its folder. Raises InputError for a path without files.
+    Files are identified by name, partitions, size and time, not by folder. Raises InputError for a path without files.
     """
     given = {"train_data": config.train_data, "eval_data": config.eval_data}
     list_data = config.workload.list_data
@@ -172,7 +172,7 @@ def _version(files: Sequence[storage.File]) -> dict[str, Any]:
 
 
 def data_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return how two results of `data_versions` differ, in words; None if they are equal. Pure."""
+    """Describe how two results of `data_versions` differ; None if they are equal. Pure."""
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
         if before != after:
@@ -191,16 +191,16 @@ def _version_text(version: Mapping[str, Any] | None) -> str:
 
 
 def run_hash(config: TrainConfig) -> str:
-    """The hash of what decides a run's result: the configuration without names and places of this one run."""
+    """Return the hash of the settings that determine a run's result, without its name and locations."""
     plain = config.replace(name=None, storage_path="", cluster=ClusterConfig(), observe=ObserveConfig())
     return plain.replace(trackers=TrackersConfig(), profile=ProfileConfig()).config_hash()
 
 
 def changes_since(folder: str, config: TrainConfig) -> Changes:
-    """What differs from the settings of an earlier start of the run; nothing if there was none."""
+    """Return the changes from the settings of an earlier start of the run, if any."""
 
     stored = _stored_settings(folder)
-    if stored is None:  # damaged, say; every checkpoint has a copy
+    if stored is None:  # e.g. damaged; every checkpoint has a copy
         checkpoint = latest(folder)
         stored = _stored_settings(checkpoint.path) if checkpoint else None
     return Changes((), ()) if stored is None else compare_settings(stored, config)
@@ -219,9 +219,9 @@ def _stored_settings(folder: str) -> dict[str, Any] | None:
 
 
 def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]) -> dict[str, Any] | None:
-    """The summary of a run that ended before; None if it is to be trained, or trained for longer.
+    """Return the summary of a finished run, or None if the run must be trained or trained for longer.
 
-    Raises InputError, before anything is changed, if the run has a checkpoint of a training with other settings.
+    Raises InputError, before any change, if the run has a checkpoint of a training with other settings.
     """
 
     path = storage.join(folder, SUMMARY)
@@ -256,16 +256,16 @@ def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: C
 
 
 def listed_data(config: TrainConfig) -> dict[str, Any]:
-    """Return the versions of the data; nothing for a workload whose paths name no files that rayrec can list."""
+    """Return the versions of the data; empty for a workload whose paths rayrec cannot list."""
     try:
         return data_versions(config)
-    except InputError:  # its own `prepare` decides whether the path is valid
+    except InputError:  # the workload's `prepare` decides whether the path is valid
         return {}
 
 
 def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any]) -> None:
-    """Raises InputError if the data of a finished run changed or is gone. Reads no data, only its listing."""
-    known = summary.get("data")  # None: of an earlier version, which compared nothing
+    """Check that the data of a finished run is unchanged, by its listing only. Raises InputError."""
+    known = summary.get("data")  # None: written by an earlier version, which compared nothing
     if known == {}:
         return
     try:
@@ -291,9 +291,9 @@ def _listed(changes: Sequence[Change]) -> str:
 
 
 def is_longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a finished run, but for steps or epochs, of which it asks for more. Pure.
+    """Return whether a configuration equals a finished run's except for more steps or epochs. Pure.
 
-    A run that stopped early, having learnt all it could, would not go on, and counts as another one.
+    A run that stopped early would not continue, and counts as a different one.
     """
     steps, epochs = summary["steps"], round(summary["epochs"] or 0)
     if run_hash(config.replace(steps=steps)) == summary["config_hash"]:

@@ -1,4 +1,4 @@
-"""Counts and logs the steps of a worker: rows, losses and times, what the data side does, and what the device can do at best."""
+"""Step accounting of a worker: rows, losses, times, data pipeline statistics and peak device speed."""
 
 import logging
 import math
@@ -20,36 +20,37 @@ from rayrec.training.progress import Cut, Training
 from rayrec.workloads.step_timer import StepClock
 
 _HELD = ("memory_bytes", "device_memory_bytes")
-"""In a step event: resident memory of the worker that has most, and the most that tensors took of a GPU since the last log."""
+"""Fields of a step event: largest resident memory per worker, and peak GPU memory for tensors since the last log."""
 _LOOK_S = 5.0
-"""Between two looks for reasons to save, as far as whole steps allow: what `failure.grace_s` is not to be lost to."""
+"""Seconds between two polls for reasons to save, rounded to full steps. They reduce the time left of `failure.grace_s`."""
 _LOOK_PREEMPTED_S = 1.0
-"""The same, after a notice that a node is preempted: how far before its deadline a run ends depends on it."""
+"""The same after a preemption notice; it determines how long before the deadline the run ends."""
 TRAINING_COST = 3
-"""Of a step, in forward passes: the backward pass has two products for each of the forward's."""
+"""Cost of a step in forward passes: the backward pass has two products for each forward product."""
 
 _LEAST_S: Final = 1.0
-"""Between two events: a block lasts for many steps, and most intervals between two logs see none."""
+"""Minimum seconds between two events: a block lasts for many steps, so most intervals between two logs have no new block."""
 _MOST_S: Final = 10.0
-"""After which there is one though no block was taken in use."""
+"""Seconds after which an event is logged even without a new block."""
 
 
 @final
 class DataReport:
-    """Adds up over the workers what their loaders' StageAccounts count; one on each worker, which all call alike."""
+    """Sums of all workers' StageAccounts. One instance per worker; all workers make the same calls."""
 
     def __init__(self, loader: Any) -> None:
-        """A loader without `stages` is told nothing of."""
+        """Read `loader.stages`; loaders without it are not reported."""
         self._account: StageAccount | None = getattr(loader, "stages", None)
         self._since_s = time.monotonic() if self._account is None else self._account.begin_s
         self._sums = dict.fromkeys(StageAccount.FIELDS, 0.0)
 
     def take(self) -> list[float]:
-        """This worker's numbers since the last call, whose means over the workers `tell` is given; as many on each."""
+        """Return this worker's numbers since the last call, equally many on each worker. `tell` takes their means over the
+        workers."""
         return [] if self._account is None else self._account.take()
 
     def tell(self, means: Sequence[float], *, step: int, log: Callable[[str, dict[str, Any]], None]) -> None:
-        """Logs an event of kind data now and then."""
+        """Log a data event if one is due."""
         if self._account is None:
             return
         workers = num_workers()
@@ -64,11 +65,11 @@ class DataReport:
 
 
 def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
-    """The fields of a data event, from the sums of all workers' StageAccounts over so long. Pure.
+    """Return the fields of a data event from the sums of all workers' StageAccounts over `seconds`. Pure.
 
-    Of each stage: `rows_per_s` of all the CPUs, were they at this stage alone; `busy`, the share of the CPUs' time it took;
-    `cpu_share` and `queue_share`, the shares of that in which it computed, and could have but had no CPU; for the rest it waited
-    for storage. The backlog is the mean over the time.
+    For each stage: `rows_per_s`, if all CPUs did only this stage; `busy`, its share of the CPUs' time; `cpu_share` and
+    `queue_share`, the shares of its own time in which it computed and waited for a CPU (the rest waits for storage). The backlog
+    is a mean over time.
     """
     cpus, rows = sums["cpus"], sums["rows"]
     stages = []
@@ -99,23 +100,23 @@ def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
 
 
 _WINDOW_S: Final = 0.04
-"""Of measuring on a CPU. The clock of its cores is up by then; a worker's start is not the place for more."""
+"""Duration of a CPU measurement. It suffices for a core's clock to rise, and must not delay a worker's start."""
 
 _logger = logging.getLogger(__name__)
 
 
 def multiply_adds_per_s_or_zero(device: torch.device, *, precision: str) -> float:
-    """`multiply_adds_per_s`, or 0 and a warning where it cannot be measured, by which training shall not fail."""
+    """Return `multiply_adds_per_s`, or 0 with a warning if the measurement fails, which must not stop training."""
     try:
         return multiply_adds_per_s(device, precision=precision)
-    except Exception as error:  # kernels and allocators raise what they like
+    except Exception as error:  # kernels and allocators raise various errors
         _logger.warning("the peak of %s is not known (%s)", device, error)
         return 0.0
 
 
 def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
-    """Of the fastest matrix product torch has for this device and precision ("fp32" or "bf16"), with the threads it has now.
-    Raises what torch raises where none works."""
+    """Measure the fastest matrix product in torch for this device and precision ("fp32" or "bf16"), with the current number of
+    threads. Raises torch's error if no product works."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if device.type == "cuda":
         return _of_cuda(device, dtype)
@@ -131,12 +132,12 @@ def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
 
 
 def _shortest_of(products: list[Callable[[], torch.Tensor]]) -> float:
-    """Seconds of the fastest product that works; raises what the last one does where none works."""
+    """Return the seconds of the fastest product. Raises the last error if no product works."""
     found: list[float] = []
     for number, product in enumerate(products, start=1):
         try:
             found.append(_shortest_s(product))
-        except Exception as error:  # a private operation of another torch, a type the CPU has no product for
+        except Exception as error:  # e.g. another torch's private operation, a dtype without CPU product
             if number == len(products) and not found:
                 raise
             _logger.info("one way to multiply does not work here (%s)", error)
@@ -167,8 +168,7 @@ def _of_cuda(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Batches:
-    """The batches of one segment: counts them, knows their rows until they are trained, adds up the time spent waiting for
-    them, and may be ended early."""
+    """Batches of one segment. Counts them, keeps their rows until they are trained, sums the waiting time, and can end early."""
 
     def __init__(self, source: Iterator[Any], clock: StepClock) -> None:
         self._source, self._clock = source, clock
@@ -191,17 +191,17 @@ class Batches:
         return batch
 
     def trained(self) -> RowNumbers | None:
-        """The rows of the oldest batch that was pulled and not trained before; None if it does not tell. Pipelines train in the
-        order in which they pull."""
+        """Return the rows of the oldest pulled but untrained batch, or None if unknown. Pipelines train in the order in which
+        they pull."""
         return self._in_flight.popleft()
 
     def end(self) -> None:
-        """Gives no more batches; those pulled ahead by a pipeline are still to be trained."""
+        """Stop the iteration. Batches already pulled by a pipeline are still trained."""
         self._source = iter(())
 
 
 class Account:
-    """Counts steps, rows, losses and time, logs them, and finds out whether a segment has to end early."""
+    """Accounting and logging of steps, rows, losses and time; detects reasons to end a segment early."""
 
     def __init__(self, training: Training) -> None:
         config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
@@ -214,23 +214,23 @@ class Account:
         self._losses: list[torch.Tensor] = []
         self._start_s = 0.0
         self._num_rows = 0
-        """Rows that this worker trained since the last log."""
+        """Rows trained by this worker since the last log."""
         self._look_at = progress.step + 1
-        """Step of the next look for reasons to save; of the first one, which takes longest, nothing is known before."""
+        """Step of the next poll for reasons to save. The first step takes longest, so its time predicts nothing."""
         self._look_s = _LOOK_S
         self.total = progress.step + loader.steps
-        """The run's steps."""
+        """Number of steps of the run."""
         self.cut: Cut = "none"
-        """What came up in this segment."""
+        """Event in this segment."""
 
     def begin(self) -> None:
-        """A segment begins."""
+        """Begin a segment."""
         self.cut = "none"
         self._losses, self._start_s = [], time.perf_counter()
         self._clock.start()
 
     def count(self, loss: torch.Tensor, batches: Batches, *, stop: int) -> bool:
-        """One more step is done; collective where a log or a look is due. True where the segment cannot go on up to `stop`."""
+        """Count a step and return whether the segment must end before `stop`. Collective if a log or a poll is due."""
         if self._first_step_done is not None:
             self._first_step_done(batches.blocked_s, time.perf_counter() - self._start_s)
             self._first_step_done = None
@@ -243,7 +243,7 @@ class Account:
         if not due and (progress.step < self._look_at or not self._look()):
             return False
         self._clock.cut()
-        # The one device sync between two logs.
+        # The only device synchronization between two logs
         mine = torch.stack(self._losses).mean().item()
         now_s = time.perf_counter()
         times_s = self._clock.read()
@@ -266,8 +266,8 @@ class Account:
         return progress.step < stop and self.cut != "none"
 
     def _look(self) -> bool:
-        """Whether something has come up where no log is due; collective. Three numbers go around; with NCCL it waits for the
-        device, once in `_LOOK_S`."""
+        """Poll between two logs and return whether the cut changed; collective. Exchanges three numbers. NCCL then waits for the
+        device, once every `_LOOK_S`."""
         (elapsed_s, *_), (_, asked, look) = over_workers(time.perf_counter() - self._start_s, *self._interruption.seen())
         before = self.cut
         self._plan_look(elapsed_s)
@@ -275,8 +275,8 @@ class Account:
         return self.cut != before
 
     def _plan_look(self, elapsed_s: float) -> None:
-        """Chooses the next look, by numbers that are the same on every worker: the mean time since the last log, and no
-        further ahead than the attempt has come, since its first steps say little of the later ones."""
+        """Schedule the next poll from numbers shared by all workers: the mean step time since the last log. The interval never
+        exceeds the attempt's number of steps so far, because its first steps are not representative."""
         step_s = elapsed_s / len(self._losses)
         so_far = self._progress.step - self._first_step
         self._look_at = self._progress.step + max(1, min(int(self._look_s / max(step_s, 1e-6)), so_far))
@@ -299,7 +299,7 @@ class Account:
         most_held: Sequence[float],
     ) -> None:
         progress = self._progress
-        if progress.trained is None:  # the loader's word for it
+        if progress.trained is None:  # count as the loader reports
             rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
         else:
             rows = round(num_rows * num_workers())
@@ -318,7 +318,7 @@ class Account:
         }
         if times_s:
             fields["times_s"] = times_s
-            if num_workers() > 1:  # of one worker it is the same
+            if num_workers() > 1:  # with one worker, max equals mean
                 fields["times_max_s"] = times_max_s
         if self._cost is not None:
             done = TRAINING_COST * self._cost * rows / elapsed_s
@@ -331,7 +331,7 @@ class Account:
 
 
 def _device_bytes() -> list[float]:
-    """The most that tensors took of this worker's GPU since the last call."""
+    """Return the peak memory of tensors on this worker's GPU since the last call."""
     if not torch.cuda.is_initialized():
         return []
     most = float(torch.cuda.max_memory_allocated())

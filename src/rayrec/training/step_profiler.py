@@ -1,4 +1,4 @@
-"""Records whole steps of a worker with torch.profiler, and leaves what it saw in files that other tools open."""
+"""Profiler that records full steps of a worker with torch.profiler and writes standard trace files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import MOST_PROFILED_STEPS
 
 TIMELINE: Final = "ray_timeline.json"
-"""What Ray's tasks did, as a trace; beside the folders of the ranks."""
+"""Trace of Ray's tasks, next to the folders of the ranks."""
 _PATIENCE_S: Final = 10.0
-"""With a store that is out: the end of an attempt waits for this."""
+"""Timeout for an unavailable store, which delays the end of an attempt."""
 
 _logger = logging.getLogger(__name__)
 
 
 @final
 class StepProfiler:
-    """One worker's profiler. While nobody asks for anything, a step costs it two comparisons.
+    """Profiler of one worker. Without a request, a step costs two comparisons.
 
-    What is recorded appears in FOLDER/NAME/rank_N/trace.json.gz (Chrome's trace format, for Perfetto or chrome://tracing). A
-    thread writes it, so that training continues; it shares Python's interpreter lock with it. `written(window)` and
-    `failed(window, cause)` are called from that thread, `failed` also from the one that trains. Whatever goes wrong is told so,
-    and nothing of it reaches training.
+    A thread writes each recording to FOLDER/NAME/rank_N/trace.json.gz (Chrome's trace format, for Perfetto or chrome://tracing),
+    so that training continues, but shares Python's interpreter lock. It calls `written(window)` or `failed(window, cause)`; the
+    training thread may also call `failed`. No error of the profiler reaches training.
     """
 
     def __init__(
@@ -57,14 +56,14 @@ class StepProfiler:
         self._writers: list[threading.Thread] = []
 
     def ask(self, window: Window) -> None:
-        """Records these steps, 200 at most, or, where they are past, as many from the next one on. Any thread may call it; one
-        request at a time waits, the last; the one before it is reported as failed."""
+        """Record these steps, 200 at most, or equally many from the next step if they are past. Any thread may call it. Only the
+        last request waits; the one before is reported as failed."""
         before, self._asked = self._asked, window
         if before is not None:
             self._failed(before, "another profile was asked for before this one began")
 
     def begin_step(self, step: int) -> None:
-        """Called before each step; `step` are done."""
+        """Advance the profiler; called before each step, after `step` completed steps."""
         active = self._active
         if active is not None:
             if step >= active.end:
@@ -75,7 +74,7 @@ class StepProfiler:
             self._begin(self._asked, step)
 
     def close(self) -> None:
-        """Ends a recording that is on, and returns when all is written. A request that still waits has failed."""
+        """End an active recording and wait until all recordings are written. A waiting request fails."""
         waiting, self._asked = self._asked, None
         if waiting is not None:
             self._failed(waiting, f"training ended, or was interrupted, before step {waiting.first + 1:,}")
@@ -92,7 +91,7 @@ class StepProfiler:
         end = window.end if step < window.end else step + window.end - window.first
         try:
             recording = _Recording(window, end, self._device, memory=self._memory, stack=self._stack)
-        except Exception as error:  # another profiler is at work in this process, dynolog's for one
+        except Exception as error:  # e.g. another profiler in this process, such as dynolog's
             self._failed(window, str(error))
             return
         self._active = recording
@@ -113,7 +112,7 @@ class StepProfiler:
         try:
             recording.stop()
             writer.start()
-        except Exception as error:  # too little memory, or no more threads
+        except Exception as error:  # out of memory or threads
             self._failed(recording.window, str(error))
         else:
             self._writers.append(writer)
@@ -123,7 +122,7 @@ class StepProfiler:
         try:
             with storage.patience(_PATIENCE_S), storage.writing_folder(target) as folder:
                 recording.write(folder)
-        except Exception as error:  # a full disk, a store that is out: a profile is never worth a run
+        except Exception as error:  # e.g. a full disk or an unavailable store; must not fail the run
             _logger.warning("%s: not written (%s)", target, error)
             self._failed(recording.window, str(error))
         else:
@@ -132,7 +131,7 @@ class StepProfiler:
 
 @final
 class _Recording:
-    """torch.profiler at work."""
+    """Active torch.profiler session."""
 
     def __init__(self, window: Window, end: int, device: torch.device, *, memory: bool, stack: bool) -> None:
         self.window, self.end = window, end
@@ -144,7 +143,7 @@ class _Recording:
         self._step: record_function | None = None
 
     def mark(self, step: int) -> None:
-        """A step begins, and with it the one before has ended."""
+        """Mark the start of a step and the end of the previous one."""
         self._leave()
         self._step = record_function(f"step {step + 1}")
         self._step.__enter__()
@@ -159,15 +158,15 @@ class _Recording:
         self._profile.stop()
 
     def write(self, folder: str) -> None:
-        """Writes the trace into a local folder."""
+        """Write the trace to a local folder."""
         self._profile.export_chrome_trace(os.path.join(folder, TRACE))
 
 
 def make_profiler(
     worker: WorkerContext, folder: str, channel: ControlChannel, log: Callable[[str, dict[str, Any]], None]
 ) -> StepProfiler:
-    """The profiler of one worker: it records what the configuration says, and what `channel` is asked for. Worker 0 logs its
-    profile, every worker that it has none."""
+    """Return the profiler of one worker, for the configured window and requests from `channel`. Worker 0 logs its profiles, all
+    workers their failures."""
     config = worker.config.profile
     target = profile_folder(folder)
     place = storage.join(folder, "events.jsonl")
@@ -184,7 +183,7 @@ def make_profiler(
         if worker.rank == 0:
             log("profile_failed", fields)
             return
-        with EventWriter(place) as events:  # `log` is worker 0's; the others have nothing else to tell
+        with EventWriter(place) as events:  # only worker 0's `log` writes events
             events.write("profile_failed", **fields)
 
     profiler = StepProfiler(
@@ -193,7 +192,7 @@ def make_profiler(
     steps = config.window()
     if steps is not None:
         window = Window(f"step_{steps[0]:08d}", *steps)
-        if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # by an earlier attempt
+        if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # recorded by an earlier attempt
             profiler.ask(window)
 
     def requested(request: ProfileRequest) -> None:
@@ -204,7 +203,7 @@ def make_profiler(
 
 
 def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> Callable[[int, int], None]:
-    """`WorkerSetup.begin_step` that tells the profiler too."""
+    """Return `WorkerSetup.begin_step` extended by the profiler."""
 
     def begin(step: int, total: int) -> None:
         profiler.begin_step(step)
@@ -214,7 +213,7 @@ def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> 
 
 
 def _write_timeline(path: str) -> None:
-    """What Ray's tasks did; nothing if none ran, since the process is connected to no Ray."""
+    """Write a trace of Ray's tasks, if the process is connected to Ray."""
     if not connection.is_connected():
         return
     import ray
@@ -222,5 +221,5 @@ def _write_timeline(path: str) -> None:
     try:
         with storage.writing(path) as local:
             ray.timeline(filename=local)
-    except Exception as error:  # Ray keeps it where it can; a profile without it is one too
+    except Exception as error:  # a profile is useful without the timeline
         _logger.warning("%s: not written (%s)", path, error)

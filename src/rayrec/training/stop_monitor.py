@@ -1,4 +1,4 @@
-"""How a worker learns that its run is to save and end: worker 0 reads the channel now and then, and looks for preemptions."""
+"""Stop requests from driver to workers, and preemption notices. Worker 0 polls for both."""
 
 import contextlib
 import signal
@@ -13,9 +13,8 @@ from rayrec.workloads.run_config import FailureConfig
 
 
 class Signals:
-    """While it is entered (by the main thread; elsewhere it does nothing), SIGTERM raises SystemExit(143) and Ctrl-C
-    KeyboardInterrupt; between `held` the first signal is only noted, and the second raises. `asked`, set by another thread,
-    counts as a noted SIGTERM."""
+    """Context in which SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt; only in the main thread. Within `held` the
+    first signal is only noted, and the second raises. The event `asked`, set by another thread, counts as a noted SIGTERM."""
 
     def __init__(self, asked: threading.Event | None = None) -> None:
         self._asked = asked or threading.Event()
@@ -25,7 +24,7 @@ class Signals:
 
     @property
     def cause(self) -> str | None:
-        """What was noted: SIGTERM, SIGINT or a request to stop."""
+        """Noted cause: SIGTERM, SIGINT or a request to stop."""
         return self._noted or ("a request to stop" if self._asked.is_set() else None)
 
     @cause.setter
@@ -50,14 +49,14 @@ class Signals:
             self.throw()
 
     def throw(self) -> None:
-        """Raises what the noted signal stands for."""
+        """Raise the exception of the noted signal."""
         if self.cause == "SIGINT":
             raise KeyboardInterrupt
         raise SystemExit(143)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """The first signal is noted only."""
+        """Note the first signal within the context instead of raising."""
         self._held = True
         try:
             yield
@@ -66,14 +65,14 @@ class Signals:
 
 
 _WRITE_MARGIN: Final = 1.5
-"""A save may take so many times as long as the one before."""
+"""Maximum duration of a save relative to the previous one."""
 _MARGIN_S: Final = 2.0
 
 
 @final
 class Grace:
-    """The time that workers have to save after a request to stop: failure.grace_s, and again as much after every look at
-    which more bytes had been written, failure.max_grace_s in all."""
+    """Time for workers to save after a stop request: failure.grace_s, restarted by each poll with newly written bytes, and
+    failure.max_grace_s in total."""
 
     def __init__(self, failure: FailureConfig, *, now_s: float) -> None:
         self._grace_s = failure.grace_s
@@ -82,7 +81,7 @@ class Grace:
         self._written_bytes: int | None = None
 
     def over(self, now_s: float, *, written_bytes: int) -> bool:
-        """Whether the workers are no longer waited for. `written_bytes`: by all saves of the attempt so far."""
+        """Return whether to stop waiting for the workers. `written_bytes`: by all saves of the attempt so far."""
         if self._written_bytes is not None and written_bytes > self._written_bytes:
             self._deadline_s = now_s + self._grace_s
         self._written_bytes = written_bytes
@@ -90,7 +89,7 @@ class Grace:
 
 
 def unsaved_cause(cause: str | None, failure: FailureConfig) -> str:
-    """One line on a stop, for `cause`, that `Grace` was over for. Pure."""
+    """Describe a stop, for `cause`, whose `Grace` expired. Pure."""
     return (
         f"{cause}, and the last checkpoint made no progress for failure.grace_s ({failure.grace_s:.0f} s) or took longer than "
         f"failure.max_grace_s ({failure.max_grace_s:.0f} s)"
@@ -98,34 +97,35 @@ def unsaved_cause(cause: str | None, failure: FailureConfig) -> str:
 
 
 def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float:
-    """When to save and end before a node is preempted at `deadline_s`. Pure.
+    """Return the latest time to save and end before a preemption at `deadline_s`. Pure.
 
-    `write_s`: what the last save took; `between_s`: the time between two looks at the clock, which a step may lengthen.
+    `write_s`: duration of the last save. `between_s`: interval between two clock readings, which a step may lengthen.
     """
     return deadline_s - (_WRITE_MARGIN * write_s + 2 * between_s + _MARGIN_S)
 
 
 ProfileRequest = dict[str, Any]
-"""For a profile: the fields of `rayrec.training.step_profiler.Window`."""
+"""Profile request: fields of `rayrec.training.step_profiler.Window`."""
 
 
 class ControlChannel(Protocol):
-    """Of one attempt; picklable if its workers are other processes. A channel that cannot be reached any more raises OSError."""
+    """Messages between the driver and workers of one attempt. Picklable if workers are other processes. Raises OSError if
+    unreachable."""
 
     def stop_reason(self) -> str | None:
-        """The first reason to stop that the driver gave; None if it gave none."""
+        """Return the driver's first reason to stop, or None."""
         ...
 
     def report_bytes_written(self, rank: int, written_bytes: int) -> None:
-        """Reports what a worker's saves have written so far."""
+        """Report the bytes written so far by a worker's saves."""
         ...
 
     def send_profile_request(self, request: ProfileRequest) -> None:
-        """Asks all workers for a profile."""
+        """Request a profile from all workers."""
         ...
 
     def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
-        """Calls `requested`, in some thread, for every request from now on, until the attempt ends."""
+        """Call `requested`, in any thread, for every later request of the attempt."""
         ...
 
 
@@ -133,39 +133,40 @@ MORE_WORKERS = "there is room for more workers"
 NO_DATA_NODES = "the nodes that ran data tasks are gone, and others can run them"
 NODE_GOES = "a node is about to be preempted, as announced"
 RESUMES = (MORE_WORKERS, NO_DATA_NODES, NODE_GOES)
-"""Reasons to stop that another attempt of the same run follows."""
+"""Stop reasons after which another attempt of the run follows."""
 POLL_S = 0.5
 _OTHERS_POLL_S = 5.0
-"""Seconds between two polls of the workers other than worker 0."""
+"""Poll interval of the workers other than worker 0, in seconds."""
 PREEMPTION_POLL_S = 5.0
-"""Seconds between two questions to Ray Train for nodes that are to go: all workers ask at once, and wait for each other."""
+"""Interval between two preemption polls, in seconds. All workers poll Ray Train together and wait for each other."""
 
 
 class PreemptionInfo(Protocol):
-    """Nodes that are about to be preempted, as Ray Train describes them."""
+    """Preemption notice, as in Ray Train."""
 
     preempted_node_ids: Collection[str]
     deadline_ms: int | None
 
 
 class StopWatch:
-    """A worker's side; see `rayrec.training.progress.Interruption`. Only worker 0 acts on the channel, and only it looks at the
-    clock, so that all workers act at the same step. The others read it too, so as not to wait for data tasks that never run."""
+    """Stop detection of a worker; implements `rayrec.training.progress.Interruption`. Only worker 0 acts on the channel and the
+    clock, so that all workers act at the same step. Other workers also read the channel, so that they do not wait for data tasks
+    that never run."""
 
     def __init__(
         self, channel: ControlChannel | None, *, rank: int, preemption: Callable[[], PreemptionInfo | None] = lambda: None
     ) -> None:
-        """`preemption` says which nodes are about to be preempted; without a channel nobody asks for a stop."""
+        """Start polling. `preemption` returns the current preemption notice. Without a channel there are no stop requests."""
         self.cause: str | None = None
         self._preemption = preemption
         self.write_s: Callable[[], float] = lambda: 0.0
-        """What the last save took."""
+        """Duration of the last save."""
         self._first = rank == 0
         self._looked_s = time.monotonic()
         self._seen_s: float | None = self._looked_s
         self._between_s = 0.0
         self._deadline_s: float | None = None
-        """When a machine is preempted, in Unix time."""
+        """Unix time of a node's preemption."""
         self._known: set[str] = set()
         self._closed = threading.Event()
         STOP_ASKED.clear()
@@ -175,7 +176,7 @@ class StopWatch:
     def _poll(self, channel: ControlChannel) -> None:
         cause = None
         while cause is None and not self._closed.wait(POLL_S if self._first else _OTHERS_POLL_S):
-            with contextlib.suppress(OSError):  # a driver that is gone takes the workers with it
+            with contextlib.suppress(OSError):  # Ray ends the workers of a lost driver
                 cause = channel.stop_reason()
         if cause is not None and not self._closed.is_set():
             STOP_ASKED.set()
@@ -194,7 +195,7 @@ class StopWatch:
         return self.cause is not None, now_s - self._looked_s >= PREEMPTION_POLL_S
 
     def urgent(self) -> bool:
-        """Whether the cause is not room for more workers, which can wait for the end of an evaluation."""
+        """Return whether to stop before an evaluation ends. Only scaling up can wait."""
         return self.cause is not None and self.cause != MORE_WORKERS
 
     def preempted(self) -> bool:
@@ -203,12 +204,12 @@ class StopWatch:
         new = set(info.preempted_node_ids) - self._known if info else set()
         self._known |= new
         if new and info is not None:
-            self._seen_s = None  # the save that follows is no time between two looks
+            self._seen_s = None  # the following save does not count as a poll interval
             self._deadline_s = info.deadline_ms / 1000 if info.deadline_ms else self._deadline_s
         return bool(new)
 
     def _is_last_moment(self) -> bool:
-        """Whether the run has to save and end now, to be through before a machine is preempted."""
+        """Return whether the run must save now, to end before a preemption."""
         if self._deadline_s is None:
             return False
         return time.time() >= last_save_s(self._deadline_s, write_s=self.write_s(), between_s=self._between_s)
@@ -218,7 +219,7 @@ class StopWatch:
 
 
 class SaveReporter:
-    """A worker's side: reports to the channel how many bytes its saves have written, whenever there are more."""
+    """Thread of a worker that reports the bytes written by its saves whenever they increase."""
 
     def __init__(self, channel: ControlChannel, written_bytes: Callable[[], int], *, rank: int) -> None:
         self._closed = threading.Event()

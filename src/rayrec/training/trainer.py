@@ -1,4 +1,4 @@
-"""The driver of a run: reaches the cluster, prepares the data, starts the workers, and tells how it went."""
+"""Driver of a run: connects to the cluster, prepares the data, starts the workers and reports the result."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from rayrec.training.dataframe_input import Table
 
 _PATIENCE_S = 5.0
-"""With a store that is out, for what is left to write where an error ends a run."""
+"""Timeout for an unavailable store in the final writes after an error."""
 
 
 class CheckpointPath(str):
-    """Path of a checkpoint's folder, with `path` and `as_directory` of `ray.train.Checkpoint`."""
+    """Path of a checkpoint folder, with `path` and `as_directory` of `ray.train.Checkpoint`."""
 
     __slots__ = ()
 
@@ -61,20 +61,20 @@ class CheckpointPath(str):
             yield str(self)
             return
         with storage.Scratch("checkpoint") as parent:
-            folder = storage.join(parent, storage.name_of(self))  # step_00001000, which readers want
+            folder = storage.join(parent, storage.name_of(self))  # readers need the name, such as step_00001000
             storage.copy_files(self, folder)
             yield folder
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run."""
+    """Finished run."""
 
     folder: str
     checkpoint: CheckpointPath
     """Folder of the checkpoint to use."""
     summary: dict[str, Any]
-    """What summary.json holds."""
+    """Content of summary.json."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "checkpoint", CheckpointPath(self.checkpoint))
@@ -85,15 +85,15 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
-        """A row for each logged step and evaluation: see `rayrec.observe.events.metrics_dataframe`."""
+        """One row per logged step and evaluation; see `rayrec.observe.events.metrics_dataframe`."""
         from rayrec.observe.events import metrics_dataframe
 
         return metrics_dataframe(storage.join(self.folder, "events.jsonl"))
 
     def to_ray(self) -> ray.train.Result:
-        """The same as Ray Train's own type, for code that expects what `Trainer.fit` returns: metrics, `path` (the run's
-        folder), `checkpoint` and the one of `best_checkpoints` as a `ray.train.Checkpoint` (path and pyarrow file system, so a
-        URL's credentials come along), `metrics_dataframe`, and no error. Imports Ray, and starts none."""
+        """Return the result of Ray Train's `Trainer.fit`, for code that expects it: metrics, `path` (the run's folder),
+        `checkpoint` and a single entry in `best_checkpoints`, as a `ray.train.Checkpoint` (path and pyarrow file system with a
+        URL's credentials), `metrics_dataframe`, and no error. Imports Ray without starting it."""
         import ray.train
 
         filesystem, path = storage.resolve(self.folder)
@@ -118,29 +118,29 @@ def train(
     stopwatch: Stopwatch | None = None,
     stop: threading.Event | None = None,
 ) -> Result:
-    """Trains a recipe: on the Ray that `config.cluster.address` names, that this process is connected to, or that RAY_ADDRESS
-    names; else in this process if there is one worker, and on a local Ray if there are several. In processes that torchrun has
-    started (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) each is one worker, no Ray is used, and all must call this.
+    """Train a recipe.
 
-    In this process the worker and the data tasks are threads, and an error of the workload is raised unchanged. On Ray failed
-    workers are restarted, up to `config.failure.max_failures` times in a row.
+    Uses Ray if `config.cluster.address`, this process's connection or RAY_ADDRESS names a cluster; else trains in this process
+    with one worker, or on a local Ray with several. In processes started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are set) each process is one worker without Ray, and all must call this function. In this process, the worker and
+    data tasks are threads, and an error of the workload is raised unchanged. On Ray, failed workers are restarted, up to
+    `config.failure.max_failures` times in a row.
 
-    A second call with the same storage_path and name resumes from the newest good checkpoint; a finished run is not
-    trained again, unless for more steps or epochs, and raises InputError if its data changed. The first SIGTERM or
-    Ctrl-C (in the main thread) saves a checkpoint before it raises SystemExit(143) or KeyboardInterrupt; `stop`, set by
-    another thread, does what SIGTERM does. Raises InputError for what the user can fix. `stopwatch` runs since the command
-    began; None: since this call.
+    A second call with the same storage_path and name resumes from the latest valid checkpoint. A finished run is not trained
+    again, unless for more steps or epochs, and raises InputError if its data changed. The first SIGTERM or Ctrl-C (in the main
+    thread) saves a checkpoint before SystemExit(143) or KeyboardInterrupt is raised; `stop`, set by another thread, acts like
+    SIGTERM. Raises InputError if the user can fix the problem. `stopwatch` starts with the command. None starts it with this
+    call.
 
-    A click model may be given `data` and `eval_data`, each a pandas DataFrame or a `ray.data.Dataset` with the columns of its
-    schema, in place of `train_data.path` and `eval_data.path`. Before anything starts, these columns are written once as Parquet
-    into the run's folder (`data/train`, `data/eval`), whole or not at all, and read from there; so a run resumes at its exact
-    position, whatever happens to the DataFrame or Dataset. A DataFrame keeps its order of rows (NaN and None are missing
-    values); a Dataset is written by Ray Data's tasks, in its order if `DataContext.execution_options.preserve_order` is set.
-    Without `eval_data` the last rows are held out by default.
+    For a click model, `data` and `eval_data` may replace `train_data.path` and `eval_data.path`: a pandas DataFrame or
+    `ray.data.Dataset` with the columns of its schema. Before anything starts, these columns are written once, atomically, as
+    Parquet into the run's folder (`data/train`, `data/eval`) and read from there. Thus the run can resume at its exact position
+    even without the original data. The row order of a DataFrame is kept, and NaN and None are missing values. Ray Data's tasks
+    write a Dataset, in its order if `DataContext.execution_options.preserve_order` is set. Without `eval_data` the last rows are
+    held out by default.
 
-    A run that resumes uses what was written. Given data is compared with it by columns, types and number of rows, and
-    InputError raised if they differ (to count rows, a Dataset may have to be computed); changed values are not noticed. A run
-    of which no step was saved writes its data again.
+    A resumed run uses the written data. It raises InputError if columns, types or the row count (which may compute a Dataset)
+    differ, but does not detect changed values. A run without a saved step writes its data again.
     """
     console, stopwatch = console or Console(), stopwatch or Stopwatch()
     given: dict[str, Table | None] = {"train_data": data, "eval_data": eval_data}
@@ -153,18 +153,17 @@ def train(
 def train_until(
     config: TrainConfig, share: float, *, console: Console | None = None, stop: threading.Event | None = None
 ) -> Result | None:
-    """Trains a run in this process as `train` does, but only until `share` of its steps (above 0, at most 1) are done -> None if
-    it paused there: this step is evaluated and saved, and the next call resumes from it. Otherwise the finished run.
+    """Train a run in this process as `train` does, but only until `share`, in (0, 1], of its steps are done. Returns None if it
+    paused there, after an evaluation and a save; the next call resumes from it. Otherwise returns the finished run.
 
-    Learning rates and the order of rows are those of the whole run, so that a run trained in several parts ends with the
-    weights of one that was never paused.
+    Learning rates and row order are those for the full run, so pauses do not change the final weights.
     """
     launcher = functools.partial(ProcessLauncher, pause_at=share)
     return _drive(config, {}, console or Console(), Stopwatch(), launcher, stop)
 
 
 def launcher_of(config: TrainConfig) -> Launcher:
-    """What the configuration and the environment ask for. Raises InputError for settings that contradict each other."""
+    """Return the launcher for the configuration and environment. Raises InputError for contradictory settings."""
     if trains_in_process(config):
         return ProcessLauncher(config)
     from rayrec.training.launchers.ray_launcher import RayLauncher
@@ -173,8 +172,8 @@ def launcher_of(config: TrainConfig) -> Launcher:
 
 
 def trains_in_process(config: TrainConfig) -> bool:
-    """Whether the run needs no Ray: one worker, nothing that only Ray has, and no address. Raises InputError for the address
-    `none` with what only Ray has."""
+    """Return whether the run needs no Ray: one worker, no Ray-only settings, and no address. Raises InputError for the address
+    `none` with Ray-only settings."""
     wanted = {
         f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
         "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),
@@ -199,7 +198,7 @@ def _drive_launched(
     launched: Launched,
     stop: threading.Event | None,
 ) -> Result:
-    """As one of several processes, of which the first drives the run; the result is the same in all of them."""
+    """Train as one of several processes, of which rank 0 drives the run. Returns the same result in all of them."""
     from rayrec.training.launchers.process_worker import StoreRendezvous, end, train_other
 
     config = fitted(config, launched)
@@ -236,7 +235,7 @@ def _drive(
     make_launcher: Callable[[TrainConfig], Launcher],
     stop: threading.Event | None,
 ) -> Result | None:
-    """The finished run; None if it paused."""
+    """Drive a run and return its result, or None if it paused."""
     stopwatch.lap("imports")
     config = config.replace(name=config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     root = storage.absolute(config.storage_path)
@@ -252,10 +251,10 @@ def _drive(
     started_s = time.monotonic()
     launcher = _connected(make_launcher(config), root, console, stopwatch)
 
-    with Signals(stop) as signals:  # not before: ray.init puts a handler of its own in place
+    with Signals(stop) as signals:  # only now, because ray.init installs its own handler
         goes_on = latest(folder) is not None
         layout = launcher.allocate_resources(resumes=goes_on, note=console.note)
-        # Nor shall a new run wait for long at a wrong endpoint.
+        # A new run must not wait long at a wrong endpoint.
         patience_s = config.failure.max_outage_s if goes_on else storage.outage_s()
         with storage.patience(patience_s):
             storage.make_folder(folder)
@@ -281,7 +280,7 @@ def _drive(
             )
             stopwatch.lap("folder")
             with console.preparing(), storage.patience(patience_s):
-                data = listed_data(config)  # before they are read: files that change meanwhile count as changed
+                data = listed_data(config)  # listed before reading, so that files modified meanwhile count as changed
                 engine = launcher.engine(layout, max_outage_s=patience_s)
                 context = RunContext(config, folder, engine, console.note, console.progress, stopwatch)
                 prepared = config.workload.prepare(context)
@@ -290,7 +289,7 @@ def _drive(
             with storage.patience(patience_s):
                 start = None if init is None else _warm_start(context, prepared, init, events)
             events.write("start_up", process="driver", stages=stopwatch.stages)
-            if goes_on:  # not before everything that may be refused here
+            if goes_on:  # only after all checks
                 with storage.patience(patience_s):
                     _write_config(folder, config)
             with console.training(lambda over: follow(place, stop=over)):
@@ -320,8 +319,8 @@ def _connected(launcher: Launcher, root: str, console: Console, stopwatch: Stopw
 def _checked(
     config: TrainConfig, folder: str, given: Mapping[str, Table | None], note: Callable[[str], None]
 ) -> tuple[TrainConfig, Changes]:
-    """The configuration with the paths of given data, which is in the run's folder then, and what differs from an earlier
-    start. Raises InputError for settings and data that are refused, before anything is written."""
+    """Return the configuration with the paths of given data, after writing it, and the changes from an earlier start. Raises
+    InputError for invalid settings and data before anything is written."""
 
     tables = {field: table for field, table in given.items() if table is not None}
     config = dataframe_input.with_paths(config, folder, tables)
@@ -334,8 +333,8 @@ def _checked(
 
 
 def _start_checkpoint(config: TrainConfig, folder: str) -> Checkpoint | None:
-    """The checkpoint that the run starts with; None for a run without `init_from`, and for one that has a checkpoint of its own.
-    Raises InputError if there is none, or if its files are not complete."""
+    """Return the checkpoint of `init_from`; None without `init_from`, or if the run has its own checkpoint. Raises InputError if
+    it is not found or incomplete."""
     if config.init_from is None or latest(folder) is not None:
         return None
     checkpoint = open_checkpoint(config.init_from)
@@ -344,7 +343,7 @@ def _start_checkpoint(config: TrainConfig, folder: str) -> Checkpoint | None:
 
 
 def _warm_start(context: RunContext, prepared: Any, checkpoint: Checkpoint, events: EventWriter) -> WarmStart:
-    """What the workers need for it; writes an event and prints a line. Raises InputError for a checkpoint that does not fit."""
+    """Return the workers' input for a warm start, and report it. Raises InputError if the checkpoint does not fit."""
     start = context.config.workload.warm_start(context, prepared, checkpoint)
     context.stopwatch.lap("warm_start")
     event = {"checkpoint": start.checkpoint, **start.report}
@@ -355,7 +354,7 @@ def _warm_start(context: RunContext, prepared: Any, checkpoint: Checkpoint, even
 
 @contextlib.contextmanager
 def _end_told(events: EventWriter, signals: Signals, launcher: Launcher) -> Iterator[None]:
-    """An error that ends the run is its last event of kind failure, and raised on."""
+    """Record an error that ends the run as its last failure event, and reraise it."""
     try:
         yield
     except BaseException as error:
@@ -367,8 +366,8 @@ def _end_told(events: EventWriter, signals: Signals, launcher: Launcher) -> Iter
 
 @contextlib.contextmanager
 def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[None]:
-    """However the run ends, its events are one file then, and its report is written; trouble with either is noted only. An error
-    that ends it does not wait for long for a store."""
+    """Merge the run's events into one file and write its report, regardless of how it ends. Errors of these are only noted. After
+    a failure, the wait for a store is short."""
     patience_s = min(_PATIENCE_S, storage.outage_s())
     try:
         yield
@@ -391,8 +390,8 @@ def _newest(folder: str) -> str:
 def _set_environment() -> None:
     # Before Ray starts: its workers inherit these.
     defaults = {
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how soon a dead worker is seen
-        "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # how soon a notice is: a cloud may give 30 s
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # delay to detect a dead worker
+        "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # delay to detect a preemption; clouds announce it as late as 30 s before
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
@@ -406,7 +405,7 @@ def _write_config(folder: str, config: TrainConfig) -> None:
 
 
 def _events(place: str, *, note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The run's result. A finished run is worth its summary, also where some of that is damaged: this is noted."""
+    """Return the run's events. Damaged ones are skipped with a note, because a finished run must still get its summary."""
     try:
         return read_events(place)
     except (InputError, OSError) as error:
@@ -424,9 +423,10 @@ def summarize(
     note: Callable[[str], None],
     data: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Writes the summary of a run that is through, `finish` being what its workers told last, and tells the events of it.
-    `data`: the versions of its data, as `data_versions` returns them.
-    `epochs` and `wall_s` count all attempts and drivers of the run."""
+    """Write the summary of a finished run, and its event.
+
+    `finish`: the workers' last report. `data`: result of `data_versions`. `epochs` and `wall_s` include all attempts and drivers.
+    """
 
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
     found = verdict(run)

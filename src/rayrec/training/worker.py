@@ -1,4 +1,4 @@
-"""What one training worker does, from its process group being up to its last checkpoint."""
+"""Training worker, from its process group's start to its last checkpoint."""
 
 import gc
 import logging
@@ -57,11 +57,11 @@ def run_worker(
     preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     object_store: Callable[[], Mapping[str, int]] = dict,
 ) -> dict[str, Any]:
-    """Train as one worker of one attempt, after its process group is up; return what the driver needs of a finished run, or
-    {"stopped": cause} if it was asked to end before.
+    """Train as one worker of an attempt whose process group exists. Returns the driver's input for a finished run, or {"stopped":
+    cause} after a stop request.
 
-    `preemption` says which machines are about to be preempted, `object_store` how full Ray's is, for events of kind data;
-    `stopwatch` times the stages of the start since the driver began the attempt.
+    `preemption` returns the current preemption notice, and `object_store` the usage of Ray's object store, for data events.
+    `stopwatch` times the stages since the driver began the attempt.
     """
     config, folder = attempt.config, attempt.folder
     keep_freed_memory()
@@ -86,20 +86,21 @@ def run_worker(
 
 
 def _log_contention(folder: str, worker: WorkerContext, waiting: float) -> None:
-    """Log an event of any rank: other processes use the CPUs of its node."""
+    """Log, on any rank, that other processes use the CPUs of its node."""
     with EventWriter(storage.join(folder, "events.jsonl")) as events:
         events.write("cpu_contention", rank=worker.rank, node=worker.node, waiting_share=waiting)
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether fp32 matrix products and convolutions on NVIDIA GPUs may use TF32; by default torch allows it for convolutions."""
+    """Set whether fp32 matrix products and convolutions on NVIDIA GPUs may use TF32. Torch's default allows it for
+    convolutions."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 def threads_of_worker(scaling: ScalingConfig, *, share: int) -> int:
-    """Threads of a worker's CPU operators, of which `share` CPUs of its node are its own: threads_per_worker, else the CPUs that
-    cpus_per_worker reserves, else its share. Pure."""
+    """Return the number of threads for CPU operators: threads_per_worker, else the CPUs reserved by cpus_per_worker, else the
+    worker's `share` of the node's CPUs. Pure."""
     reserved = None if scaling.cpus_per_worker is None else int(scaling.cpus_per_worker)
     return scaling.threads_per_worker or max(1, share if reserved is None else min(share, reserved))
 
@@ -115,9 +116,9 @@ def _train(
     config, folder = attempt.config, attempt.folder
     peak = _measured_peak(worker, stopwatch) if config.observe.times else 0.0
     damaged: set[int] = set()
-    with storage.patience(config.failure.max_outage_s):  # a start is worth as much waiting as a save
+    with storage.patience(config.failure.max_outage_s):  # a start may wait as long as a save
         check_shared(attempt.storage_token, Ranks.all())
-        # As persistently as saves: a full disk may have room again.
+        # Retries like saves: a full disk may have room again.
         mine = (
             persisted(partial(acquire_lease, folder), place=folder, max_outage_s=config.failure.max_outage_s)
             if worker.rank == 0
@@ -198,7 +199,7 @@ def _train(
 
 
 def _stopped(cause: str | None, step: int, log: Log) -> dict[str, Any]:
-    """Logs that a worker ends before the run does; without a cause the run paused."""
+    """Log that a worker ends before the run does. Without a cause, the run paused."""
     paused = {} if cause else {"paused": True}
     cause = cause or "a planned pause"
     log("stop", {"cause": cause, "step": step, "last": cause not in RESUMES, **paused})
@@ -206,7 +207,7 @@ def _stopped(cause: str | None, step: int, log: Log) -> dict[str, Any]:
 
 
 def _measured_peak(worker: WorkerContext, stopwatch: Stopwatch) -> float:
-    """Before data tasks begin, which compute as well."""
+    """Measure the peak speed before data tasks compete for the CPU."""
     peak = multiply_adds_per_s_or_zero(worker.device, precision=worker.config.precision)
     stopwatch.lap("speed_probe")
     return peak
@@ -246,8 +247,8 @@ def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
 
 
 def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
-    """The log of a run's Saver: with the first checkpoint of an attempt the summary of a run that was finished before, and is
-    trained for longer now, is removed; and a save that takes longer than `grace_s` is reported, once an attempt."""
+    """Return the log of a run's Saver. The first checkpoint of an attempt removes the summary of a finished run that is now
+    trained longer. The first save that takes longer than `grace_s` is reported."""
     first, quick = True, True
 
     def log_save(kind: str, fields: dict[str, Any]) -> None:
@@ -267,13 +268,13 @@ def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
 
 
 def peak_of_all(peak: float, *, world_size: int) -> float | None:
-    """The sum of all workers' peaks, None where one has none (0); collective, so not only for those who have one."""
+    """Return the sum of all workers' peaks, or None if one is unknown (0). Collective, so all workers must call it."""
     (mean, _), (_, missing) = over_workers(peak, float(peak == 0.0))
     return None if missing else mean * world_size
 
 
 def _loop(config: TrainConfig) -> Callable[[Training], bool]:
-    """The function that trains; `training.loop.run` says what it is given and gives."""
+    """Return the training function of the configured loop; see `training.loop.run`."""
     if config.loop == "huggingface":
         from rayrec.training.huggingface import run
 
@@ -284,8 +285,8 @@ def _loop(config: TrainConfig) -> Callable[[Training], bool]:
 def _resume(
     worker: WorkerContext, attempt: AttemptContext, log: Log, damaged: set[int], stopwatch: Stopwatch
 ) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
-    """Everything as the newest good checkpoint left it, or as it is at the start; collective. The steps of those passed over
-    are added to `damaged`, on rank 0 at least."""
+    """Restore the latest valid checkpoint, or set up a new start; collective. Adds the steps of skipped checkpoints to `damaged`,
+    at least on rank 0."""
     config, folder = worker.config, attempt.folder
     stopwatch.lap("storage")
     passed: dict[str, DamagedError] = {}
@@ -298,7 +299,7 @@ def _resume(
 
     def pass_over(checkpoint: Checkpoint, error: DamagedError) -> None:
         tell("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
-        passed[checkpoint.path] = type(error)(str(error))  # without the frames, which hold on to the model
+        passed[checkpoint.path] = type(error)(str(error))  # without the stack frames, which reference the model
 
     def repair_it(checkpoint: Checkpoint) -> bool:
         return _repaired(checkpoint, attempt, log)
@@ -317,11 +318,11 @@ def _resume(
         loader = config.workload.make_loader(
             worker, attempt.prepared, state=state["loader"] if state else None, step=progress.step
         )
-        loader.start()  # data tasks get going while the model is built
+        loader.start()  # data tasks run while the model is built
         stopwatch.lap("loader")
-        if checkpoint is None and setup is not None:  # half filled with what was damaged
+        if checkpoint is None and setup is not None:  # partly filled with damaged data
             setup = None
-            gc.collect()  # there may be no room for two models
+            gc.collect()  # memory may not suffice for two models
         if setup is None:
             setup = config.workload.set_up(worker, attempt.prepared)
             stopwatch.lap("set_up")
@@ -345,7 +346,7 @@ def _resume(
 
 
 def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
-    """Gives a new run the weights and optimizer state that it is to start with; collective."""
+    """Load the weights and optimizer state that a new run starts with; collective."""
     if attempt.warm_start is None:
         raise InputError(
             f"{attempt.folder}: no undamaged checkpoint is left, and the run would start again from init_from; choose another "
@@ -356,7 +357,7 @@ def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
 
 
 def _repaired(checkpoint: Checkpoint, attempt: AttemptContext, log: Log) -> bool:
-    """Whether files next to the weights were damaged and are written again from where this run has them; on rank 0."""
+    """Rewrite damaged files next to the weights from this run's copies, on rank 0. Returns whether there were any."""
     names = repair(checkpoint.path, _extra_files(attempt))
     if names:
         log("checkpoint_repaired", {"path": checkpoint.path, "files": names})
@@ -364,14 +365,14 @@ def _repaired(checkpoint: Checkpoint, attempt: AttemptContext, log: Log) -> bool
 
 
 def _raise_unreadable(errors: Iterable[DamagedError]) -> None:
-    """Raises InputError where one of the checkpoints passed over may be whole."""
+    """Raise InputError if a skipped checkpoint may be undamaged."""
     for error in errors:
         if isinstance(error, UnreadableError):
             raise error.without_another()
 
 
 def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """As one worker reads it: all resume from the same, or all pass over it."""
+    """Read the state on rank 0 for all workers, so that all resume from or skip the same checkpoint."""
     return Ranks.all().from_first(lambda: checkpoint.manifest()["state"])
 
 
@@ -390,7 +391,7 @@ def _restore_chosen(chosen: Checkpoint, model: torch.nn.Module, attempt: Attempt
 
 
 def accounted(progress: Progress, expected: RowTally) -> dict[str, int | None]:
-    """`rows_lost` and `rows_repeated`: what was trained against what had to be; None if that was not counted; collective."""
+    """Return `rows_lost` and `rows_repeated`, trained relative to expected rows, or None if they were not counted; collective."""
     trained = progress.trained_by_all()
     lost, repeated = (None, None) if trained is None else trained.lost_and_repeated(expected)
     return {"rows_lost": lost, "rows_repeated": repeated}
@@ -406,12 +407,11 @@ def finish(
     log: Log,
     interruption: Interruption,
 ) -> dict[str, Any] | None:
-    """Scores the final test with the weights that are to be used, the best ones where training stops early, and says so;
-    collective. `metrics` are those of the test rows, without such of the validation rows. None if the run was asked to stop
-    during an evaluation: everything is saved by then, and the next attempt begins here.
+    """Run the final test with the weights to use (with early stopping, the best ones) and report the result; collective.
 
-    `evaluated_step`: whose weights this process has evaluated last, None for none. Raises InputError where the weights to be
-    used are damaged.
+    Returns None after a stop request during an evaluation: everything is saved by then, and the next attempt starts here.
+    `metrics` are those of the test rows, or without these, of the validation rows. `evaluated_step`: step of the weights that
+    this process evaluated last, or None. Raises InputError if the weights to use are damaged.
     """
     config = attempt.config
     step, validation = progress.step, progress.metrics
@@ -425,7 +425,7 @@ def finish(
             raise InputError(f"{error}; these were the best weights of the run: train it again under another --name") from None
     names = [name for name in setup.eval_batches if name != "validation"]
     if "test" not in names and evaluated_step != step:
-        names.append("validation")  # for the samples, which show the last evaluation; its metrics are known
+        names.append("validation")  # only for the samples, which show the last evaluation
     tested: dict[str, dict[str, float]] = {}
     for name in names:
         metrics = loop.evaluate(setup, name, loop.EvaluationWatch(interruption, save=None, save_after_s=0.0))
@@ -443,11 +443,11 @@ def finish(
         "metrics": tested.get("test", validation),
         "validation": validation,
     }
-    if Ranks.all().first:  # no collective: the others would wait for as long as the files of large tables take to read
+    if Ranks.all().first:  # not collective: reading the files of large tables takes long
         with storage.patience(config.failure.max_outage_s):
             told["weights_sha256"] = weights_sha256(chosen)
     log("finish", told)
-    setup.model.eval()  # without an evaluation above it is still in training mode
+    setup.model.eval()  # without an evaluation above, it is in training mode
     samples = setup.make_samples()
     if samples:
         log("samples", {"samples": samples})

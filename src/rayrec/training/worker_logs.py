@@ -1,4 +1,4 @@
-"""Where the libraries of a training worker write their logs: a file of the run, not the terminal."""
+"""Library logs of a training worker, written to a file of the run instead of the terminal."""
 
 import contextlib
 import logging
@@ -12,18 +12,18 @@ from typing import Final, TextIO
 from rayrec import storage
 
 _MOST_BYTES: Final = 64 << 20
-"""Of a file; the one before it is kept."""
+"""Maximum size of a log file. One previous file is kept."""
 _LOGGERS: Final = ("torchrec", "fbgemm_gpu", "ray.data", "torch", "torch.distributed", "transformers", "accelerate")
-"""Those that bring handlers of their own."""
+"""Loggers with their own handlers."""
 
 _logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def worker_logs(path: str, *, rank: int) -> Iterator[None]:
-    """Within it, what this process logs with Python's `logging`, and its warnings, go into a local file of the run; to standard
-    error at a URL, and if the file cannot be opened. Handlers that the caller has set up still get what they got before. What
-    native code writes goes to standard error in any case."""
+    """Write this process's Python logs and warnings to a local file of the run within the context; to standard error if `path` is
+    a URL or cannot be opened. Existing handlers still receive their records. Output of native code always goes to standard
+    error."""
     handler, trouble = _handler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in _LOGGERS]
@@ -37,7 +37,7 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
     for logger in loggers:
         logger.handlers, logger.propagate = [], True
     shown = warnings.showwarning
-    warnings.showwarning = _log_warning  # logging.captureWarnings would not restore what the caller has captured
+    warnings.showwarning = _log_warning  # logging.captureWarnings would not restore the caller's function
     if trouble is not None:
         _logger.warning("%s: logs go to standard error instead (%s)", path, trouble)
     try:
@@ -61,16 +61,16 @@ def _log_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """For `warnings.showwarning`, with the logger's name that `logging.captureWarnings` uses."""
+    """Replace `warnings.showwarning`, with the logger name of `logging.captureWarnings`."""
     logging.getLogger("py.warnings").warning("%s", warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _handler(path: str) -> tuple[logging.Handler, OSError | None]:
-    """With the reason why it is not the file's."""
+    """Return the file's handler, or that of standard error and the reason, if any."""
     if storage.is_url(path):
         return logging.StreamHandler(sys.stderr), None
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return RotatingFileHandler(path, maxBytes=_MOST_BYTES, backupCount=1), None
-    except OSError as error:  # a full disk, say: what a run cannot do without fails by itself
+    except OSError as error:  # e.g. a full disk, which fails the run by itself if it matters
         return logging.StreamHandler(sys.stderr), error

@@ -1,1 +1,1 @@
-"""Who runs the workers: this process, torchrun or Ray Train."""
+"""Launchers of workers: this process, torchrun or Ray Train."""

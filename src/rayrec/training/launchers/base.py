@@ -1,4 +1,4 @@
-"""Launcher: starts the worker processes of a run and watches them, on Ray or in processes that are already there."""
+"""Launcher interface: starts and watches a run's worker processes, on Ray or in existing processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRun:
-    """A run whose data is prepared."""
+    """Run with prepared data."""
 
     config: TrainConfig
     folder: str
@@ -31,14 +31,14 @@ class PreparedRun:
     """Result of the workload's `prepare`."""
     layout: Layout
     since_s: float
-    """End of the driver's last stage of the start, or of the attempt before, in seconds since 1970."""
+    """End of the driver's last start stage, or of the previous attempt, in seconds since 1970."""
     warm_start: WarmStart | None = None
     """Weights that a run without a checkpoint starts with. None for start values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """Where a launcher reports, and how it learns of signals."""
+    """Output of a launcher, and its signals."""
 
     events: EventWriter
     signals: Signals
@@ -60,7 +60,7 @@ class AttemptContext:
     storage_token: str
     """File in the run's folder that every worker must find."""
     since_s: float
-    """End of the driver's last stage of the start, or of the attempt before, in seconds since 1970."""
+    """End of the driver's last start stage, or of the previous attempt, in seconds since 1970."""
     warm_start: WarmStart | None = None
     """Weights that a run without a checkpoint starts with. None for start values."""
     pause_at: float | None = None
@@ -72,19 +72,19 @@ class AttemptContext:
     def of(
         cls, run: PreparedRun, engine: StreamEngine, channel: ControlChannel, *, pause_at: float | None = None
     ) -> AttemptContext:
-        """Return the input of a run's workers; write the file that they look for."""
+        """Return the input of a run's workers, after writing the file that they must find."""
         token = write_token(run.folder, max_outage_s=run.config.failure.max_outage_s)
         return cls(run.config, run.prepared, run.folder, engine, channel, token, run.since_s, run.warm_start, pause_at)
 
     def stopwatch(self) -> Stopwatch:
-        """Return a stopwatch for the stages of a worker's start, after the driver's stage that began the attempt."""
+        """Return a stopwatch for a worker's start, beginning after the driver's last stage."""
         stopwatch = Stopwatch(self.since_s)
         stopwatch.lap("attempt", at_s=self.begun_s)
         return stopwatch
 
 
 class Launcher(Protocol):
-    """Of one call of `rayrec.train`: RayLauncher or ProcessLauncher."""
+    """Launcher of one `rayrec.train` call: RayLauncher or ProcessLauncher."""
 
     def connect(self, folder: str, console: Console) -> None:
         """Reach the workers' machines. Raises InputError if they, or the run's storage and data, cannot be reached."""
@@ -95,18 +95,18 @@ class Launcher(Protocol):
         ...
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
-        """Return the engine of the driver's data tasks, for while no worker runs."""
+        """Return the engine of the driver's data tasks while no worker runs."""
         ...
 
     def trackers(self) -> Makers:
-        """Return the trackers that only this launcher has."""
+        """Return trackers specific to this launcher."""
         ...
 
     def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
-        """Train until the run ends; return worker 0's result, or None if a signal or a pause ended the run before. Raises what
-        ended it otherwise."""
+        """Train until the run ends and return worker 0's result, or None after a signal or pause. Raises the error that ended the
+        run."""
         ...
 
     def cause_of(self, error: BaseException) -> str:
-        """Describe in one line what ended the run."""
+        """Describe the error that ended the run in one line."""
         ...

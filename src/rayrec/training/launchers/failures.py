@@ -1,4 +1,4 @@
-"""What an attempt failed with, told in a line, and how many failed attempts a run takes."""
+"""Causes of failed attempts, and the limit of failed attempts per run."""
 
 from typing import final
 
@@ -11,13 +11,13 @@ from rayrec.config import InputError, line_of
 from rayrec.workloads.run_config import FailureConfig
 
 _QUICK_S = 60.0
-"""An attempt that ends sooner was no good one: the next waits a little longer."""
+"""Attempts that end sooner count as quick; the pause before the next one grows."""
 _LONGEST_PAUSE_S = 30.0
 
 
 @final
 class Tolerance:
-    """How many failed attempts a run takes, and how long it waits between them."""
+    """Limit of failed attempts, and the pauses between attempts."""
 
     def __init__(self, failure: FailureConfig) -> None:
         self._failure = failure
@@ -26,9 +26,12 @@ class Tolerance:
         self._without_room_s = 0.0
 
     def pause_s(self, error: Exception, *, attempt_s: float, progressed: bool) -> float:
-        """Seconds to wait before the next attempt, after one of `attempt_s` that failed; `progressed`: there is a newer
-        checkpoint than when it began. Raises `error` if failure.max_failures are used up or if code or data failed in the same
-        way twice from the same step, InputError if there was no room for the workers for failure.node_wait_s."""
+        """Return the seconds to wait before the next attempt, after one of `attempt_s` that failed. `progressed`: whether it made
+        a new checkpoint.
+
+        Raises `error` if failure.max_failures are exceeded, or if code or data failed twice in the same way from the same step;
+        InputError if there was no room for the workers for failure.node_wait_s.
+        """
         if is_without_room(error):
             self._without_room_s += attempt_s
             if self._without_room_s > self._failure.node_wait_s:
@@ -50,38 +53,38 @@ class Tolerance:
 
 
 def failures_in_a_row(before: int, *, progressed: bool) -> int:
-    """Failures that count, with this one: a run of weeks may lose any number of nodes, as long as it gets on between. Pure."""
+    """Return the number of consecutive failures. Progress resets it, so that long runs may lose any number of nodes. Pure."""
     return 1 if progressed else before + 1
 
 
 _IN_CODE = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, ArithmeticError, ImportError)
-"""What code raises for its input; machines, networks and stores fail with OSError, RuntimeError or errors of Ray."""
+"""Errors raised by code for its input. Machines, networks and stores raise OSError, RuntimeError or Ray's errors."""
 
 
 def errors_in_code(error: BaseException) -> frozenset[str] | None:
-    """The errors, one line each, of an attempt that failed in its code or by its data: the next attempt, from the same step,
-    would fail with the same ones. None if a worker died, or if no worker failed with such an error. Pure."""
+    """Return the errors, one line each, of an attempt that failed in its code or data and would fail again from the same step.
+    None if a worker was killed, or no worker failed with such an error. Pure."""
     failures = worker_failures(error).values()
     if any(isinstance(failure, ray.exceptions.RayActorError) for failure in failures):
         return None
-    # Others lose their connection to a worker that failed, each with an error of its own.
+    # Other workers fail with connection errors to the failed worker.
     return frozenset(line_of(failure) for failure in failures if isinstance(failure, _IN_CODE)) or None
 
 
 def is_preemption(error: BaseException) -> bool:
-    """Whether the attempt ended because a node was preempted with notice, in whichever process noticed it first."""
+    """Return whether the attempt ended due to an announced preemption, in any process."""
     return isinstance(error, PreemptionError) or any(
         getattr(failure, "preempted", False) for failure in worker_failures(error).values()
     )
 
 
 def is_without_room(error: BaseException) -> bool:
-    """Whether workers could not be placed within the time that Ray Train waits for it: others hold what they need."""
+    """Return whether Ray Train timed out placing the workers, because other jobs use the resources."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
 
 
 def worker_failures(error: BaseException) -> dict[int, BaseException]:
-    """What each worker failed with, by rank, where it was the workers that did."""
+    """Return the error of each failed worker by rank; empty if no worker failed."""
     wrapped = getattr(error, "worker_failures", {})
     return {rank: _unwrapped(failure) for rank, failure in wrapped.items()}
 
@@ -92,13 +95,13 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def cause_of(error: BaseException) -> str:
-    """One line on why an attempt, or the run, failed."""
+    """Describe in one line why an attempt or run failed."""
     if isinstance(error, InputError):
         return line_of(error)
     if is_preemption(error):
         return "a node was preempted, as announced"
     failures = worker_failures(error)
-    # If a worker fails, the others fail too, because it is missing.
+    # If a worker is killed, the others fail too.
     dead = sorted(rank for rank, failure in failures.items() if isinstance(failure, ray.exceptions.RayActorError))
     if dead:
         return f"worker {', '.join(map(str, dead))} died"

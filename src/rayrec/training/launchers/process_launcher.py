@@ -1,5 +1,5 @@
-"""Trains in processes that are already there: in this one, with threads, or in those that torchrun (or srun) has started, one a
-worker, of which the first is the driver too. Needs no Ray."""
+"""Launcher for existing processes, without Ray: trains in threads of this process, or in processes of torchrun (or srun), one per
+worker. The first one is also the driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORKER_MODULE: Final = "rayrec.training.launchers.process_worker"
 
 
 def fitted(config: TrainConfig, launched: Launched) -> TrainConfig:
-    """The configuration with so many workers as there are processes. Raises InputError for what only Ray has."""
+    """Return the configuration with one worker per process. Raises InputError for Ray-only settings."""
     scaling = config.scaling
     wanted = {
         f"cluster.address {config.cluster.address}": not is_in_process(config.cluster.address),
@@ -43,11 +43,11 @@ def fitted(config: TrainConfig, launched: Launched) -> TrainConfig:
 
 
 class ProcessLauncher:
-    """See `Launcher`; of the first process. An error of its worker ends the run and is raised as it is: there is no other process
-    that could restart it."""
+    """Launcher in the first process. An error of its worker ends the run and is raised unchanged: no other process could restart
+    it."""
 
     def __init__(self, config: TrainConfig, rendezvous: StoreRendezvous | None = None, *, pause_at: float | None = None) -> None:
-        """`rendezvous`: of torchrun's processes; None: this process trains alone."""
+        """Create the launcher. `rendezvous`: of torchrun's processes; None to train alone."""
         self._config, self._rendezvous, self._pause_at = config, rendezvous, pause_at
         self._env = Launched.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env
 
@@ -61,7 +61,7 @@ class ProcessLauncher:
                 "workers itself; call it in a process without one"
             )
         modules = (_WORKER_MODULE, *self._config.workload.WORKER_MODULES)
-        # No daemon: a process that ends in the middle of loading a library may crash.
+        # Not a daemon: a process that exits while loading a library may crash.
         threading.Thread(target=_load, args=(modules,), name="imports").start()
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
@@ -69,14 +69,14 @@ class ProcessLauncher:
         return layout_here(self._config.replace(scaling=here), cpus=self._env.usable_cpus)
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
-        # Other processes wait meanwhile.
+        # Other processes are idle meanwhile.
         return ThreadEngine(self._env.usable_cpus, max_outage_s=max_outage_s)
 
     def trackers(self) -> Makers:
         return {}
 
     def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
-        from rayrec.training.launchers.process_worker import StoreRendezvous, train_first  # which loads torch
+        from rayrec.training.launchers.process_worker import StoreRendezvous, train_first  # imports torch
 
         signals, env = driver.signals, self._env
         driver.events.write("attempt", number=env.restarts + 1, num_workers=env.world_size)
@@ -89,7 +89,7 @@ class ProcessLauncher:
         if "stopped" not in outcome:
             return outcome
         if not outcome.get("paused"):
-            signals.cause = signals.cause or outcome["stopped"]  # of another process
+            signals.cause = signals.cause or outcome["stopped"]  # stopped by another process
         return None
 
     def cause_of(self, error: BaseException) -> str:
@@ -97,7 +97,7 @@ class ProcessLauncher:
 
 
 def _load(modules: tuple[str, ...]) -> None:
-    """Imports what the worker needs while data is prepared. What fails here fails again in the worker, which reports it."""
+    """Import the worker's modules while data is prepared. An error here occurs again in the worker, which reports it."""
     with contextlib.suppress(Exception):
         for module in modules:
             importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""One process of a group of one or several: how the processes find each other, and the worker of each."""
+"""Worker in one of several existing processes, and the rendezvous of these processes."""
 
 import contextlib
 import dataclasses
@@ -30,9 +30,9 @@ from rayrec.workloads.base import TrainConfig, WorkerContext
 _LOOK_S: Final = 0.1
 _REQUESTS_S: Final = 1.0
 _JOIN: Final = timedelta(minutes=30)
-"""For which processes wait until the first one is there."""
+"""Timeout to wait for the first process."""
 _LEAVE_S: Final = 30.0
-"""For which the first process, which may hold the store, waits until the others have read how the run ended."""
+"""Seconds that the first process, which may host the store, waits for the others to read the result."""
 _ATTEMPT, _TAKEN, _ENDED, _LEFT = "attempt", "taken", "ended", "left"
 _CAUSE, _WROTE, _REQUESTS = "cause", "wrote", "requests"
 _PIECE: Final = 4 << 20
@@ -40,11 +40,11 @@ _PIECE: Final = 4 << 20
 
 @final
 class StoreRendezvous:
-    """What the processes of a run leave for each other in torch's key-value store."""
+    """Messages between the processes of a run, in torch's key-value store."""
 
     def __init__(self, env: Launched, store: distributed.Store) -> None:
         self.env = env
-        # torchrun may keep the store over restarts, with all that the processes before have left in it.
+        # torchrun may keep the store, with earlier processes' values, across restarts.
         attempt = f"attempt_{env.restarts}"
         self.group_store = distributed.PrefixStore(f"{attempt}/group", store)
         own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
@@ -53,43 +53,43 @@ class StoreRendezvous:
 
     @classmethod
     def join(cls, env: Launched) -> Self:
-        """Meet the other processes, in the store that torchrun or the first process holds; a process that trains alone holds its
-        own. Raises RuntimeError if the first process is not there within half an hour."""
+        """Join the other processes in the store of torchrun or the first process; a process that trains alone has its own. Raises
+        RuntimeError if the first process does not appear within half an hour."""
         if not env.is_torchrun:
             return cls(env, distributed.HashStore())
         store, _, _ = next(distributed.rendezvous("env://", env.rank, env.world_size, timeout=_JOIN))
         return cls(env, store)
 
     def publish(self, key: str, value: bytes) -> None:
-        """Of any size: torch's store refuses a message of more than 8 MiB, which a vocabulary may be."""
+        """Publish a value of any size. Torch's store rejects messages over 8 MiB, which a vocabulary may exceed."""
         pieces = [value[start : start + _PIECE] for start in range(0, len(value), _PIECE)]
         with self._open():
             for number, piece in enumerate(pieces):
                 self._store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
-            self._store.set(key, str(len(pieces)))  # last: then all of them are there
+            self._store.set(key, str(len(pieces)))  # written last, after all pieces
 
     def found(self, key: str) -> bytes | None:
-        """What was published; None: nothing yet. Raises RuntimeError if the store is gone."""
+        """Return a published value, or None if there is none yet. Raises RuntimeError if the store is gone."""
         with self._open():
             if not self._store.check([key]):
                 return None
             return b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
 
     def remove(self, key: str) -> None:
-        """What was published and nobody looks for any more."""
+        """Remove a published value that no process needs."""
         with self._open():
             pieces = int(self._store.get(key))
             for name in (key, *(f"{key}/{number}" for number in range(pieces))):
                 self._store.delete_key(name)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter -> its new value."""
+        """Add to a counter and return its new value."""
         with self._open():
             return self._store.add(key, amount)
 
     def close(self) -> None:
-        """Before the process ends: from now on every call raises OSError. A thread that is inside the store's C++ while Python
-        shuts down ends the process by `std::terminate` (status 134)."""
+        """Make all later calls raise OSError; called before the process ends. A thread inside the store's C++ code during
+        Python's shutdown would abort the process (`std::terminate`, status 134)."""
         with self._lock:
             self._closed = True
 
@@ -103,13 +103,13 @@ class StoreRendezvous:
 
 @final
 class StoreControlChannel:
-    """A `ControlChannel` that all processes of a run reach; a stop may be requested by any of them."""
+    """Control channel between all processes of a run; any of them may request a stop."""
 
     def __init__(self, rendezvous: StoreRendezvous) -> None:
         self._rendezvous = rendezvous
 
     def request_stop(self, cause: str) -> None:
-        """Request a stop; the first cause stays."""
+        """Request a stop. The first cause is kept."""
         if self.stop_reason() is None:
             self._rendezvous.publish(_CAUSE, cause.encode())
 
@@ -121,7 +121,7 @@ class StoreControlChannel:
         self._rendezvous.publish(f"{_WROTE}/{rank}", str(written_bytes).encode())
 
     def written_bytes(self) -> int:
-        """Return the bytes written by the saves of all workers."""
+        """Return the bytes written by all workers' saves."""
         return sum(int(self._found(f"{_WROTE}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
 
     def send_profile_request(self, request: ProfileRequest) -> None:
@@ -152,28 +152,28 @@ class StoreControlChannel:
 def train_first(
     run: PreparedRun, signals: Signals, rendezvous: StoreRendezvous, *, pause_at: float | None = None
 ) -> dict[str, Any] | None:
-    """Train as the first process, and publish what the others need; return `run_worker`'s result, or None if a signal ended the
-    run and the worker did not save within its `Grace`."""
+    """Train as the first process and publish the other processes' input. Returns `run_worker`'s result, or None if a signal ended
+    the run and the worker did not save within its `Grace`."""
     env, config = rendezvous.env, run.config
     threads = env.cpus if env.is_torchrun else max(1, int(run.layout.per_worker.max_cpus or 1))
     attempt = AttemptContext.of(run, _engine(config, threads), StoreControlChannel(rendezvous), pause_at=pause_at)
     if env.world_size > 1:
-        # What a process cannot share each of them makes again; the configuration is compared with what it was started with.
+        # Each process recreates unshareable parts, and compares the configuration with its own.
         shared = dataclasses.replace(attempt, config=None, engine=None, channel=None)  # type: ignore[arg-type]
         rendezvous.publish(_ATTEMPT, pickle.dumps((config.to_dict(), shared)))
     return _train(attempt, rendezvous, signals)
 
 
 def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, Any]:
-    """Train as a process that is not the first one; return what the first one gave `end`."""
+    """Train as another process than the first one. Returns the result that the first process passed to `end`."""
     with Signals() as signals:
         while (ended := rendezvous.found(_ENDED)) is None:
             given = rendezvous.found(_ATTEMPT)
             if given is not None:
-                # Written by the first process of this very run, as torch's own collectives of objects are.
+                # Trusted: pickled by the first process of this run, as in torch's object collectives.
                 values, shared = pickle.loads(given)
                 if rendezvous.add(_TAKEN, 1) == rendezvous.env.world_size - 1:
-                    rendezvous.remove(_ATTEMPT)  # nobody else needs it, and torchrun's agent would keep it
+                    rendezvous.remove(_ATTEMPT)  # all have read it, and torchrun's agent would keep it
                 config = config.updated(values)
                 engine, channel = _engine(config, rendezvous.env.cpus), StoreControlChannel(rendezvous)
                 attempt = dataclasses.replace(shared, config=config, engine=engine, channel=channel)
@@ -188,7 +188,7 @@ def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, A
 
 
 def end(rendezvous: StoreRendezvous, how: dict[str, Any]) -> None:
-    """Says how the run ended, in plain JSON values, and waits for a while until all other processes know."""
+    """Publish the run's result as JSON, and wait for a limited time until all other processes have read it."""
     rendezvous.publish(_ENDED, storage.json_text(how).encode())
     deadline_s = time.monotonic() + _LEAVE_S
     while rendezvous.add(_LEFT, 0) < rendezvous.env.world_size - 1 and time.monotonic() < deadline_s:
@@ -200,8 +200,8 @@ def _engine(config: TrainConfig, threads: int) -> ThreadEngine:
 
 
 def device_of(env: Launched, *, use_gpu: bool) -> torch.device:
-    """The device of a process: its GPU by its number among the processes of its machine, or the current one of a process that
-    trains alone. Raises InputError if the process sees no GPU of this number."""
+    """Return the device of a process: the GPU of its local rank, or the current GPU if it trains alone. Raises InputError if it
+    sees no such GPU."""
     if not use_gpu:
         return torch.device("cpu")
     if not env.is_torchrun:
@@ -216,8 +216,8 @@ def device_of(env: Launched, *, use_gpu: bool) -> torch.device:
 
 
 def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signals) -> dict[str, Any] | None:
-    """Run this process's worker in a thread, so that this one can pass on signals and, of the first process, requests for a
-    profile; return None if a signal ended it and the worker did not save within its `Grace`."""
+    """Run this process's worker in a thread, so that the main thread can pass on signals and, on rank 0, profile requests.
+    Returns None if a signal ended the run and the worker did not save within its `Grace`."""
     config, env, channel = attempt.config, rendezvous.env, StoreControlChannel(rendezvous)
     device = device_of(env, use_gpu=config.scaling.use_gpu)
     use_device(device)
@@ -244,7 +244,7 @@ def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signal
 
 
 def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.device) -> dict[str, Any]:
-    """The worker of this process, in this thread."""
+    """Run the worker of this process in the current thread."""
     use_device(device)
     env, stopwatch, threads = rendezvous.env, attempt.stopwatch(), torch.get_num_threads()
     context = WorkerContext(attempt.config, env.rank, env.world_size, device, attempt.engine, node=platform.node(), cpus=env.cpus)
@@ -255,12 +255,12 @@ def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.de
             return run_worker(attempt, context, stopwatch=stopwatch)
     finally:
         torch.set_num_threads(threads)
-        STOP_ASKED.clear()  # what this process does next waits for its data
+        STOP_ASKED.clear()  # later work in this process must wait for its data
 
 
 @contextlib.contextmanager
 def _process_group(config: TrainConfig, rendezvous: StoreRendezvous, device: torch.device) -> Iterator[None]:
-    """The group of all processes. A process that trains alone uses that of the caller if it has one."""
+    """Join the group of all processes. A process that trains alone uses its caller's group, if any."""
     env = rendezvous.env
     if not env.is_torchrun and distributed.is_initialized():
         yield
@@ -274,7 +274,7 @@ def _process_group(config: TrainConfig, rendezvous: StoreRendezvous, device: tor
     try:
         yield
     except BaseException:
-        # NCCL would wait for the others, which wait for this process; its end tells them.
+        # NCCL would wait for the other processes, which notice the failure only when this process ends.
         if device.type != "cuda" or env.world_size == 1:
             distributed.destroy_process_group()
         raise

@@ -1,5 +1,5 @@
-"""What Ray Train runs in a run's workers. Driver and controller import this module, and through it no torch: `TorchTrainer` would
-make both import it, seconds before a worker starts."""
+"""Ray Train backend of a run's workers. The driver and controller import this module, and it must not import torch:
+`TorchTrainer` would make both import it, which delays the start by seconds."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ _SHUTDOWN_S: Final = 30.0
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """See `rayrec.training.launchers.ray_worker.train_worker`."""
+    """Run `rayrec.training.launchers.ray_worker.train_worker`."""
     from rayrec.training.launchers import ray_worker
 
     return ray_worker.train_worker(arguments)
@@ -24,12 +24,12 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProcessGroup(BackendConfig):
-    """The workers' torch process group, and torchrun's variables in their environment."""
+    """Configuration of the workers' torch process group and torchrun variables."""
 
     backend: str
     """gloo or nccl."""
     timeout_s: int
-    """Of a collective operation."""
+    """Timeout of a collective operation."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -49,12 +49,12 @@ class _TorchBackend(Backend):
         ray.get(joined)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        # Of a group whose worker died, some wait in vain for it; Ray ends their processes.
+        # Workers of a group with a killed worker may block; Ray ends their processes.
         ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=_SHUTDOWN_S)
 
 
 def _free_address() -> tuple[str, int]:
-    """Of worker 0's node, for the workers' meeting."""
+    """Return the host and a free port of worker 0's node, for the rendezvous."""
     host = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as listener:
@@ -80,7 +80,7 @@ def _join(group: ProcessGroup, host: str, port: int) -> None:
         LOCAL_RANK=str(context.get_local_rank()),
         LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
         NODE_RANK=str(context.get_node_rank()),
-        ACCELERATE_TORCH_DEVICE=str(device),  # which HuggingFace Accelerate would guess
+        ACCELERATE_TORCH_DEVICE=str(device),  # otherwise guessed by HuggingFace Accelerate
     )
     distributed.init_process_group(init_method="env://", **group_arguments(device, timeout_s=group.timeout_s))
 

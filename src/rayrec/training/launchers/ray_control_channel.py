@@ -14,11 +14,11 @@ from rayrec.training.stop_monitor import ProfileRequest
 
 _ANSWER_S = 10.0
 _MOST_CALLS = 100_000
-"""At once, of the actor: one of every worker waits all the time."""
+"""Maximum number of concurrent calls of the actor. Each worker has a permanently waiting one."""
 
 
 class _Holder:
-    """Holds the first reason to stop that it was sent; hands requests for a profile to all that wait for one."""
+    """Actor that stores the first reason to stop and passes profile requests to all waiting workers."""
 
     def __init__(self) -> None:
         self._cause: str | None = None
@@ -44,7 +44,7 @@ class _Holder:
             self._requested.notify_all()
 
     async def next_request(self) -> ProfileRequest:
-        """The next request from now on."""
+        """Return the next request from now on."""
         before = self._request
         async with self._requested:
             await self._requested.wait_for(lambda: self._request is not before)
@@ -54,7 +54,7 @@ class _Holder:
 
 @dataclass(frozen=True)
 class RayControlChannel:
-    """See `ControlChannel`."""
+    """Control channel to the actor."""
 
     actor: Any
 
@@ -65,7 +65,7 @@ class RayControlChannel:
             raise ConnectionError(f"the driver's control channel does not answer ({type(error).__name__})") from None
 
     def report_bytes_written(self, rank: int, written_bytes: int) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # a driver that is gone takes the workers with it
+        with contextlib.suppress(ray.exceptions.RayError):  # Ray ends the workers of a lost driver
             self.actor.wrote.remote(rank, written_bytes)
 
     def send_profile_request(self, request: ProfileRequest) -> None:
@@ -76,7 +76,7 @@ class RayControlChannel:
 
     def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
         def arrived(future: Future[ProfileRequest]) -> None:
-            with contextlib.suppress(Exception):  # the channel is gone: the attempt is over, or the driver lost
+            with contextlib.suppress(Exception):  # the attempt has ended, or the driver is lost
                 requested(future.result())
                 self.subscribe(requested)
 
@@ -84,7 +84,7 @@ class RayControlChannel:
 
 
 class StopRequest:
-    """The driver's side: one for each attempt; its `channel` goes to the workers."""
+    """Driver's end of the control channel of one attempt; its `channel` is sent to the workers."""
 
     def __init__(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -95,21 +95,21 @@ class StopRequest:
         self._answer: ray.ObjectRef[int] | None = None
 
     def written_bytes(self) -> int:
-        """What the workers' saves have written, by the last answer of the actor; returns at once."""
+        """Return the bytes written by the workers' saves, by the actor's latest answer, without waiting."""
         if self._answer is None:
             self._answer = self.channel.actor.written_bytes.remote()
         if ray.wait([self._answer], timeout=0)[0]:
-            with contextlib.suppress(ray.exceptions.RayError):  # the cluster is going, and the deadline stays
+            with contextlib.suppress(ray.exceptions.RayError):  # the cluster is lost, and the deadline does not change
                 self._written_bytes = ray.get(self._answer)
             self._answer = None
         return self._written_bytes
 
     def send(self, cause: str) -> None:
-        """Asks the workers to save and end; the first cause stays."""
+        """Ask the workers to save and end. The first cause is kept."""
         if self.cause is None:
             self.cause = cause
             self.channel.actor.send.remote(cause)
 
     def close(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone has none
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster may be gone
             ray.kill(self.channel.actor)

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: a running one, or a local one of the run's own."""
+"""Launcher on Ray: a running cluster or a local one."""
 
 import contextlib
 import dataclasses
@@ -42,19 +42,19 @@ _DATA_NODES_POLL_S = 5.0
 _DATA_NODES_S = 20.0
 """Seconds without a node for data tasks after which an attempt saves and ends."""
 _NODES_S = 2.0
-"""Seconds between two looks at the nodes."""
+"""Seconds between two polls of the nodes."""
 _START_AHEAD_S: Final = 600.0
-"""Seconds that processes for the first attempt are kept while data is prepared."""
+"""Seconds for which prestarted processes of the first attempt are kept while data is prepared."""
 
 
 def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> Layout:
-    """How the run shares out the cluster as it is now; `probe` and `free` as for `cluster.alive_nodes`. Raises InputError where
-    it does not fit."""
+    """Allocate the current cluster to the run; `probe` and `free` as in `connection.alive_nodes`. Raises InputError if it does
+    not fit."""
     return layout_of(config, connection.alive_nodes(probe=probe, free=free))
 
 
 def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> Layout:
-    """How the run shares out the cluster, or with `free` what others leave of it, once there is room. Raises InputError after
+    """Wait until the run fits on the cluster (with `free`, on its unreserved resources) and allocate it. Raises InputError after
     failure.node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
     awaited = "resources that others hold" if free else "nodes"
@@ -72,10 +72,10 @@ def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: boo
 
 
 def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
-    """What a finished run's worker 0 returned; None where a signal ended the run before.
+    """Run attempts until the run finishes, and return worker 0's result, or None after a signal.
 
-    Raises InputError for what the user can fix (never tried again), and what the last attempt failed with where
-    failure.max_failures are used up, which writes no event here.
+    Raises InputError if the user can fix the problem (never retried), and the last attempt's error after failure.max_failures,
+    which is not recorded as an event here.
     """
     number, crowded = 0, False
     config, events, signals = run.config, driver.events, driver.signals
@@ -95,14 +95,14 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
                 events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
                 return None
             progressed = _newest_step(config, run.folder) > before
-            # Raises an error that ends the run; after others, the run continues with the next attempt.
+            # Raises errors that end the run.
             pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
             if not crowded:
                 events.write("failure", cause=cause_of(error))
-            elif not was_crowded:  # it never began
+            elif not was_crowded:  # the attempt never began
                 driver.note(f"no place for {run.layout.num_workers} workers yet: others hold what they need")
             time.sleep(pause_s)
-        except BaseException:  # a second signal, say
+        except BaseException:  # e.g. a second signal
             _abandon_workers(groups)
             raise
         else:
@@ -128,27 +128,26 @@ def _newest_step(config: TrainConfig, folder: str) -> int:
 
 
 def _placement_groups() -> set[str]:
-    """Of this driver, those that hold resources."""
+    """Return the names of this driver's placement groups that reserve resources."""
     job = ray.get_runtime_context().get_job_id()
     return {name for name, group in placement_group_table().items() if name.endswith(job) and group["state"] != "REMOVED"}
 
 
 def _free_workers(before: set[str]) -> None:
-    """Gives back what a controller that died, or is not waited for, had reserved for its workers, and with it ends them."""
+    """Remove the placement groups of a lost or abandoned controller's workers, which also ends the workers."""
     for name in _placement_groups() - before:
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 
 
 def _abandon_workers(before: set[str]) -> None:
-    """Ends those that nobody waits for any more: they would train on for as long as this process lives, and it may be Python's
-    caller that does."""
+    """End workers that would otherwise train for as long as this process, possibly the user's, lives."""
     with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone has none
         _free_workers(before)
 
 
 def _attempt(run: PreparedRun, signals: Signals, *, crowded: bool) -> dict[str, Any] | None:
-    """One attempt; None if a signal ended it and the workers did not save within their `Grace`. `crowded`: others hold
-    part of the cluster."""
+    """Run one attempt. Returns None if a signal ended it and the workers did not save within their `Grace`. `crowded`: whether
+    other jobs use part of the cluster."""
     config, request, layout = run.config, StopRequest(), run.layout
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
@@ -161,7 +160,7 @@ def _attempt(run: PreparedRun, signals: Signals, *, crowded: bool) -> dict[str, 
         except BaseException as error:
             future.set_exception(error)
 
-    # In a thread of its own, so that this one can look around, and Ray Train leaves the signals alone.
+    # In a separate thread, so that this one can poll, and Ray Train does not handle signals.
     threading.Thread(target=fit, name="attempt", daemon=True).start()
     growth, data_nodes = _Growth(config, layout.num_workers, crowded=crowded), _DataNodes(config, layout)
     grace: Grace | None = None
@@ -184,9 +183,9 @@ def _attempt(run: PreparedRun, signals: Signals, *, crowded: bool) -> dict[str, 
 
 
 def worker_environment(config: TrainConfig) -> dict[str, str]:
-    """The environment variables that Ray Train gives the workers, beside its own. Their processes import what workers need when
-    they start, if that `is_possible` and no worker gets GPUs: Ray assigns them after a process has started, when torch may have
-    looked for them already."""
+    """Return the additional environment variables of Ray Train's workers. Their processes import the workers' modules at start if
+    prestart `is_possible` and workers have no GPUs. Ray assigns GPUs after a process has started, when torch may have looked for
+    them."""
     variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
     if not config.scaling.use_gpu and prestart.is_possible():
         variables.update(prestart.importing([WORKER_MODULE], without_ray=config.workload.WORKER_MODULES))
@@ -194,7 +193,7 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
 
 
 def start_ahead(config: TrainConfig, shares: Layout) -> None:
-    """Has the processes of the first attempt's workers started now, if their node and environment are known: on a Ray of one
+    """Prestart the processes of the first attempt's workers if their node and environment are known, i.e. on a Ray of one
     node."""
     variables = worker_environment(config)
     if not prestart.imports_ahead(variables):
@@ -206,18 +205,19 @@ def start_ahead(config: TrainConfig, shares: Layout) -> None:
 
 
 def process_group(config: TrainConfig) -> ProcessGroup:
-    """How the workers' process group is made. A worker that waits for a store keeps the others waiting as long. Pure."""
+    """Return the configuration of the workers' process group. Its timeout allows for workers that wait for an unavailable store.
+    Pure."""
     timeout_s = math.ceil(config.failure.max_outage_s + config.failure.collective_timeout_s)
     return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
 
 def _fit(attempt: AttemptContext, layout: Layout) -> dict[str, Any]:
     config = attempt.config
-    # By reference: the controller, which has no use for it, would import torch to unpickle it before it starts a worker.
+    # By reference: otherwise the controller would unpickle it, and import torch, before it starts a worker.
     reference = ray.put(attempt)
     with storage.Scratch("attempt") as scratch:  # Ray Train gets no checkpoint
         trainer = data_parallel_trainer.DataParallelTrainer(
-            train_worker,  # type: ignore[arg-type]  # its value is handed on
+            train_worker,  # type: ignore[arg-type]  # its value is returned
             train_loop_config={"attempt": reference},
             backend_config=process_group(config),
             scaling_config=ray.train.ScalingConfig(
@@ -237,9 +237,8 @@ def _fit(attempt: AttemptContext, layout: Layout) -> dict[str, Any]:
                 worker_runtime_env={"env_vars": worker_environment(config)},
             ),
         )
-        # Its helper, which frees what a dead controller leaves, blocks for 12 s at the end of every attempt where the cluster has
-        # no dashboard, and is no use there; `_free_workers` does its work. The other starts a process for Datasets, and the
-        # trainer is given none.
+        # On clusters without a dashboard, the placement group cleaner is useless and blocks for 12 s after each attempt;
+        # `_free_workers` replaces it. The other callback starts a process for Datasets, which are not used here.
         data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback  # type: ignore[misc,assignment]
         data_parallel_trainer.DatasetsCallback = _NoDatasets  # type: ignore[misc,assignment]
         try:
@@ -252,14 +251,14 @@ def _fit(attempt: AttemptContext, layout: Layout) -> dict[str, Any]:
 
 
 class _NoDatasets(WorkerGroupCallback):
-    """In place of what gives workers their shards of Ray Train's Datasets."""
+    """Replacement of the callback that shards Ray Train's Datasets."""
 
     def __init__(self, **_: Any) -> None:
         pass
 
 
 class _DataNodes:
-    """Whether no node is left that can run the data tasks of an attempt, and another layout of the cluster has some."""
+    """Detects that no node can run an attempt's data tasks while another layout of the cluster has such nodes."""
 
     def __init__(self, config: TrainConfig, shares: Layout) -> None:
         self._config, self._shares = config, shares
@@ -267,14 +266,14 @@ class _DataNodes:
         self._gone_since_s: float | None = None
 
     def gone(self) -> bool:
-        """True once the nodes are gone for `_DATA_NODES_S`. Ray would queue the tasks without end."""
+        """Return whether the nodes have been missing for `_DATA_NODES_S`. Ray would queue the tasks forever."""
         now_s = time.monotonic()
         if now_s < self._next_poll_s:
             return False
         self._next_poll_s = now_s + _DATA_NODES_POLL_S
         try:
             there = connection.data_nodes(self._shares) or not self._another_layout()
-        except ray.exceptions.RayError:  # the head does not answer, and says nothing of the nodes
+        except ray.exceptions.RayError:  # no answer from the head
             there = True
         if there:
             self._gone_since_s = None
@@ -285,15 +284,15 @@ class _DataNodes:
     def _another_layout(self) -> bool:
         try:
             return share_out(self._config).per_worker.label_selector != self._shares.per_worker.label_selector
-        except InputError:  # without room for the workers, the attempt waits for nodes
+        except InputError:  # without room for the workers, the next attempt would wait
             return False
 
 
 class _Growth:
-    """Whether nodes that joined have given room for more workers, twice in a row and not too soon."""
+    """Detects room for more workers on nodes that joined, in two consecutive polls after the resize interval."""
 
     def __init__(self, config: TrainConfig, num_workers: int, *, crowded: bool) -> None:
-        """`crowded`: what others hold of the cluster now does not count as gained."""
+        """Start polling. With `crowded`, resources that other jobs use now do not count as new."""
         self._config = config
         self._room = max(num_workers, self._num_workers()) if crowded else num_workers
         self._next_look_s = time.monotonic() + config.scaling.resize_interval_s
@@ -314,13 +313,13 @@ class _Growth:
 
 
 _FEW_TASKS: Final = 8
-"""Blocks of a log that one thread indexes in about a second."""
+"""Number of log blocks that one thread indexes in about a second."""
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
 class _DriverEngine(ThreadEngine):
-    """Data tasks of the driver of a local Ray: as threads they start at once, and see the same CPUs and files."""
+    """Data tasks of a local Ray's driver, run as threads: they start at once and use the same CPUs and files."""
 
     def share(self, value: _Value) -> Shared[_Value]:
         return RayShared(ray.put(value))
@@ -328,8 +327,8 @@ class _DriverEngine(ThreadEngine):
 
 @dataclass(frozen=True)
 class _NearEngine(RayEngine):
-    """Data tasks of the driver on a running cluster of its own node alone: a few as a thread, because a task's process takes
-    seconds to start; more by Ray, which knows what other jobs do there."""
+    """Data tasks of a driver on a running cluster with only its node. A few tasks run in a thread, because a process takes
+    seconds to start; more run on Ray, which knows the load of other jobs."""
 
     max_outage_s: float = 0.0
 
@@ -342,7 +341,7 @@ class _NearEngine(RayEngine):
 
 
 class RayLauncher:
-    """See `Launcher`."""
+    """Launcher for Ray clusters, running or local."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -360,7 +359,7 @@ class RayLauncher:
         connection.ship_code(config)
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
-        # A resumed run may do so on a cluster whose nodes are still joining; a new one is refused at once.
+        # Nodes may still be joining when a run resumes. A new run fails at once.
         shares = wait_for_room(self._config, note) if resumes else share_out(self._config)
         if shares.num_nodes > 1:
             note(shares.text())

@@ -1,4 +1,4 @@
-"""A run as Prometheus metrics, by way of Ray, whose endpoint on the driver's node exports them with its own."""
+"""Metrics of a run in Prometheus, exported by Ray's endpoint on the driver's node; and statistics of Ray's object store."""
 
 import logging
 import threading
@@ -21,7 +21,7 @@ GAUGES: Final = {
     "rayrec_checkpoint_bytes": "Size of the last checkpoint",
     "rayrec_checkpoint_write_s": "Seconds in which the last checkpoint was written, in the background",
 }
-"""With the label run; Ray puts `ray_` before each name."""
+"""Gauges with the label run. Ray prefixes each name with `ray_`."""
 COUNTERS: Final = {
     "rayrec_rows_total": "Rows trained on, those done again after a failure too",
     "rayrec_steps_total": "Steps trained, those done again after a failure too",
@@ -30,14 +30,14 @@ COUNTERS: Final = {
     "rayrec_checkpoint_stall_s_total": "Seconds in which training waited for saves",
     "rayrec_failures_total": "Failures of workers, and of the run",
 }
-"""With the label run."""
+"""Counters with the label run."""
 _GAUGE_FIELDS: Final = ("loss", "rows_per_s", "blocked_fraction", "multiply_adds_per_s", "peak_fraction")
 
 
 @final
 class PrometheusTracker:
-    """Sets metrics as events come. They are live ones: what happened before `since_s`, under an earlier driver, is in that
-    driver's, and counters begin at 0 with each. They vanish with the driver's process."""
+    """Updates live metrics from events. Ignores events before `since_s`, of earlier drivers. Counters start at 0, and all metrics
+    disappear with the driver's process."""
 
     def __init__(self, run: str, *, since_s: float) -> None:
         tags = {"run": run}
@@ -71,7 +71,7 @@ class PrometheusTracker:
             self._other(kind, event)
 
     def flush(self) -> None:
-        """Ray collects the metrics by itself."""
+        """Do nothing: Ray collects the metrics."""
 
     def close(self) -> None:
         pass
@@ -83,7 +83,7 @@ class PrometheusTracker:
             if event.get(name) is not None:
                 self._gauges[f"rayrec_{name}"].set(event[name])
         for phase, seconds in event.get("times_s", {}).items():
-            if seconds > 0:  # Ray refuses 0
+            if seconds > 0:  # Ray rejects 0
                 self._time.inc(seconds, tags={"phase": phase})
 
     def _other(self, kind: str, event: dict[str, Any]) -> None:
@@ -111,12 +111,12 @@ _logger = logging.getLogger(__name__)
 _POLL_S: Final = 3.0
 _TIMEOUT_S: Final = 5.0
 _MOST_FAILURES: Final = 10
-"""In a row, after which nobody asks any more: a cluster that is busy answers again."""
+"""Maximum number of consecutive failures before polling ends. A busy cluster answers again."""
 
 
 @final
 class StoreWatch:
-    """Asks Ray every few seconds, in a thread. Trouble with that, ten times in a row, ends the asking, and nothing else."""
+    """Thread that polls Ray's object store every few seconds. Its errors, ten in a row, only end the polling."""
 
     def __init__(self) -> None:
         self._latest: dict[str, int] = {}
@@ -126,12 +126,12 @@ class StoreWatch:
         self._thread.start()
 
     def latest(self) -> dict[str, int]:
-        """`object_store_bytes` in use, `object_store_limit_bytes`, and `spilled_bytes` since the watch began, over all nodes;
-        empty before the first answer and where the last was none."""
+        """Return `object_store_bytes` in use, `object_store_limit_bytes`, and `spilled_bytes` since the start, over all nodes.
+        Empty before the first answer and after a failed poll."""
         return dict(self._latest)
 
     def close(self) -> None:
-        """Returns at once."""
+        """Stop polling, without waiting."""
         self._stop.set()
 
     def _watch(self) -> None:
@@ -140,7 +140,7 @@ class StoreWatch:
             try:
                 self._latest = self._fields(_store_stats())
                 num_failures = 0
-            except Exception as error:  # Ray's own interface, which says not what it raises
+            except Exception as error:  # private interface with undocumented errors
                 self._latest = {}
                 num_failures += 1
                 cause = str(error)
@@ -159,7 +159,7 @@ class StoreWatch:
 
 
 def _store_stats() -> Any:
-    """Of all nodes, as `ray memory --stats-only` has them. Ray 2.60 has no public function for it."""
+    """Return the statistics of all nodes, as in `ray memory --stats-only`. Ray 2.60 has no public function for it."""
     from rayrec.compat.ray_compat import internal_api, state
 
     return internal_api.get_memory_info_reply(state.state, timeout_seconds=_TIMEOUT_S).store_stats

@@ -1,4 +1,4 @@
-"""A training worker inside Ray Train."""
+"""Training worker inside Ray Train."""
 
 import contextlib
 import os
@@ -25,16 +25,17 @@ from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import FailureConfig
 
 _STANDBY_S: Final = 1800.0
-"""Seconds that an idle process is kept, and replaced by the next."""
+"""Seconds for which an idle process is kept before the next one replaces it."""
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Runs once per worker and attempt, with a reference to its AttemptContext; see `rayrec.training.worker.run_worker`."""
-    entered_s = time.time()  # the process group is up
+    """Train as one worker of one attempt; see `rayrec.training.worker.run_worker`. `arguments` has a reference to the
+    AttemptContext."""
+    entered_s = time.time()  # the process group exists
     attempt: AttemptContext = ray.get(arguments["attempt"])
     stopwatch = attempt.stopwatch()
     process_s = time.time() - (process_age_s() or 0.0)
-    if attempt.begun_s < process_s < entered_s:  # it was not started ahead
+    if attempt.begun_s < process_s < entered_s:  # not prestarted
         stopwatch.lap("worker_process", at_s=process_s)
     stopwatch.lap("process_group", at_s=entered_s)
     stopwatch.lap("worker_imports")
@@ -71,8 +72,8 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _standby(failure: FailureConfig, node: Mapping[str, Any]) -> Iterator[None]:
-    """Within it this worker's node keeps an idle process that has imported what a worker needs, for the worker that replaces
-    this one after a failure."""
+    """Keep an idle process with a worker's imports on this node within the context, for the worker that replaces this one after a
+    failure."""
     runtime_env, ended = ray.get_runtime_context().get_runtime_env_string(), threading.Event()
 
     def keep(wait_s: float) -> None:
