@@ -1,1 +1,1 @@
-"""Readers of raw logs: text, CSV and Parquet files to rows as a log gives them."""
+"""Readers of raw logs: text, CSV and Parquet files to raw rows."""

@@ -1,12 +1,12 @@
 """Values of Arrow columns of any type: numbers, times, and categories as 64-bit tokens.
 
-The token of an integer is its 64-bit two's complement; that of text is the XXH64 (seed 0) of its UTF-8 bytes. Text that is
-exactly how an int64 is written in decimal (no plus, no leading zeros, no -0) counts as that integer, and an unsigned
-integer of 2^63 or more as its text, so that a column's integers have the same tokens in a CSV file as in a Parquet file.
-Booleans are the integers 1 and 0, also as the texts true, True, TRUE, false, False and FALSE.
+The token of an integer is its 64-bit two's complement, the token of text the XXH64 (seed 0) of its UTF-8 bytes. Integers have the
+same tokens in CSV and in Parquet files: text in the canonical decimal form of an int64 (no plus, no leading zeros, no -0) counts
+as that integer, and an unsigned integer of 2^63 or more as its text. Booleans are the integers 1 and 0, also as the texts true,
+True, TRUE, false, False and FALSE.
 
-Two different categories get the same token with probability 2^-64, and are then one category to the model. Among n
-different texts of a column, n^2 / 2^65 such pairs are expected: 3e-8 for a million, 0.03 for a billion, 1 for 6.1 billion.
+Two different categories get the same token with probability 2^-64, and are then one category to the model. Among n different
+texts in a column, n^2 / 2^65 such pairs are expected: 3e-8 for a million, 0.03 for a billion, 1 for 6.1 billion.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ VALUE, EMPTY, REFUSED = 0, 1, 2  # rayrec_text_status in native/kernels.h
 
 @dataclass(frozen=True)
 class Text:
-    """A column of text as the kernels take it; value i is data[offsets[i] : offsets[i + 1]]."""
+    """Text column for the kernels. Value i is data[offsets[i] : offsets[i + 1]]."""
 
     offsets: np.ndarray
-    """int64 (values + 1)"""
+    """Start of each value and the end, int64 [values + 1]."""
     data: np.ndarray
-    """uint8"""
+    """Concatenated bytes, uint8."""
     null: np.ndarray | None
-    """bool (values); None where all are there"""
+    """Mask of null values, bool [values]. None if all are present."""
 
     @classmethod
     def of(cls, array: pa.Array) -> Text:
-        """Of an Arrow array of strings or bytes of any kind, whose memory it points into."""
+        """Wrap an Arrow array of strings or bytes of any kind, sharing its memory."""
         array = pc.cast(array, pa.large_binary())
         _, offsets, data = array.buffers()
-        empty = not len(array)  # then Arrow may have no buffers
+        empty = not len(array)  # Arrow may then have no buffers
         return cls(
             np.zeros(1, np.int64) if empty else np.frombuffer(offsets, np.int64, len(array) + 1, 8 * array.offset),
             np.zeros(1, np.uint8) if not data or not data.size else np.frombuffer(data, np.uint8),
@@ -54,7 +54,7 @@ class Text:
         return len(self.offsets) - 1
 
     def call(self, kernel: str, *outputs: np.ndarray) -> np.ndarray:
-        """Runs a kernel over the values, into `outputs`; returns uint8 (values): VALUE, EMPTY or REFUSED."""
+        """Run a kernel over the values into `outputs`. Return VALUE, EMPTY or REFUSED for each value, uint8 [values]."""
         assert all(output.flags.c_contiguous or len(output) < 2 for output in outputs)
         status = np.empty(len(self), np.uint8)
         getattr(library(), kernel)(
@@ -68,19 +68,19 @@ class Text:
 
 
 def text_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> np.ndarray:
-    """Write the tokens of an Arrow array of text to `out` (contiguous uint64) and return their status, uint8; what is not UTF-8
-    is REFUSED. Without `booleans`, true and false are plain text. About 20 ns a value."""
+    """Write the tokens of an Arrow array of text to `out` (contiguous uint64) and return their status, uint8 [values]. Invalid
+    UTF-8 is REFUSED. Without `booleans`, true and false are plain text. About 20 ns per value."""
     return Text.of(array).call("rayrec_text_tokens" if booleans else "rayrec_plain_text_tokens", out)
 
 
 def text_integers(array: pa.Array, out: np.ndarray) -> np.ndarray:
-    """Write the tokens of an Arrow array of text that is whole numbers of 64 bits in any form: 7, 07, +7, 7.0; return their
-    status. Blanks around a number do not count, true and false are 1 and 0, `nan` is a missing value; the rest is REFUSED."""
+    """Write the tokens of an Arrow array of text with 64-bit integers in any form (7, 07, +7, 7.0) and return their status.
+    Blanks around a number are ignored, true and false are 1 and 0, `nan` is a missing value; the rest is REFUSED."""
     return Text.of(array).call("rayrec_text_whole", out)
 
 
 def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
-    """Write the tokens of an Arrow array of integers of any width, or of booleans (0 and 1); return their status."""
+    """Write the tokens of an Arrow array with integers of any width, or booleans (0 and 1), and return their status."""
     if types.is_boolean(array.type):
         array = pc.cast(array, pa.uint8())
     empty = array.is_null().to_numpy(zero_copy_only=False)
@@ -96,7 +96,7 @@ def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
 
 
 LIMIT = 10**18
-"""Numbers beyond it are refused."""
+"""Maximum absolute value of a number."""
 
 RefuseType = Callable[[str, str], InputError]
 
@@ -106,12 +106,11 @@ def type_error(table_schema: pa.Schema, path: str) -> RefuseType:
 
 
 MOST_SECONDS = 2.0**42
-"""Seconds of a time from 1970 on: 139,000 years, whose microseconds fit an int64."""
+"""Maximum seconds from 1970: 139,000 years, whose microseconds fit an int64."""
 
 
 def times_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 microseconds, status) of text: a number of seconds since 1970, or a date or time in ISO 8601, UTC if it has no
-    zone."""
+    """Parse text as (int64 microseconds, status): seconds since 1970, or an ISO 8601 date or time, UTC if it has no zone."""
     binary = pc.cast(array, pa.large_binary())
     status = Text.of(binary).call("rayrec_check_numbers")
     nothing = pa.scalar(None, pa.large_binary())
@@ -132,7 +131,7 @@ _ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\
 
 
 def _cast_where_possible(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The values as `kind`; null for those that are none, such as a 30th of February. Few are expected: each costs some casts."""
+    """Cast the values to `kind`; impossible ones, such as February 30, become null. Each of these costs several casts."""
     try:
         return pc.cast(array, kind)
     except pa.ArrowInvalid:
@@ -143,9 +142,9 @@ def _cast_where_possible(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def plain_array(column: pa.ChunkedArray) -> pa.Array:
-    """One array, its dictionaries resolved."""
+    """Combine the chunks into one array without dictionaries."""
     if types.is_string(column.type) or types.is_binary(column.type):
-        column = column.cast(pa.large_binary())  # offsets of 32 bits may not reach across all chunks
+        column = column.cast(pa.large_binary())  # 32-bit offsets may overflow over all chunks
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.array([], column.type) if not array.num_chunks else pa.concat_arrays(array.chunks)
@@ -190,12 +189,12 @@ def _nothing(array: pa.Array, dtype: type) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _empty(array: pa.Array) -> np.ndarray:
-    """uint8: EMPTY where null, else VALUE."""
+    """Return EMPTY for null, else VALUE, uint8."""
     return array.is_null().to_numpy(zero_copy_only=False).astype(np.uint8)
 
 
 def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(float64, status) of text: decimal numbers, `true` and `false` as 1 and 0, and NaN."""
+    """Parse text as (float64, status): decimal numbers, `true` and `false` as 1 and 0, and NaN."""
     array = pc.cast(array, pa.large_binary())
     status = Text.of(array).call("rayrec_check_numbers")
     text = pc.if_else(pa.array(status == VALUE), array, pa.scalar(None, pa.large_binary()))
@@ -214,7 +213,7 @@ _WORDS = {1.0: [b"true", b"True", b"TRUE"], 0.0: [b"false", b"False", b"FALSE"],
 
 
 def _seconds(array: pa.Array) -> pa.Array:
-    """float64: the seconds from 1970-01-01 00:00 UTC (or without a time zone, of local time) to dates or timestamps."""
+    """Return the seconds from 1970-01-01 00:00 UTC (or local time without a zone) to dates or timestamps, float64."""
     if types.is_date(array.type):
         array = pc.cast(array, pa.timestamp("s"))
     units = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -222,7 +221,7 @@ def _seconds(array: pa.Array) -> pa.Array:
 
 
 def numbers_of(array: pa.Array, name: str, refuse_type: RefuseType, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(float64, status): 0 if missing or refused; may hold NaN and infinities. With `times`, dates and timestamps are
+    """Return (float64, status), 0 if missing or rejected; NaN and infinities are possible. With `times`, dates and timestamps are
     seconds."""
     if types.is_null(array.type):
         return _nothing(array, np.float64)
@@ -234,12 +233,12 @@ def numbers_of(array: pa.Array, name: str, refuse_type: RefuseType, *, times: bo
         array = _seconds(array)
     if not (types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)):
         raise refuse_type(name, "numbers are needed; convert it, or leave it out of the schema")
-    values = pc.cast(array, pa.float64(), safe=False)  # integers above 2^53 are rounded
+    values = pc.cast(array, pa.float64(), safe=False)  # Integers above 2^53 are rounded
     return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
 
 
 def integers_of(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
-    """(int64, status): of at most 18 digits, as in text; numbers of other types count where they are integral."""
+    """Return (int64, status) of numbers with at most 18 digits, as text or as integral numbers of other types."""
     if is_text(array.type):
         text = Text.of(array)
         values = np.empty(len(text), np.int64)
@@ -258,9 +257,8 @@ def integers_of(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np
 
 
 def whole_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
-    """Write the tokens of floating-point numbers that are integers, as pandas stores a column of integers with gaps; return their
-    status. NaN is a missing value. A number is refused if it is not whole or if its type does not hold all integers of its
-    size."""
+    """Write the tokens of integers stored as floating-point numbers, as pandas stores integers with gaps, and return their
+    status. NaN is a missing value. A number is REFUSED if it is fractional or beyond the exact integers of its type."""
     mantissa = {pa.float16(): 11, pa.float32(): 24}.get(array.type, 53)
     missing = array.is_null().to_numpy(zero_copy_only=False)
     values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Reads CSV files as columns of text, row by row accounted for."""
+"""CSV reader: files to columns of text, with every row accounted for."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from rayrec.storage.cache import is_gzip
 READ_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20
 MAX_QUOTED_BYTES, MAX_QUOTED_LINES = 256 << 10, 100
-"""Most bytes and line ends of a quoted field. A quote that is not closed within them is unmatched."""
+"""Maximum bytes and line ends of a quoted field. A quote not closed within them is unmatched."""
 FAULT = "rayrec.fault"
-"""Name of the column (uint8) of faulty rows: TOO_FEW or TOO_MANY fields, UNMATCHED for a line with an unmatched quote; 0 for
-other rows."""
+"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED for a line with an unmatched quote, 0 for valid
+rows."""
 TOO_FEW, TOO_MANY, UNMATCHED = 1, 2, 3
 _HEADER_BYTES = 1 << 20
 _SEARCHED_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
 _ROWS_AT_ONCE = 1 << 15
-"""Rows split at once: their places take 16 bytes a field."""
+"""Rows split at once; their positions take 16 bytes per field."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The first row of a CSV file."""
+    """First row of a CSV file."""
 
     delimiter: str
     columns: tuple[str, ...]
 
 
 def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
-    """The column names in the file's first bytes (without a byte order mark). A schema's delimiter of a tab, which is what
-    logs without a header have, may also be a comma. Raises InputError where no header can be read."""
+    """Parse the column names in the file's first bytes (without a byte order mark). If the schema's delimiter is a tab, the
+    default of logs without a header, a comma is accepted too. Raises InputError if no header can be read."""
     first_line = head.lstrip(b"\r\n").partition(b"\n")[0]
     delimiter = schema.delimiter
     if delimiter == "\t" and b"\t" not in first_line and schema.list_delimiter != ",":
@@ -59,14 +59,14 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
 
 
 def present_columns(names: Sequence[str], schema: Schema) -> tuple[str, ...]:
-    """The schema's columns without the optional ones that are not among `names`."""
+    """Return the schema's columns without the optional ones that are not among `names`."""
     return tuple(name for name in schema.columns if name in names or name not in schema.optional)
 
 
 def check_columns(
     names: Sequence[str], wanted: Sequence[str], *, path: str, hint: str = "", optional: Sequence[str] = ()
 ) -> None:
-    """Raises InputError unless each wanted column is there once; an optional one may be absent."""
+    """Check that each wanted column exists once; optional ones may be absent. Raises InputError."""
     for name in wanted:
         found = list(names).count(name)
         if found != 1 and not (found == 0 and name in optional):
@@ -77,17 +77,19 @@ def check_columns(
 
 
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
-    """The column names of a CSV file; none where it is empty."""
+    """Return the column names of a CSV file, none if it is empty."""
     with _opened(path) as stream:
         text = _head(stream, path, _HEADER_BYTES)
         return read_header(text, schema, path=path).columns if text.strip(b"\r\n") else ()
 
 
 def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
-    """Yields the schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT. Faulty rows are
-    included with empty values; empty lines are skipped. Of a row with an unmatched quote, the first line is one faulty row
-    and the next row starts at the next line. Raises InputError for a file without the columns, with a row of more than
-    MAX_ROW_BYTES, or damaged."""
+    """Yield the schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT.
+
+    Invalid rows have empty values; empty lines are skipped. In a row with an unmatched quote, the first line is one invalid row
+    and the next row starts at the next line. Raises InputError if the file lacks a column, is damaged, or has a row of more than
+    MAX_ROW_BYTES.
+    """
     with _opened(path) as stream:
         text = _head(stream, path, read_bytes)
         if not text.strip(b"\r\n"):
@@ -103,20 +105,20 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
 
 
 class CsvRange:
-    """Rows that begin in bytes [start, stop) of a plain CSV file, as tables like those of `read_csv`. `start`: 0, or the first
-    byte of a row. Which rows they are does not depend on those before."""
+    """Rows that begin in bytes [start, stop) of a plain CSV file, as tables like those from `read_csv`. `start` is 0 or the first
+    byte of a row. The rows do not depend on earlier ones."""
 
     def __init__(self, path: str, schema: Schema, start: int, stop: int) -> None:
         self._path, self._schema, self._start, self._stop = path, schema, start, stop
         self.end = start
-        """Where the first row that is not one of them begins. Known once they were read."""
+        """Start of the first row after the range, known after iteration."""
 
     def __iter__(self) -> Iterator[pa.Table]:
         path, at, text = self._path, self._start, b""
         with _opened(path) as stream:
             splitter = _Splitter.of_file(path, _head(stream, path, _HEADER_BYTES), self._schema)
         if at:
-            splitter.row = 0  # the header is elsewhere
+            splitter.row = 0  # The header is elsewhere
         elif _bytes_at(path, (0, len(_BOM))) == _BOM:
             at = len(_BOM)
         pieces = [(start, min(READ_BYTES, self._stop - start)) for start in range(at, self._stop, READ_BYTES)]
@@ -125,7 +127,7 @@ class CsvRange:
             at += len(text) + len(piece) - len(rest)
             text = rest
             yield from tables
-        # The row that `stop` cuts, or rows behind a quote that is not closed before it.
+        # The row cut by `stop`, or rows after a quote that is not closed before it.
         final = False
         while at < self._stop and (text or not final):
             tables, rest = splitter.split(text, final=final, most_rows=1)
@@ -140,8 +142,8 @@ class CsvRange:
 
 
 def row_start(path: str, start: int) -> int:
-    """Return the first byte behind the line end at or after byte `start` - 1. There a row begins, unless a quoted field has that
-    line end."""
+    """Return the first byte after the line end at or after byte `start` - 1: the start of a row, unless the line end is in a
+    quoted field."""
     at = start - 1
     while piece := _bytes_at(path, (at, _SEARCHED_BYTES)):
         ends = [place for end in (b"\n", b"\r") if (place := piece.find(end)) >= 0]
@@ -152,7 +154,7 @@ def row_start(path: str, start: int) -> int:
 
 
 def _behind_line_ends(path: str, at: int) -> int:
-    """Return the first byte at or after `at` that ends no line."""
+    """Return the first byte at or after `at` that is not a line end."""
     while piece := _bytes_at(path, (at, _SEARCHED_BYTES)):
         rest = piece.lstrip(b"\r\n")
         at += len(piece) - len(rest)
@@ -162,17 +164,16 @@ def _behind_line_ends(path: str, at: int) -> int:
 
 
 def _bytes_at(path: str, place: tuple[int, int]) -> bytes:
-    """Return the bytes at (first byte, most bytes)."""
+    """Return the bytes at (first byte, maximum size)."""
     start, size = place
     buffer = np.empty(size, np.uint8)
     return buffer[: storage.read_into(path, start, buffer)].tobytes()
 
 
 def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Sequence[str], path: str) -> pa.Table:
-    """Returns the same table for rows in memory without a header; `columns` names their fields in order. Empty lines are
-    skipped."""
+    """Return the same table for rows in memory without a header, skipping empty lines. `columns` names their fields in order."""
     splitter = _Splitter(path, Header(delimiter, tuple(columns)), schema)
-    splitter.row = 0  # there is no header
+    splitter.row = 0  # No header
     tables, _ = splitter.split(text, final=True)
     return pa.concat_tables(tables) if tables else splitter.nothing()
 
@@ -188,7 +189,7 @@ def _opened(path: str) -> Iterator[Any]:
 
 
 def _head(stream: Any, path: str, read_bytes: int) -> bytes:
-    """The file's start up to the end of its header at least, without a byte order mark."""
+    """Return the file's start up to at least the end of its header, without a byte order mark."""
     text = b""
     while not _holds_header(text) and (more := stream.read(read_bytes)):
         text += more
@@ -203,7 +204,7 @@ def _holds_header(text: bytes) -> bool:
 
 
 class _Splitter:
-    """Splits a CSV file's text, piece by piece."""
+    """Incremental splitter of a CSV file's text."""
 
     def __init__(self, path: str, header: Header, schema: Schema) -> None:
         self.path = path
@@ -211,19 +212,19 @@ class _Splitter:
         self.delimiter, self.columns = header.delimiter, len(header.columns)
         place = {name: number for number, name in enumerate(self.names)}
         self.places = np.array([place.get(name, -1) for name in header.columns], np.int32)
-        self.row = -1  # the header is split too
+        self.row = -1  # The header is split too
         self.trim = schema.tokens == "any" and schema.category_rules >= 2
 
     @classmethod
     def of_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
-        """For the file that begins with `head`. Raises InputError if its header lacks a column."""
+        """Create a splitter for the file that begins with `head`. Raises InputError if its header lacks a column."""
         header = read_header(head, schema, path=path)
         hint = f" (split at {header.delimiter!r})"
         check_columns(header.columns, schema.columns, path=path, hint=hint, optional=schema.optional)
         return cls(path, header, schema)
 
     def split(self, text: bytes, *, final: bool, most_rows: int | None = None) -> tuple[list[pa.Table], bytes]:
-        """The rows that are complete, all of them or the first `most_rows`, and the text that is left."""
+        """Return the complete rows, all or the first `most_rows`, and the remaining text."""
         data = np.frombuffer(bytearray(text), np.uint8)
         tables, begin = [], 0
         while begin < len(data):
@@ -237,19 +238,19 @@ class _Splitter:
         return tables, text[begin:]
 
     def check_length(self, text: bytes) -> None:
-        """Raises InputError if the text, which is no whole row, is too long to be one."""
+        """Check that the text, an incomplete row, is not too long. Raises InputError."""
         if len(text) > MAX_ROW_BYTES:
             raise InputError(f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB; it is no CSV file")
 
     def nothing(self) -> pa.Table:
-        """A table without rows."""
+        """Return a table without rows."""
         arrays = [pa.array([], pa.large_binary())] * len(self.names)
         return pa.table([*arrays, pa.array([], pa.uint8())], names=[*self.names, FAULT])
 
     def _table(self, data: np.ndarray, final: bool, most_rows: int) -> tuple[pa.Table, int]:
-        """Rows at the start of the text, and the bytes they take up."""
+        """Return rows at the start of the text, and their size in bytes."""
         kept = len(self.names)
-        capacity = min(len(data) // max(self.columns, 2) + 1, most_rows)  # more rows come with the next call
+        capacity = min(len(data) // max(self.columns, 2) + 1, most_rows)  # More rows come with the next call
         starts, lengths = np.empty((capacity, kept), np.int64), np.empty((capacity, kept), np.int64)
         kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
         how = (ctypes.c_int32(final), ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.trim))

@@ -1,4 +1,4 @@
-"""Refused lines and rows of a log: how many of each kind, where the first ones are, and their likely cause."""
+"""Invalid lines and rows of a log: counts by kind, first occurrences, and their likely cause."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, Final
 
 LABEL_FAULT: Final = "label is not 0 or 1"
 LABEL_LETTERS: Final = 24
-"""Letters of a label that are kept."""
+"""Maximum letters of a label in a report."""
 _MOST_LABELS, _MOST_SHOWN = 20, 8
-"""Distinct labels that are kept of a column and shown in an error."""
+"""Maximum distinct labels per column, stored and shown in an error."""
 _POSITIVE = ("yes", "y", "t", "click", "clicked", "positive", "pos")
-"""Texts that stand for a click."""
+"""Texts that mean a click."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One refused line of text, or row of a table."""
+    """Invalid line of text, or row of a table."""
 
     path: str
     byte: int | None
-    """Where the line starts in the (unpacked) file; None in a table."""
+    """Start of the line in the (unpacked) file. None in a table."""
     kind: str
     column: str
-    """Name of the column at fault, empty where the whole line is meant."""
+    """Column name, empty for a fault of the full line."""
     row: int | None = None
-    """Of a table, the first being 0."""
+    """Row of a table, from 0. None in text."""
 
     def __str__(self) -> str:
         where = f"byte {self.byte}" if self.row is None else f"row {self.row}"
@@ -36,20 +36,20 @@ class Fault:
 
 @dataclass
 class Faults:
-    """Refused lines of some text: how many of each kind, and the first few of them."""
+    """Counts of invalid lines by kind, and the first few of them."""
 
     counts: dict[str, int] = field(default_factory=dict)
     first: list[Fault] = field(default_factory=list)
     keep: int = 10
     labels: dict[str, list[str]] = field(default_factory=dict)
-    """Distinct values of each label column that has other values than 0 and 1."""
+    """Distinct values of each label column with values other than 0 and 1."""
 
     @property
     def total(self) -> int:
         return sum(self.counts.values())
 
     def add(self, other: Faults) -> None:
-        """Adds faults found further on in the log."""
+        """Add faults found later in the log."""
         for kind, count in other.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
         self.first = (self.first + other.first)[: self.keep]
@@ -64,7 +64,7 @@ class Faults:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         labels = {"labels": self.labels} if self.labels else {}
         return {"counts": self.counts, "first": [vars(fault) for fault in self.first], **labels}
 
@@ -73,19 +73,19 @@ class Faults:
         return cls(stored["counts"], [Fault(**fault) for fault in stored["first"]], labels=stored.get("labels", {}))
 
     def describe(self) -> str:
-        """One line: each kind with its count, and where the first one is."""
+        """Return one line: each kind with its count, and the first occurrence."""
         if not self.total:
             return "no faulty rows"
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(self.counts.items()))
         return f"{self.total:,} faulty rows ({kinds}); first: {self.first[0]}"
 
     def wrong_labels(self) -> str | None:
-        """Return the problem and its fix if most faults are labels other than 0 and 1; None if they are not."""
+        """Return the problem and its fix if most faults are labels other than 0 and 1, else None."""
         if not self.labels or 2 * self.counts.get(LABEL_FAULT, 0) <= self.total:
             return None
         column, values = next(iter(self.labels.items()))
         wrong = [value for value in values if value not in ("0", "1")]
-        if len(wrong) == 1 and not _is_number(wrong[0]):  # a header's line, or a placeholder
+        if len(wrong) == 1 and not _is_number(wrong[0]):  # A header line, or a placeholder
             return None
         numbers = [float(value) for value in values] if all(map(_is_number, values)) else None
         chosen = values[min(len(values) - 1, len(values) * 3 // 5)]
@@ -108,14 +108,14 @@ def _is_number(text: str) -> bool:
 
 
 def distinct_labels(values: Iterable[str]) -> list[str]:
-    """Return the first distinct values, numbers in their order before other texts."""
+    """Return the first distinct values, numbers in order before other texts."""
     texts = {value[:LABEL_LETTERS] for value in values}
     order = {text: (0, float(text), text) if _is_number(text) else (1, 0.0, text) for text in texts}
     return sorted(texts, key=order.__getitem__)[:_MOST_LABELS]
 
 
 HEAD_BYTES = 64 << 10
-"""Bytes of a file's start that tell its kind."""
+"""Bytes at the start of a file that reveal its kind."""
 _MAGIC = {
     b"\xff\xfe": "it is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
     b"\xfe\xff": "it is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
@@ -131,8 +131,7 @@ _MAGIC = {
 
 
 def likely_cause(head: bytes) -> str:
-    """One sentence on the first bytes of a text log in which many lines are faulty, with the remedy; empty if nothing is
-    conspicuous."""
+    """Return a sentence on why many lines of a text log are invalid, with the fix, from its first bytes; empty if unknown."""
     for magic, cause in _MAGIC.items():
         if head.startswith(magic):
             return cause

@@ -1,4 +1,4 @@
-"""A click log as a sequence of segments whose good rows are counted once and numbered, and the cache of such an index."""
+"""Log index: segments of a click log with counted and numbered valid rows, and its cache."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from rayrec.schema import Schema
 from rayrec.storage.cache import head_of
 
 _MOST_INDICES = 64
-"""Indices that one folder keeps."""
+"""Maximum number of indices per folder."""
 
 Format = Literal["text", "table", "binary", "npy", "npz", "parquet"]
-"""text: lines of a raw log; table: a raw log in Parquet or CSV; the others are preprocessed data (data/materialized)."""
+"""File format. text: lines of a raw log; table: a raw log in Parquet or CSV; others: preprocessed data (data/materialized)."""
 MAPPED = ("binary", "npy", "npz")
-"""Formats whose files a process maps into its memory; any row is written and read on its own."""
+"""Memory-mapped formats, in which single rows are read and written."""
 VERSION = 2
-"""Version of stored indices; another one makes a log be indexed again."""
+"""Version of stored indices. A log with an index of another version is indexed again."""
 
 
 class Entry(NamedTuple):
-    """A segment that is not numbered yet."""
+    """Segment without row numbers."""
 
     path: str
     start: int
     stop: int
     rows: int
-    """Good rows."""
+    """Number of valid rows."""
     checksum: int | None = None
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of one file, its good rows numbered from first_row on (over the whole log)."""
+    """Range of one file, its valid rows numbered from first_row on (over the full log)."""
 
     path: str
     start: int
     stop: int
-    """[start, stop): bytes holding whole lines of text; in other formats, rows of the file."""
+    """End of [start, stop): bytes of full lines in text, rows of the file in other formats."""
     first_row: int
     rows: int
     format: Format = "text"
     checksum: int | None = None
-    """Checksum of the bytes the rows are made from (native/checksum.c), of a table those of the schema's columns. None: not
-    known; preprocessed files have checksums of their own."""
+    """Checksum (native/checksum.c) of the rows' bytes, in a table of the schema's columns. None: unknown; preprocessed files have
+    separate checksums."""
 
     @property
     def is_preprocessed(self) -> bool:
@@ -66,7 +66,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) of one segment (good rows, counted from the segment's first)."""
+    """Rows [start, stop) of one segment, counted from its first valid row."""
 
     segment: Segment
     start: int
@@ -79,14 +79,14 @@ class Block:
 
     parts: tuple[Part, ...]
     seed: tuple[int, ...] | None
-    """Of the permutation; None keeps the log's order."""
+    """Seed of the permutation. None keeps the log's order."""
 
     @property
     def rows(self) -> int:
         return sum(part.stop - part.start for part in self.parts)
 
     def order(self) -> np.ndarray:
-        """int64 (rows): which row of the parsed segments comes at each place of the block."""
+        """Return the index in the parsed segments of each row of the block, int64 [rows]."""
         chosen, base = [], 0
         for part in self.parts:
             chosen.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
@@ -101,7 +101,7 @@ class Block:
 
 @dataclass(frozen=True)
 class LogIndex:
-    """A click log cut into segments, with every refused line accounted for."""
+    """Segments of a click log, and the faults of its invalid lines."""
 
     segments: tuple[Segment, ...]
     faults: Faults
@@ -113,7 +113,7 @@ class LogIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Of a log of text."""
+        """Size of a text log."""
         return sum(segment.stop - segment.start for segment in self.segments)
 
     @property
@@ -130,7 +130,7 @@ class LogIndex:
         return self.faults.total / lines if lines else 0.0
 
     def parts(self, start: int, stop: int) -> Iterator[Part]:
-        """Rows [start, stop) of the log."""
+        """Yield rows [start, stop) of the log."""
         place = max(bisect_right(self.segments, start, key=lambda segment: segment.first_row) - 1, 0)
         while place < len(self.segments) and self.segments[place].first_row < stop:
             segment = self.segments[place]
@@ -140,7 +140,7 @@ class LogIndex:
             place += 1
 
     def check(self, max_bad_fraction: float, path: str) -> None:
-        """Raises InputError if the log has no rows or more faulty ones than allowed; it names the likely cause."""
+        """Check that the log has rows, and not more invalid ones than allowed. Raises InputError with the likely cause."""
         if self.rows and self.bad_fraction <= max_bad_fraction:
             return
         why = self.faults.describe() if self.faults.total else "it is empty"
@@ -157,7 +157,7 @@ class LogIndex:
         )
 
     def _cause(self) -> str:
-        """Return the likely cause of the faults of a text log; "" if nothing is conspicuous."""
+        """Return the likely cause of the faults of a text log; "" if unknown."""
         if self.format != "text" or not self.faults.first or self.faults.first[0].byte is None:
             return ""
         return likely_cause(head_of(self.faults.first[0].path, HEAD_BYTES))
@@ -179,7 +179,7 @@ class LogIndex:
 
 
 def numbered(entries: Iterable[Entry | tuple[str, int, int, int]], format: Format = "text") -> tuple[Segment, ...]:
-    """Segments in log order, their rows numbered through."""
+    """Return segments in log order with consecutive row numbers."""
     segments, first_row = [], 0
     for entry in entries:
         path, start, stop, rows, checksum = Entry(*entry)
@@ -189,12 +189,13 @@ def numbered(entries: Iterable[Entry | tuple[str, int, int, int]], format: Forma
 
 
 def checksum(data: np.ndarray) -> int:
-    """Checksum of contiguous bytes (uint8), from 0 to 2^63 - 1; finds any change of one 8-byte word, others but for 2^-63."""
+    """Compute the checksum of contiguous bytes (uint8), from 0 to 2^63 - 1. Finds any change of one 8-byte word, and other
+    changes with probability 1 - 2^-63."""
     return call("rayrec_checksum", data, data.nbytes)
 
 
 def changed(path: str, start: int, stop: int, unit: str) -> InputError:
-    """The error for a segment that is not what it was when the log was indexed; `unit`: bytes or rows."""
+    """Return the error for a segment that changed since the log was indexed; `unit` is bytes or rows."""
     return InputError(
         f"{path}: {unit} {start}-{stop} changed since the log was indexed; restore the file, or start a new run with "
         "another --name"
@@ -202,15 +203,17 @@ def changed(path: str, start: int, stop: int, unit: str) -> InputError:
 
 
 def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
-    """int64: the numbers in the log of the segments' rows, one segment after the other."""
+    """Return the numbers in the log of the segments' rows, concatenated, int64."""
     return np.concatenate(
         [np.arange(segment.first_row, segment.first_row + segment.rows, dtype=np.int64) for segment in segments]
     )
 
 
 def source_of(path: str) -> tuple[str, str]:
-    """What tells apart the user's file that a segment's rows come from, and its name with the partitions it is in, if it was
-    unpacked (see `unpacked_path`) or written again in several parts (see data/logs/parquet.py)."""
+    """Return a key of the user's file behind a segment, and its name with its partitions.
+
+    The segment's file may have been unpacked (see `unpacked_path`) or rewritten in several parts (see data/logs/parquet.py).
+    """
     folder, base = storage.folder_of(path), storage.name_of(path)
     plain = folder.partition("?")[0]
     partitions = "".join(f"{name}/" for name in partition_names(plain))
@@ -221,8 +224,8 @@ def source_of(path: str) -> tuple[str, str]:
 
 
 def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """The user's files that segments at these paths, in the order of the log, come from (see `source_of`), sorted by their paths.
-    Where some are read from files of the cache folder, whose names depend on the log's folder, all are sorted by their names."""
+    """Return the sources (see `source_of`) of segments at these paths in log order, sorted by path. Sorted by name if some are in
+    the cache folder, because such paths depend on the log's folder."""
     sources = list(dict.fromkeys(map(source_of, dict.fromkeys(paths))))
     if all(storage.name_of(key) == name.rpartition("/")[2] for key, name in sources):
         return sorted(sources)
@@ -230,7 +233,7 @@ def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def partition_names(folder: str) -> list[str]:
-    """The last folders of a path, as far as they are named KEY=VALUE."""
+    """Return the last folders of a path that are named KEY=VALUE."""
     names: list[str] = []
     for name in reversed(folder.split("/")):
         if not storage.PARTITION.fullmatch(name):
@@ -241,20 +244,20 @@ def partition_names(folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class CachedIndex:
-    """Where the index of some files, cut in one way, is kept for the next run."""
+    """Cached index of some files, segmented in one way."""
 
     path: str | None
-    """None: it is not kept."""
+    """Path of the cached index. None: not cached."""
     version: str
-    """What identifies these versions of the files."""
+    """Hash of the versions of the files."""
     listed: frozenset[str]
-    """Paths of the files, which are known to be there."""
+    """Paths of the files, known to exist."""
 
     @classmethod
     def at(
         cls, folder: str | None, *, files: Sequence[storage.File], schema: Schema, segment_bytes: int, suffix: str = ""
     ) -> CachedIndex:
-        """In `folder` (None: nowhere); `suffix` tells apart indices that depend on more than that."""
+        """Return the entry in `folder` (None: no cache). `suffix` distinguishes indices with further dependencies."""
         paths = [file.path for file in files]
         source = hashlib.sha256(repr((paths, schema.to_dict(), segment_bytes, suffix)).encode()).hexdigest()[:16]
         versions = [(file.size_bytes, file.modified_ns) for file in files]
@@ -263,8 +266,8 @@ class CachedIndex:
         return cls(path, version, frozenset(paths))
 
     def read(self) -> LogIndex | None:
-        """None if there is none of these versions of the files, if files that were made from them are gone, or if it is
-        damaged: the log is then indexed again."""
+        """Return the index; None if absent, damaged, of other file versions, or if files derived from them are missing. The log
+        is then indexed again."""
         version, index = self._stored()
         if index is None or version != self.version:
             return None
@@ -272,8 +275,8 @@ class CachedIndex:
         return index if len(storage.find_files(sorted(made))) == len(made) else None
 
     def write(self, index: LogIndex) -> str | None:
-        """Replaces the index of an older version of the files, and returns where the log was edited since, if it was: a file
-        and the first segment of it that has other bytes in the same place."""
+        """Replace the index of an older version of the files. Return the first edited range, a file and its first segment with
+        other bytes in the same place, or None."""
         if self.path is None:
             return None
         _, old = self._stored()
@@ -285,20 +288,20 @@ class CachedIndex:
         return None if old is None else _edited(old, index)
 
     def keep(self, index: LogIndex, note: Callable[[str], None]) -> LogIndex:
-        """Writes the index, and tells the user where the log was edited since it was indexed before."""
+        """Write the index, and report if the log was edited since it was last indexed."""
         edited = self.write(index)
         if edited:
             note(f"{edited} changed since the log was indexed before; runs that began with the old rows cannot resume")
         return index
 
     def _stored(self) -> tuple[str | None, LogIndex | None]:
-        """The version of the files and their index; None if there is none, or a damaged one."""
+        """Return the version of the files and their index; None if it is absent or damaged."""
         if self.path is None or not storage.exists(self.path):
             return None, None
         try:
             stored = storage.read_json(self.path)
             return stored["version"], LogIndex.from_dict(stored)
-        except (ValueError, TypeError, LookupError, AttributeError):  # not JSON, or JSON of another shape
+        except (ValueError, TypeError, LookupError, AttributeError):  # Not JSON, or JSON of another shape
             return None, None
 
 

@@ -1,4 +1,4 @@
-"""Parquet files whose row groups are small enough to be read one by one: the user's own, or rewritten from them or CSV."""
+"""Parquet files with row groups small enough to be read separately: the user's own, or rewritten from Parquet or CSV."""
 
 import functools
 import itertools
@@ -23,23 +23,23 @@ from rayrec.schema import Schema
 from rayrec.storage.cache import version_key
 
 VERSION = 2
-"""Version of the files written here; with another one they are written again."""
+"""Version of rewritten files. Files of another version are rewritten again."""
 _FOOTERS = 64
-"""Descriptions of files that a process keeps."""
+"""Maximum file descriptions cached per process."""
 _GAP_BYTES = 64 << 10
-"""Bytes between two column chunks that are read with them, rather than by another request."""
+"""Maximum bytes between two column chunks that are read by one request."""
 PART_GROUPS = 64
-"""Most row groups of a file written here: a reader of one of them reads the description of all."""
+"""Maximum row groups of a rewritten file. A reader of one group reads the description of all."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A Parquet file that holds rows of `source`, or is it."""
+    """Parquet file with rows of `source`, or `source` itself."""
 
     source: str
     path: str
     first_row: int
-    """Of the source."""
+    """First row in the source."""
     groups: list[tuple[int, int]]
     """Rows and bytes of each row group."""
 
@@ -54,7 +54,7 @@ def is_parquet(path: str) -> bool:
 
 @contextmanager
 def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
-    """A Parquet file, its errors turned into InputErrors."""
+    """Open a Parquet file, with read errors as InputErrors."""
     filesystem, inner = storage.resolve(path)
     try:
         with pq.ParquetFile(inner, filesystem=filesystem) as file:
@@ -70,14 +70,14 @@ def _unreadable(path: str, error: BaseException) -> InputError:
 
 
 def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Rows and about the raw bytes of each row group, in the named columns alone."""
+    """Return the rows and the approximate raw bytes of each row group, in the named columns only."""
     metadata, sizes = file.metadata, []
     wanted = set(names)
     leaves = [i for i in range(metadata.num_columns) if _top_level(metadata.schema.column(i), wanted)]
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         stored = sum(group.column(i).total_uncompressed_size for i in leaves)
-        # Values that dictionaries made small come out as 8 bytes each.
+        # Dictionary-encoded values are decoded to 8 bytes each.
         sizes.append((group.num_rows, max(stored, 8 * len(names) * group.num_rows)))
     return sizes
 
@@ -87,8 +87,8 @@ def _top_level(column: pq.ColumnSchema, wanted: set[str]) -> bool:
 
 
 def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[Part]:
-    """The Parquet files to read in place of `file`: itself, or ones that are written into `folder` unless they are there.
-    Raises InputError for a file that lacks a column or has one of an unusable type."""
+    """Return the Parquet files to read for `file`: itself, or rewritten ones in `folder`, created if absent. Raises InputError
+    for a file with a missing column or one of an unusable type."""
     if is_parquet(file.path):
         with open_parquet(file.path) as parquet:
             names = [*parquet.schema_arrow.names, *missing_partitions(file.path, parquet.schema_arrow.names)]
@@ -109,10 +109,10 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
     else:
         tables = _read_parquet(file.path, schema) if is_parquet(file.path) else read_csv(file.path, _stored(schema, file.path))
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
-        # The folders say which values the columns of partitions have.
+        # Folder names store the values of partition columns.
         name = "/".join([*partition_names(storage.folder_of(file.path).partition("?")[0]), name])
         stored = list(_written(tables, folder, name, schema, segment_bytes))
-        storage.write_json(manifest, stored)  # last: without it the files do not count
+        storage.write_json(manifest, stored)  # Last: files without it are ignored
     parts, first_row = [], 0
     for path, groups in stored:
         parts.append(Part(file.path, path, first_row, [(rows, size) for rows, size in groups]))
@@ -121,7 +121,7 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
 
 
 def partitions_of(path: str) -> dict[str, str | None]:
-    """The columns that the folders KEY=VALUE directly above a file stand for, and their values: None if missing."""
+    """Return the columns and values of the folders KEY=VALUE directly above a file, None if missing."""
     found = {}
     for name in partition_names(storage.folder_of(path).partition("?")[0]):
         key, _, value = name.partition("=")
@@ -130,13 +130,13 @@ def partitions_of(path: str) -> dict[str, str | None]:
 
 
 def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]:
-    """The partition columns of a file that are not among its own columns `names`."""
+    """Return the partition columns of a file that are not among its own columns `names`."""
     return {key: value for key, value in partitions_of(path).items() if key not in names}
 
 
 def with_partitions(table: pa.Table, path: str, schema: Schema, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table with those columns of its file's partitions that the schema (or `columns`) names: numbers for the label, the
-    weight and dense columns, text for categories. Raises InputError for a value that is no number where one is needed."""
+    """Add the file's partition columns that the schema (or `columns`) names: numbers for the label, the weight and dense columns,
+    text for categories. Raises InputError for a value that must be a number."""
     wanted = schema.columns if columns is None else columns
     for key, value in missing_partitions(path, table.column_names).items():
         if key in wanted:
@@ -159,7 +159,7 @@ def _partition_value(key: str, value: str | None, schema: Schema, path: str) -> 
 
 
 def _stored(schema: Schema, path: str) -> Schema:
-    """The schema of what a CSV file itself has: without the columns of the partitions that it is in."""
+    """Return the schema of a CSV file's own columns, without partition columns."""
     partitions = partitions_of(path)
     return schema.replace(
         dense=tuple(name for name in schema.dense if name not in partitions),
@@ -177,9 +177,9 @@ def _read_parquet(path: str, schema: Schema) -> Iterator[pa.Table]:
 def _written(
     tables: Iterable[pa.Table], folder: str, name: str, schema: Schema, segment_bytes: int
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Writes the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yields their paths and row groups.
+    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their paths and row groups.
 
-    The base name stays that of the source, by which constants of a file are found.
+    The base name, the key of constants by file, is the source's.
     """
     pieces = _of_size(tables, segment_bytes)
     piece = next(pieces, None)
@@ -206,7 +206,7 @@ def _written(
 
 
 def _of_size(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
-    """The same rows in tables of about the given size, each of one chunk a column."""
+    """Yield the same rows in tables of about the given size, with one chunk per column."""
     waiting: list[pa.Table] = []
     waiting_bytes = 0
     for table in tables:
@@ -228,19 +228,19 @@ def _of_size(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
 
 @dataclass(frozen=True)
 class _Footer:
-    """The description of a Parquet file, which takes long to read where there are many row groups."""
+    """Description of a Parquet file, which is slow to read if there are many row groups."""
 
     metadata: pq.FileMetaData
     names: tuple[str, ...]
-    """The columns."""
+    """Column names."""
     starts: tuple[int, ...]
-    """First row of each row group, and the number of rows."""
+    """First row of each row group, and the row count."""
     size_bytes: int
 
 
 @lru_cache(maxsize=_FOOTERS)
 def _footer(path: str, version: tuple[int, int] | None) -> _Footer:
-    del version  # another one is another entry of the cache
+    del version  # Part of the cache key
     filesystem, inner = storage.resolve(path)
     try:
         with filesystem.open_input_file(inner) as file, pq.ParquetFile(file) as parquet:
@@ -253,7 +253,7 @@ def _footer(path: str, version: tuple[int, int] | None) -> _Footer:
 
 
 def _version(path: str) -> tuple[int, int] | None:
-    """Size and time of a local file; None for a URL, which would take a request to know."""
+    """Return the size and time of a local file; None for a URL, which would need a request."""
     if storage.is_url(path):
         return None
     try:
@@ -264,17 +264,16 @@ def _version(path: str) -> tuple[int, int] | None:
 
 
 def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
-    """Rows [start, stop), which are whole row groups, and the checksum of their bytes in the file: the schema's columns, or
-    the named ones of them, without the optional ones that the file lacks, and FAULT if there is one. Columns of the partitions
-    that the file is in come from its path. Neighbouring column chunks are one request to
-    a store.
+    """Return rows [start, stop), which are full row groups, and the checksum of their bytes in the file.
 
-    Raises InputError if the file cannot be read, lacks a column, or has other row groups.
+    The columns are `schema.columns`, or `columns` among them, without optional ones that the file lacks, and FAULT if present.
+    Partition columns come from the file's path. Neighbouring column chunks are one request to a store. Raises InputError if the
+    file cannot be read, lacks a column, or has other row groups.
     """
     version = _version(path)
     footer = _footer(path, version)
     groups = _groups(footer, start, stop)
-    if groups is None and version is None:  # the file at the URL may be another one since
+    if groups is None and version is None:  # The file at the URL may have changed
         _footer.cache_clear()
         footer = _footer(path, version)
         groups = _groups(footer, start, stop)
@@ -298,7 +297,7 @@ def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequ
 
 
 def _groups(footer: _Footer, start: int, stop: int) -> list[int] | None:
-    """The row groups of rows [start, stop); None if these are no whole row groups."""
+    """Return the row groups of rows [start, stop); None if these are not full row groups."""
     first, last = bisect_left(footer.starts, start), bisect_left(footer.starts, stop)
     if last >= len(footer.starts) or footer.starts[first] != start or footer.starts[last] != stop:
         return None
@@ -310,7 +309,7 @@ Range = tuple[int, int]
 
 
 def _chunks_of(metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str]) -> list[Range]:
-    """The bytes of each column chunk of some row groups."""
+    """Return the byte range of each column chunk of some row groups."""
     wanted = set(columns)
     leaves = [i for i in range(metadata.num_columns) if _top_level(metadata.schema.column(i), wanted)]
     chunks = []
@@ -324,7 +323,7 @@ def _chunks_of(metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequen
 
 
 def _spans(chunks: Iterable[Range]) -> list[Range]:
-    """The chunks, those with little between them joined."""
+    """Join chunks with small gaps."""
     spans: list[Range] = []
     for start, stop in sorted(chunks):
         if spans and start - spans[-1][1] <= _GAP_BYTES:
@@ -342,7 +341,7 @@ def _read_span(path: str, span: Range) -> np.ndarray:
 
 
 class _Spans:
-    """A file of which some spans are in memory, for pa.PythonFile; what else is asked for is read."""
+    """File with some spans in memory, for pa.PythonFile; other bytes are read on demand."""
 
     closed = False
 

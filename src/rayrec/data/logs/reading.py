@@ -1,4 +1,4 @@
-"""Rows of raw logs in any format, where their lines stand, and the values of single columns."""
+"""Rows of raw logs in any format, their line numbers, and the values of single columns."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,15 +19,15 @@ from rayrec.schema import Schema
 
 
 def read_raw(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """The raw rows of segments of one log."""
+    """Read the raw rows of segments of one log."""
     if segments and segments[0].format == "table":
         return read_tables(segments, schema)
     return read_segments(segments, schema)
 
 
 def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> dict[Segment, int]:
-    """The position of each segment's first line (or row of a table) in the whole log, faulty ones counted too; that of
-    preprocessed rows is unchanged. Reads a text log once more, if it has faulty lines."""
+    """Return the position of each segment's first line (or table row) in the full log, including invalid ones. Row numbers of
+    preprocessed data are returned unchanged. Reads a text log with invalid lines once more."""
     if not index.faults.total or index.format not in ("text", "table"):
         return {segment: segment.first_row for segment in index.segments}
     if index.format == "table":
@@ -50,7 +50,7 @@ def _length(segment: Segment) -> int:
 
 
 def line_starts(text: np.ndarray, length: int) -> np.ndarray:
-    """int64: where each line of text[:length] starts. A line cut off by the segment's end counts: it starts here."""
+    """Return the start of each line of text[:length], int64. A line cut off by the segment's end counts, since it starts here."""
     if not length:
         return np.empty(0, np.int64)
     newlines = np.flatnonzero(text[: length - 1] == ord("\n"))
@@ -58,7 +58,7 @@ def line_starts(text: np.ndarray, length: int) -> np.ndarray:
 
 
 def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
-    """int64 (segment.rows): the place of each good row among the segment's lines (or rows of a table), from 0 on."""
+    """Return the position of each valid row among the segment's lines (or table rows), from 0, int64 [segment.rows]."""
     if segment.format == "table":
         return good_rows(segment, schema)
     text, length = read_text(segment), _length(segment)
@@ -73,18 +73,21 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
 
 
 def values_of(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Array:
-    """One value a row of an unpermuted block whose segments `raw` holds, null where missing: uint32 for a category of 8
-    hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a number."""
+    """Return the column's value in each row of an unpermuted block, whose segments `raw` contains; null if missing.
+
+    Type: uint32 for a category of 8 hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a
+    number.
+    """
     order = block.order()
     values = raw.column(column)
     if isinstance(values, np.ndarray) and (column in schema.dense or schema.tokens == "hexadecimal"):
         return pa.array(values[order], mask=raw.is_missing(column)[order])
-    # Wide tokens do not tell what they were made of.
+    # 64-bit tokens are hashes of the text.
     return pa.concat_arrays([_text(part, column, schema) for part in block.parts]).dictionary_encode()
 
 
 def _text(part: Part, column: str, schema: Schema) -> pa.Array:
-    """Large text of the part's rows, null where missing."""
+    """Return the column's text in the part's rows, null if missing, large_string."""
     segment = part.segment
     table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=[column])
     found = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
@@ -94,8 +97,8 @@ def _text(part: Part, column: str, schema: Schema) -> pa.Array:
     if pa.types.is_dictionary(found.type):
         found = found.cast(found.type.value_type)
     if pa.types.is_boolean(found.type):
-        found = found.cast(pa.uint8())  # as its tokens count
-    if pa.types.is_floating(found.type):  # whole numbers; NaN is a missing value
+        found = found.cast(pa.uint8())  # Like its tokens
+    if pa.types.is_floating(found.type):  # Integers, and NaN if missing
         found = pc.if_else(pc.is_nan(found), pa.scalar(None, found.type), found).cast(pa.int64())
     text = found.cast(pa.large_binary()).cast(pa.large_string()) if _is_binary(found) else found.cast(pa.large_string())
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
@@ -106,8 +109,8 @@ def _is_binary(values: pa.ChunkedArray) -> bool:
 
 
 def stretch_of(block: Block, stretches: Sequence[Slice]) -> pa.Array:
-    """The name of the stretch that each row of an unpermuted block lies in, as a dictionary; the stretches follow each other
-    from the log's first row to its last."""
+    """Return the name of the range that contains each row of an unpermuted block, as a dictionary. The ranges are adjacent and
+    cover the log."""
     starts = np.array([stretch.start for stretch in stretches], np.int64)
     rows = np.concatenate([part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64) for part in block.parts])
     numbers = np.searchsorted(starts, rows, side="right") - 1
@@ -117,7 +120,7 @@ def stretch_of(block: Block, stretches: Sequence[Slice]) -> pa.Array:
 
 
 def distinct_names(stretches: Sequence[Slice]) -> list[str]:
-    """The stretches' names; those of several folders' files of one name are numbered."""
+    """Return the names of the ranges, numbered if files in several folders have the same name."""
     assert all(before.stop == after.start for before, after in pairwise(stretches))
     names = [stretch.name for stretch in stretches]
     return [f"{name} ({names[:place].count(name) + 1})" if names.count(name) > 1 else name for place, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""Ranges of a log's rows: those for training, validation and the final test, and those of each day."""
+"""Row ranges of a log: training, validation, test, and days."""
 
 import re
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Slice:
-    """A stretch of the log that is compared with others."""
+    """Range of the log that is compared with others."""
 
     name: str
     start: int
     stop: int
-    """[start, stop): rows of the log"""
+    """End of the rows [start, stop) of the log."""
 
 
 Kind = Literal["sevenths", "last_file", "last_partition", "named_files", "fraction", "days", "named_days"]
@@ -27,25 +27,24 @@ Kind = Literal["sevenths", "last_file", "last_partition", "named_files", "fracti
 
 @dataclass(frozen=True, kw_only=True)
 class SplitParts(Config):
-    """Sizes of the parts of a split, for the kinds that let them be chosen. A day is a file, or in a log of folders KEY=VALUE
-    all files of the same folder."""
+    """Part sizes of a split, for the kinds that allow a choice. A day is a file, or all files of a folder KEY=VALUE."""
 
     validation: float = 0.1
-    """Kind fraction: share of the log's rows for validation, in the order of the log."""
+    """Fraction of the log's rows for validation, in log order. Kind fraction only."""
     test: float = 0.1
-    """Kind fraction: share of the rows for the final test, the end of the log; 0: no test."""
+    """Fraction of the rows for the final test, at the end of the log. 0: no test. Kind fraction only."""
     train_days: int | None = None
-    """Kind days: first days that are trained on; None: all days before the held-out ones."""
+    """Number of first days for training. None: all days before the held-out ones. Kind days only."""
     validation_days: int = 1
-    """Kind days: number of days for validation, before those of the test."""
+    """Number of days for validation, before the test days. Kind days only."""
     test_days: int = 1
-    """Kind days: number of last days for the final test; 0: no test."""
+    """Number of last days for the final test. 0: no test. Kind days only."""
     train_names: tuple[str, ...] = ()
-    """Kind named_days: days that are trained on, by name or pattern (day_1*, dt=2026-01-*); empty: all that are not held out."""
+    """Training days, by name or pattern (day_1*, dt=2026-01-*). Empty: all days not held out. Kind named_days only."""
     validation_names: tuple[str, ...] = ()
-    """Kind named_days: days for validation."""
+    """Validation days, by name or pattern. Kind named_days only."""
     test_names: tuple[str, ...] = ()
-    """Kind named_days: days for the final test; empty: no test."""
+    """Days of the final test, by name or pattern. Empty: no test. Kind named_days only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,11 +62,11 @@ _OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "days": ("train_days", "validation_days", "test_days"),
     "named_days": ("train_names", "validation_names", "test_names"),
 }
-"""Fields of SplitParts by the kind that reads them."""
+"""SplitParts fields of each kind."""
 
 
 def check_parts(kind: str, parts: SplitParts) -> None:
-    """Raises InputError for a size that the kind does not read, and for named_days without days for validation."""
+    """Check that only sizes of the kind are set, and that named_days has validation days. Raises InputError."""
     for owner, names in _OWN_FIELDS.items():
         for name in names:
             if kind != owner and getattr(parts, name) != getattr(SplitParts(), name):
@@ -78,28 +77,31 @@ def check_parts(kind: str, parts: SplitParts) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Split(SplitParts):
-    """A split of a log into ranges of its rows, in the order of the log."""
+    """Split of a log into row ranges, in log order."""
 
     kind: Kind = "sevenths"
-    """sevenths: six parts of seven for training (Criteo Kaggle); last_file: all files but the last (Criteo 1TB);
-    last_partition: all files but those of the last folder KEY=VALUE, such as the last day of dt=2026-01-31/; of these three,
-    validation and test are the halves of the end. named_files: files whose names begin with train, valid and test (`rayrec
-    split` writes such files). fraction: by shares of the rows. days: by numbers of days. named_days: by names of days."""
+    """Split method.
+
+    sevenths: six of seven parts for training (Criteo Kaggle). last_file: all files but the last (Criteo 1TB). last_partition: all
+    files except those in the last folder KEY=VALUE, such as the last day of dt=2026-01-31/. These three halve the rest into
+    validation and test. named_files: files whose names begin with train, valid and test, as written by `rayrec split`. fraction:
+    by fractions of the rows. days: by day counts. named_days: by day names.
+    """
     test_first: bool = False
-    """The held-out rows that come first are for the test and the others for validation, instead of the other way round."""
+    """Whether to use the first held-out rows for the test and the rest for validation, instead of the other way round."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_parts(self.kind, self)
 
     def rows(self, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """Row ranges [start, stop) of `train`, `validation` and `test`. They do not overlap; kinds days and named_days may leave
-        rows out, and `test` may be absent for kinds named_files, fraction, days and named_days.
+        """Return the row ranges [start, stop) of `train`, `validation` and `test`. They do not overlap; kinds days and named_days
+        may omit rows, and `test` may be absent for kinds named_files, fraction, days and named_days.
 
-        sevenths: seven near-equal chunks, the first `rows mod 7` one row longer; the end's first half, longer by one where
-        odd, is for validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils).
-        fraction: each share times the rows, rounded to the nearest whole number.
-        Raises InputError where a part would be empty, and for named days that do not exist or do not follow each other.
+        sevenths: seven near-equal chunks, the first `rows mod 7` one row longer. The first half of the last chunk, longer by one
+        row if odd, is for validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils).
+        fraction: each fraction times the rows, rounded to the nearest integer. Raises InputError for an empty part, and for named
+        days that are missing or not adjacent.
         """
         if self.kind == "named_files":
             return _by_name(index)
@@ -116,7 +118,7 @@ class Split(SplitParts):
         return split
 
     def _at_end(self, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """The parts of the kinds that hold out the end of a log; they may be empty."""
+        """Return the parts of the kinds that hold out the end of a log; they may be empty."""
         train_stop = None
         if self.kind == "fraction":
             sizes = {"validation": round(index.rows * self.validation), "test": round(index.rows * self.test)}
@@ -145,7 +147,7 @@ class Split(SplitParts):
         return {name: split[name] for name in NAMES if not (absent and name == "test")}
 
     def _boundary(self, index: LogIndex) -> int:
-        """The first row that is held out."""
+        """Return the first held-out row."""
         if self.kind == "sevenths":
             return index.rows - index.rows // 7
         unit = _partition if self.kind == "last_partition" else source_of
@@ -153,7 +155,7 @@ class Split(SplitParts):
         return next((s.first_row for s in index.segments if unit(s.path) == last), 0)
 
     def _sizes_of_days(self, days: Sequence[Slice]) -> dict[str, int]:
-        """Rows of the held-out parts."""
+        """Return the row counts of the held-out parts."""
         first, second = (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
         if len(days) < first + second + 1:
             raise InputError(
@@ -201,12 +203,12 @@ def _length(rows: tuple[int, int] | None) -> int:
 
 
 def _matches(day: str, pattern: str) -> bool:
-    """Whether a pattern, or a name with or without the file's endings, names a day."""
+    """Return whether a pattern, or a name with or without file extensions, matches a day."""
     return fnmatchcase(day, pattern) or re.sub(r"(\.(txt|tsv|csv|parquet|gz))+$", "", day) == pattern
 
 
 def _days(index: LogIndex) -> list[Slice]:
-    """The days of a log in its order: folders KEY=VALUE if all files are in one, else files."""
+    """Return the days of a log in its order: folders KEY=VALUE if all files are in one, else files."""
     sources = [source_of(segment.path) for segment in index.segments]
     if sources and all("/" in name for _, name in sources):
         sources = [(folder := name.rpartition("/")[0], folder) for _, name in sources]
@@ -214,7 +216,7 @@ def _days(index: LogIndex) -> list[Slice]:
 
 
 def _stretches(index: LogIndex, units: Sequence[tuple[str, str]]) -> list[Slice]:
-    """The rows of neighbouring segments of one unit. `units`: (key, name) of each segment's."""
+    """Return the row ranges of adjacent segments with the same unit. `units` is the (key, name) of each segment."""
     found: list[Slice] = []
     last = None
     for segment, (key, name) in zip(index.segments, units, strict=True):
@@ -228,7 +230,7 @@ def _stretches(index: LogIndex, units: Sequence[tuple[str, str]]) -> list[Slice]
 
 
 def _partition(path: str) -> str:
-    """The partitions that a file is in. Raises InputError if it is in none."""
+    """Return the partition path of a file. Raises InputError if it has none."""
     partition = source_of(path)[1].rpartition("/")[0]
     if not partition:
         raise InputError(f"split last_partition: {path} is in no folder named KEY=VALUE; choose last_file or sevenths")
@@ -253,11 +255,11 @@ def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
 
 
 MAX_SLICES = 64
-"""Files that are compared one by one; of more, neighbours are put together."""
+"""Maximum number of files compared separately. Of more files, neighbours are combined."""
 
 
 def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
-    """What the slices are (file, files, seventh), and the slices in the order of the log."""
+    """Return the kind of slices (file, files, seventh), and the slices in log order."""
     files = _stretches(index, [source_of(segment.path) for segment in index.segments])
     if len(files) > MAX_SLICES:
         ends = [len(files) * (i + 1) // MAX_SLICES for i in range(MAX_SLICES)]

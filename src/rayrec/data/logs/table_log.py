@@ -1,7 +1,7 @@
-"""Click logs in Parquet and CSV: cut into segments of whole row groups, and read into raw columns.
+"""Click logs in Parquet and CSV: segments of full row groups, read into raw columns.
 
-A row group is the least that can be read alone. So Parquet files are read where they are if their row groups are small
-enough to be shuffled, and otherwise, as CSV files always, written again once, with row groups of the size of a segment.
+A row group is the smallest readable unit. Parquet files are read directly if their row groups are small enough to be shuffled.
+Others, and all CSV files, are rewritten once, with row groups of the size of a segment.
 """
 
 import functools
@@ -26,14 +26,14 @@ from rayrec.storage.cache import remove_older
 
 SUFFIXES = (".parquet", ".csv", ".csv.gz")
 _TASK_SEGMENTS = 8
-"""Segments of one file that one task checks."""
+"""Maximum segments of one file per indexing task."""
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 64
-"""Small files that one task reads: so many, of _TASK_BYTES in all."""
+"""Maximum small files per task, of _TASK_BYTES in total."""
 
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
-    """Whether these are tables. Raises InputError where only some of them are, or where the schema needs tables."""
+    """Return whether the files are tables. Raises InputError if only some are, or if the schema needs tables."""
     others = [file.path for file in files if not file.path.lower().endswith(SUFFIXES)]
     if not others:
         return True
@@ -49,9 +49,11 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
 
 
 def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
-    """Reads the whole log once to number its rows and count its faults. Into the cache folder go the index, from which it
-    comes back for the very same files, and those files that must be written again. Raises InputError for a file that lacks
-    a column or has one of an unusable type."""
+    """Read the full log once to number its rows and count its faults.
+
+    The cache folder gets the index, which is returned for the same files later, and rewritten files. Raises InputError for a file
+    with a missing column or one of an unusable type.
+    """
     cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
     if cached := cache.read():
         return cached
@@ -96,18 +98,18 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
 
 
 def _prepare_task(files: Sequence[storage.File], *, schema: Schema, segment_bytes: int, folder: str) -> pa.Table:
-    """A large file, or several small ones whose requests to a store run in parallel."""
+    """Prepare a large file, or several small ones whose requests to a store run in parallel."""
     prepare = functools.partial(prepared, schema=schema, segment_bytes=segment_bytes, folder=folder)
     parts = [part for found in storage.in_parallel(prepare, files, of=files[0].path) for part in found]
     return json_reply([vars(part) for part in parts])
 
 
 Chunk = tuple[Part, list[tuple[int, int]]]
-"""Row ranges of a part, a segment each. Some of them are the unit of work of one indexing task."""
+"""Row ranges of a part, one per segment. An indexing task has one or more chunks."""
 
 
 def _chunks(part: Part, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
-    """The chunks of a part, each with about its bytes."""
+    """Yield the chunks of a part, each with its approximate size in bytes."""
     ranges: list[tuple[int, int]] = []
     sizes: list[int] = []
     start = stop = size = 0
@@ -141,15 +143,15 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
 
 
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Reads segments of one log one after the other; their faulty rows, counted before, are passed over.
+    """Read segments of one log sequentially, skipping their invalid rows.
 
-    Raises InputError where a segment no longer holds the rows it was indexed with.
+    Raises InputError if a segment no longer has the rows it was indexed with.
     """
     return RawBlock.concatenated(list(_read(segments, schema)))
 
 
 def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
-    """int64 (segment.rows): the place of each good row among the segment's, from 0 on."""
+    """Return the position of each valid row among the segment's rows, from 0, int64 [segment.rows]."""
     table = _read_table(segment, schema)
     good = good_rows_of(table, schema, path=segment.path)
     if len(good) != segment.rows:
@@ -158,7 +160,7 @@ def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
 
 
 def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
-    """The columns a file of a table has; none where it is empty."""
+    """Return the columns of a table's file, none if it is empty."""
     partitions = tuple(partitions_of(file.path))
     if not is_parquet(file.path):
         columns = csv_columns(file.path, schema)
@@ -168,7 +170,7 @@ def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
 
 
 def _read_table(segment: Segment, schema: Schema) -> pa.Table:
-    """A segment's rows, faulty ones too. Raises InputError if they are not those that were indexed."""
+    """Read a segment's rows, including invalid ones. Raises InputError if they changed since the log was indexed."""
     table, sum_ = read_rows(segment.path, segment.start, segment.stop, schema)
     if segment.checksum is not None and sum_ != segment.checksum:
         raise changed(segment.path, segment.start, segment.stop, "rows")

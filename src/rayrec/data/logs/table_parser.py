@@ -1,4 +1,4 @@
-"""Arrow tables as raw columns: numbers, categories and lists of many types, every faulty row counted and left out."""
+"""Parser of Arrow tables to raw columns: numbers, categories and lists of many types, counting invalid rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,11 +59,11 @@ _KINDS = (
 ) = range(len(_KINDS))  # fmt: skip
 _WHOLE_ROW = -1
 _PLACE_BITS = 32
-"""Of the place of a list's item in its row, behind the row's number."""
+"""Low bits for a list item's position in its row, below the row number."""
 
 
 class _Refused:
-    """What is wrong with each row: its first fault, in the order of the schema's columns."""
+    """First fault of each row, in the order of the schema's columns."""
 
     def __init__(self, rows: int) -> None:
         self.kinds = np.full(rows, -1, np.int8)
@@ -71,13 +71,13 @@ class _Refused:
         self.labels: dict[str, list[str]] = {}
 
     def add(self, bad: np.ndarray, kind: int, column: int) -> None:
-        """`bad` bool (rows)."""
+        """Record a fault of the rows `bad`, bool [rows]."""
         if bad.any():
             new = bad & (self.kinds < 0)
             self.kinds[new], self.columns[new] = kind, column
 
     def add_labels(self, bad: np.ndarray, array: pa.Array, name: str, column: int) -> None:
-        """Add labels other than 0 and 1; `array`: all labels of the column."""
+        """Record labels other than 0 and 1. `array` has all labels of the column."""
         self.add(bad, LABEL, column)
         if bad.any():
             found = pc.unique(array.drop_null())
@@ -89,7 +89,7 @@ class _Refused:
     def faults(self, columns: Sequence[str], path: str, first_row: int) -> Faults:
         found = np.flatnonzero(self.kinds >= 0)
         counts = np.bincount(self.kinds[found], minlength=len(_KINDS)).tolist()
-        names = [*columns, ""]  # the last one for _WHOLE_ROW
+        names = [*columns, ""]  # The last one for _WHOLE_ROW
         first = [
             Fault(path, None, _KINDS[self.kinds[row]], names[self.columns[row]], first_row + row)
             for row in found[: Faults.keep].tolist()
@@ -98,20 +98,22 @@ class _Refused:
 
 
 def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
-    """Raises InputError for a column whose type cannot be what the schema says; the columns must be there."""
+    """Check that the types of the columns, which must exist, match the schema. Raises InputError."""
     parse_table(table_schema.empty_table().select(list(present_columns(table_schema.names, schema))), schema, path=path)
 
 
 def parse_table(table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0) -> tuple[RawBlock, Faults]:
-    """The good rows of a table that has the schema's columns, and its faulty ones, numbered from `first_row` on. Null and
-    empty text are missing values; such items of a list are left out. A column that is not there has missing values only.
-    Raises InputError for a column of an unusable type."""
+    """Parse a table with the schema's columns to its valid rows, and its faults, with rows numbered from `first_row`.
+
+    Null and empty text are missing values; such items of a list are dropped. An absent column has missing values only. Raises
+    InputError for a column of an unusable type.
+    """
     block, refused = _parsed(table, schema, path)
     return block, refused.faults(schema.columns, path, first_row)
 
 
 def good_rows_of(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:
-    """int64: which rows `parse_table` gives."""
+    """Return the rows that `parse_table` returns, int64."""
     return np.flatnonzero(_parsed(table, schema, path)[1].kinds < 0)
 
 
@@ -164,7 +166,7 @@ def _parsed(table: pa.Table, schema: Schema, path: str) -> tuple[RawBlock, _Refu
 
 
 def _bits(missing: np.ndarray) -> np.ndarray:
-    """Return a matrix of bool [rows, columns] as bits of uint64 [rows]."""
+    """Pack a matrix of bool [rows, columns] into bits of uint64 [rows]."""
     bits = np.zeros(len(missing), np.uint64)
     for place, column in enumerate(missing.T):
         bits |= column.astype(np.uint64) << np.uint64(place)
@@ -174,7 +176,7 @@ def _bits(missing: np.ndarray) -> np.ndarray:
 def _fill_categories(
     block: RawBlock, arrays: dict[str, pa.Array], refused: _Refused, refuse_type: RefuseType
 ) -> tuple[RawList, ...]:
-    """Fill the block's categories and which of them are missing; return the columns of lists."""
+    """Fill the block's categories and their missing mask; return the list columns."""
     schema, lists, places = block.schema, [], dict[str, np.ndarray]()
     first = _first_feature(schema) + len(schema.dense)
     for number, name in enumerate(schema.sparse, first):
@@ -199,14 +201,14 @@ def _fill_categories(
 
 
 def _first_feature(schema: Schema) -> int:
-    """The number of the first dense column among `schema.columns`; sparse columns follow the dense ones."""
+    """Return the index of the first dense column in `schema.columns`; sparse columns follow the dense ones."""
     return int(schema.label is not None) + int(schema.weight is not None)
 
 
 def _values_of(
     array: pa.Array, name: str, schema: Schema, refused: _Refused, refuse_type: RefuseType, *, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(`number_type`, bool): a column of numbers, 0 if missing or refused, and which are missing; adds its faults as those of
+    """Return a column of numbers, 0 if missing or rejected, and which are missing: (`number_type`, bool). Adds its faults to
     column `number`."""
     if schema.tokens == "hexadecimal":
         values, status = integers_of(array, name, refuse_type)
@@ -224,14 +226,14 @@ def _values_of(
 
 
 def label_faults(table: pa.Table, label: str, *, path: str) -> Faults:
-    """Return the faults of the label column alone."""
+    """Return the faults of the label column."""
     refused = _Refused(table.num_rows)
     _clicks(plain_array(table.column(label)), label, refused, type_error(table.schema, path))
     return refused.faults([label], path, 0)
 
 
 def _clicks(array: pa.Array, name: str, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
-    """Return `Schema.label`, which is the first column, float32 [rows]."""
+    """Return `Schema.label`, the first column, float32 [rows]."""
     values, status = numbers_of(array, name, refuse_type)
     refused.add(status == EMPTY, NO_LABEL, 0)
     wrong = (status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1)))
@@ -240,7 +242,7 @@ def _clicks(array: pa.Array, name: str, refused: _Refused, refuse_type: RefuseTy
 
 
 def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, refuse_type: RefuseType) -> np.ndarray:
-    """float32 (rows): a label in addition to the first; NaN if missing. Pandas stores a missing number as NaN."""
+    """Return an additional label, NaN if missing (the missing number of pandas), float32 [rows]."""
     number = schema.columns.index(label.name)
     values, status = numbers_of(array, label.name, refuse_type)
     missing = (status == EMPTY) | np.isnan(values)
@@ -258,7 +260,7 @@ def _label(array: pa.Array, label: Label, schema: Schema, refused: _Refused, ref
 
 
 def _timestamps(arrays: dict[str, pa.Array], schema: Schema, refused: _Refused, refuse_type: RefuseType) -> np.ndarray | None:
-    """int64 (rows): microseconds since 1970-01-01 00:00 UTC; None if the schema has no timestamp."""
+    """Return microseconds since 1970-01-01 00:00 UTC, int64 [rows]; None if the schema has no timestamp."""
     name = schema.timestamp
     if name is None:
         return None
@@ -276,7 +278,7 @@ def _timestamps(arrays: dict[str, pa.Array], schema: Schema, refused: _Refused, 
 
 
 def _categories(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseType, out: np.ndarray) -> tuple[np.ndarray, int]:
-    """Write categories to `out`, 0 if missing or refused; return (status, the fault kind of REFUSED), see column_values."""
+    """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of REFUSED), see column_values."""
     if types.is_null(array.type):
         out[:] = 0
         return np.full(len(array), EMPTY, np.uint8), NOT_UTF8
@@ -309,8 +311,8 @@ def _categories(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseT
 def _lists(
     arrays: dict[str, pa.Array], name: str, schema: Schema, refuse_type: RefuseType
 ) -> tuple[RawList, np.ndarray, int, np.ndarray]:
-    """(the column, bool (rows): refused rows, the kind of their fault, int64: row and place of each category). Lists in text are
-    split."""
+    """Return (column, rejected rows bool [rows], their fault kind, row and position of each category int64). Splits lists in
+    text."""
     feature, array = schema.feature(name), arrays[name]
     rows = len(array)
     if types.is_null(array.type):
@@ -350,16 +352,18 @@ def _as_lists(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseTyp
 
 
 def _list_lengths(array: pa.Array) -> np.ndarray:
-    """int64 (rows): the items of each list, 0 for a missing one."""
+    """Return the item count of each list, 0 if missing, int64 [rows]."""
     return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _list_weights(
     array: pa.Array, name: str, lengths: np.ndarray, there: np.ndarray, schema: Schema, refuse_type: RefuseType
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(float32, one for each of sum(lengths) items of the lists, bool (rows): refused rows). `there` bool: which items are
-    categories. A row is refused if it has another number of weights than of items, or a category whose weight is not a finite
-    number; a row without categories may also have no weights."""
+    """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool [rows].
+
+    `there` marks the items that are categories, bool. A row is rejected if its weight and item counts differ, or if a category's
+    weight is not a finite number. A row without categories may also have no weights.
+    """
     weights = np.zeros(len(there), np.float32)
     given = np.zeros(len(lengths), np.int64)
     values, status = np.zeros(0), np.zeros(0, np.uint8)

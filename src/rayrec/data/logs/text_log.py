@@ -1,4 +1,4 @@
-"""Tab-separated logs: cut into segments of whole lines, unpack, index, read."""
+"""Tab-separated logs: segmenting, indexing and reading."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,7 @@ from rayrec.schema import Schema
 
 @dataclass(frozen=True)
 class Chunk:
-    """A byte range of one file, not aligned to lines: the unit of work of one indexing task. The lines that *start* in
-    [start, stop) are its own."""
+    """Byte range of one file, not aligned to lines, for one indexing task. Contains the lines that *start* in [start, stop)."""
 
     path: str
     start: int
@@ -36,11 +35,11 @@ def cut(files: Sequence[storage.File], chunk_bytes: int) -> list[Chunk]:
 
 
 def read_lines(chunk: Chunk) -> tuple[np.ndarray, int, int]:
-    """The chunk's own lines: (padded uint8 text, its length, byte of the file where it starts).
+    """Read the chunk's lines: (padded uint8 text, its length, its first byte in the file).
 
-    A line longer than the parser accepts is cut off where the chunk's neighbour begins to look for its own first line.
+    A line longer than the parser accepts is cut off where the next chunk starts to search for its first line.
     """
-    before = 1 if chunk.start > 0 else 0  # the byte before tells whether a line starts at `start`
+    before = 1 if chunk.start > 0 else 0  # The byte before shows whether a line starts at `start`
     want = min(chunk.stop + MAX_LINE_BYTES + 1, chunk.file_size) - (chunk.start - before)
     text = np.zeros(want + PADDING_BYTES, np.uint8)
     got = storage.read_into(chunk.path, chunk.start - before, text[:want])
@@ -52,7 +51,7 @@ def read_lines(chunk: Chunk) -> tuple[np.ndarray, int, int]:
         first = found + 1
     elif before:
         first = 1
-    own = chunk.stop - (chunk.start - before)  # lines that start before this offset are ours
+    own = chunk.stop - (chunk.start - before)  # Lines that start before this offset belong to the chunk
     if own >= got:
         stop = got
     else:
@@ -71,7 +70,7 @@ def _find_newline(text: np.ndarray, start: int, stop: int) -> int:
 
 
 def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterator[tuple[Entry, Faults, RawBlock]]:
-    """Parses a chunk and cuts it into segments of about `segment_bytes`; the rows of one are overwritten by the next's."""
+    """Parse a chunk in segments of about `segment_bytes`. The rows of one segment are overwritten by the next."""
     text, length, first_byte = read_lines(chunk)
     parser = TextParser(schema, max_rows_in(schema, min(length, 2 * segment_bytes + MAX_LINE_BYTES)))
     start = 0
@@ -79,7 +78,7 @@ def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterato
         stop = length
         if length - start > segment_bytes * 3 // 2:
             stop = start + _last_line_start(text[start:], segment_bytes)
-            if stop == start:  # no newline in a whole segment: the parser refuses that line as too long
+            if stop == start:  # No newline in a full segment: the parser rejects that line as too long
                 newline = _find_newline(text, start, length)
                 stop = newline + 1 if newline >= 0 else length
                 parser = TextParser(schema, max(parser.capacity, max_rows_in(schema, stop - start)))
@@ -91,7 +90,7 @@ def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterato
 
 
 def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[Entry], Faults]:
-    """The segments of a chunk, and its faults."""
+    """Return the segments of a chunk, and its faults."""
     entries, total = [], Faults()
     for entry, faults, _ in parsed_segments(chunk, schema, segment_bytes):
         entries.append(entry)
@@ -104,9 +103,9 @@ def _last_line_start(text: np.ndarray, length: int) -> int:
 
 
 def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Reads and parses segments one after the other; their faulty lines, counted before, are passed over.
+    """Read and parse segments sequentially, skipping their invalid lines.
 
-    Raises InputError where a segment no longer holds the rows it was indexed with.
+    Raises InputError if a segment no longer has the rows it was indexed with.
     """
     sizes = [segment.stop - segment.start for segment in segments]
     parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
@@ -125,9 +124,9 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
 
 
 def read_text(segment: Segment) -> np.ndarray:
-    """Return the segment's bytes, uint8, with the padding behind them that the parser needs.
+    """Return the segment's bytes and the padding that the parser needs, uint8.
 
-    Raises InputError if they are not those that were indexed.
+    Raises InputError if they changed since the log was indexed.
     """
     size = segment.stop - segment.start
     text = np.empty(size + PADDING_BYTES, np.uint8)

@@ -1,4 +1,4 @@
-"""Turns the bytes of a tab-separated log into a RawBlock, counting every line that is refused."""
+"""Parser of tab-separated text to a RawBlock, with counts of all invalid lines."""
 
 import ctypes
 
@@ -18,7 +18,7 @@ FAULT_KINDS = (
     "not 8 hexadecimal digits",
     "line too long",
 )
-"""In the order of rayrec_fault_kind in native/kernels.h."""
+"""Kinds in the order of rayrec_fault_kind in native/kernels.h."""
 MAX_LINE_BYTES = 4096
 PADDING_BYTES = 64  # RAYREC_TEXT_PADDING
 
@@ -35,13 +35,13 @@ _FAULT_DTYPE = np.dtype([("byte", np.int64), ("kind", np.int32), ("column", np.i
 
 
 def max_rows_in(schema: Schema, length: int) -> int:
-    """How many rows `length` bytes can hold at most: a row has a byte a separator and one for its label."""
+    """Return the maximum number of rows in `length` bytes: a row has a byte per separator and one for its label."""
     shortest = len(schema.columns) + (1 if schema.label else 0)
     return length // shortest + 1
 
 
 def padded(text: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
-    """A copy of the text with the padding behind it that the parser may read."""
+    """Return a copy of the text with the padding that the parser may read."""
     source = text if isinstance(text, np.ndarray) else np.frombuffer(text, np.uint8)
     out = np.zeros(len(source) + PADDING_BYTES, np.uint8)
     out[: len(source)] = source
@@ -49,12 +49,12 @@ def padded(text: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
 
 
 class TextParser:
-    """Parses text into columns with room for `capacity` rows; `block` returns them without a copy."""
+    """Parser of text into columns with room for `capacity` rows; `block` returns them without a copy."""
 
     def __init__(self, schema: Schema, capacity: int) -> None:
         self.schema, self.capacity = schema, capacity
         self.rows = 0
-        # np.empty: pages that no row reaches are never touched, so a generous capacity costs nothing.
+        # np.empty: unused pages are never touched, so a generous capacity costs nothing.
         self._numbers = np.empty((capacity, len(schema.dense)), number_type(schema))
         self._categories = np.empty((capacity, len(schema.sparse)), category_type(schema))
         self._missing = np.empty(capacity, np.uint64)
@@ -71,10 +71,10 @@ class TextParser:
         most_faults: int = Faults.keep,
         labelled: bool | None = None,
     ) -> Faults:
-        """Append the rows of text[:length] and return the faults among its lines, of which the first `most_faults` are described.
+        """Append the rows of text[:length], and return the faults among its lines with details of the first `most_faults`.
 
-        `text` is uint8 with PADDING_BYTES behind `length`; it starts at a line's start, at `first_byte` of file `path`.
-        `labelled`: whether its lines begin with a label; None: if the schema has one.
+        `text` is uint8 with PADDING_BYTES after `length`; it begins with a line, at `first_byte` of file `path`. `labelled` is
+        whether its lines begin with a label. None: if the schema has one.
         """
         assert text.dtype == np.uint8
         assert text.flags.c_contiguous
@@ -109,12 +109,12 @@ class TextParser:
         )
 
     def drop_after(self, row: int) -> None:
-        """Forget the rows from number `row` on."""
+        """Drop the rows from number `row` on."""
         self.rows = row
         self._files = [(path, start) for path, start in self._files if start < row]
 
     def block(self) -> RawBlock:
-        """Return the rows; they share memory with what is parsed after `drop_after`."""
+        """Return the rows; they share memory with rows parsed after `drop_after`."""
         rows, label = self.rows, self.schema.label
         stops = [*(start for _, start in self._files[1:]), rows][: len(self._files)]
         return RawBlock(
@@ -128,7 +128,7 @@ class TextParser:
 
 
 def parse(schema: Schema, text: bytes, *, path: str = "") -> tuple[RawBlock, Faults]:
-    """Parses a small text held in memory."""
+    """Parse a small text in memory."""
     parser = TextParser(schema, max_rows_in(schema, len(text)))
     faults = parser.parse(padded(text), len(text), path=path)
     return parser.block(), faults
