@@ -1,1 +1,1 @@
-"""From raw rows to model inputs: rules, vocabularies, counts, presets."""
+"""Encoding of raw rows as model inputs: rules, vocabularies, counts, presets."""

@@ -1,4 +1,4 @@
-"""Counts of one column's tokens: in a growing table and, where all tables together outgrow memory, on disk."""
+"""Counts of one column's tokens, in a growing table, and on disk if all tables together exceed the memory limit."""
 
 import contextlib
 import ctypes
@@ -17,13 +17,13 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.native import call
 
 Items = tuple[np.ndarray, np.ndarray, np.ndarray | None]
-"""(tokens, counts int64, first rows int64 or None), in no particular order."""
+"""(Tokens, counts int64, first rows int64 or None), unordered."""
 
-TILE = 256  # of counting.c: tokens a table must have room for
+TILE = 256  # From counting.c: tokens that a table must have room for
 NO_ROW = 2**63 - 1
 
-# A table filled piece by piece in the order of another one's slots needs another hash function, or each piece would crowd
-# into one corner of it: tasks use the first, the driver the second, the merging of spilled partitions the third.
+# A table filled in the order of another table's slots needs a different hash function, or each part would fill one corner.
+# Tasks use the first, the driver the second, the merging of spilled partitions the third.
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD)
 
 
@@ -42,23 +42,24 @@ _HUGE_PAGE = 2 << 20
 
 
 def _zeros(slots: int, words: int) -> np.ndarray:
-    """A table; a large one in memory of its own, which its end gives back to the system at once, in huge pages."""
+    """Allocate a table; a large one in separate memory with huge pages, which is returned to the system immediately when
+    freed."""
     size = slots * words * 8
     if size < _HUGE_PAGE:
         return np.zeros((slots, words), np.uint64)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # A kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint64).reshape(slots, words)
 
 
 class TokenCounter:
-    """Counts of one column's tokens in a growing open-addressing table of 16 bytes a slot, 24 with first rows."""
+    """Counts of one column's tokens in a growing open-addressing table with 16 bytes per slot, 24 with first rows."""
 
     def __init__(self, slots: int = 1024, *, dtype: Any = np.uint32, first_rows: bool = False, family: int = 0) -> None:
-        """`dtype` of the tokens is uint32 or uint64. With `first_rows`, each token's least row number is kept. `family`
-        chooses among three hash functions."""
+        """Create an empty table for tokens of `dtype` uint32 or uint64. With `first_rows`, each token's smallest row number is
+        kept. `family` selects one of three hash functions."""
         self.dtype = np.dtype(dtype)
         assert self.dtype in (np.uint32, np.uint64)
         self.first_rows = first_rows
@@ -67,7 +68,7 @@ class TokenCounter:
 
     @property
     def used(self) -> int:
-        """Distinct tokens."""
+        """Number of distinct tokens."""
         return self._c.used
 
     @property
@@ -75,24 +76,24 @@ class TokenCounter:
         return self._slots.nbytes
 
     def num_bytes_with(self, tokens: int) -> int:
-        """Size of the table once there is room for so many more tokens."""
+        """Return the table size with room for `tokens` more tokens."""
         return self._slots_with(tokens) * self._slots.shape[1] * 8
 
     def count_values(self, tokens: np.ndarray, rows: np.ndarray | None = None) -> None:
-        """Adds tokens (uint32 or uint64), one each; `rows` (int64) are their row numbers where first rows are kept."""
+        """Count tokens (uint32 or uint64), one each; `rows` (int64) are their row numbers if first rows are kept."""
         self._add(tokens, None, rows, 0)
 
     def merge(self, tokens: np.ndarray, counts: np.ndarray, first_rows: np.ndarray | None = None, *, shift_rows: int = 0) -> None:
-        """Adds tokens with their counts (1 or more) and, where these are kept, first rows, each raised by shift_rows."""
+        """Add tokens with their counts (1 or more) and, if kept, first rows, each raised by shift_rows."""
         self.make_room(len(tokens))
         self._add(tokens, counts, first_rows, shift_rows)
 
     def items(self, min_count: int = 1) -> Items:
-        """The tokens counted at least `min_count` times, in no particular order."""
+        """Return the tokens counted at least `min_count` times, unordered."""
         return self.partitioned(0, min_count)[0]
 
     def partitioned(self, bits: int, min_count: int = 1) -> tuple[Items, np.ndarray]:
-        """Items ordered by partition, 2^bits of them, and the place where each starts (one entry more: the end)."""
+        """Return items ordered by partition, 2^bits of them, and the start of each, with the end."""
         offsets = np.empty((1 << bits) + 1, np.int64)
         sizes = (ctypes.c_int32(self.dtype.itemsize), ctypes.c_int32(bits))
         write = functools.partial(call, "rayrec_count_items", ctypes.byref(self._c), min_count, *sizes, offsets)
@@ -106,10 +107,10 @@ class TokenCounter:
         self._allocate(1024)
 
     def make_room(self, tokens: int) -> None:
-        """Grows the table so that it takes so many more tokens without growing again."""
+        """Grow the table to take `tokens` more tokens without growing again."""
         size = self._slots_with(tokens)
         if size > self._c.size:
-            slots, old = self._slots, self._c  # kept until the move is done
+            slots, old = self._slots, self._c  # Kept until the move is done
             self._allocate(size)
             assert slots is not None
             call("rayrec_count_move", ctypes.byref(old), ctypes.byref(self._c))
@@ -150,8 +151,11 @@ def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: int, absences: np.ndarray) -> None:
-    """Counts the columns of categories of a log of hexadecimal tokens, one counter each. Adds to `absences` int64
-    (columns, 2) how many rows have no value and lowers it to the first such row; row r is number first_row + r."""
+    """Count the categorical columns of a log of hexadecimal tokens, with one counter each.
+
+    Row r is number first_row + r. For each column, adds the number of rows without a value to `absences`, int64 [columns, 2], and
+    lowers its second number to the first such row.
+    """
     tokens, done = raw.categories, 0
     if not counters:
         return
@@ -170,17 +174,17 @@ def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: in
 
 _PARTITION_BITS = 6
 _CHUNK = 1 << 16
-"""Tokens of a run read at a time."""
+"""Tokens of a run read at once."""
 
 
 class _Run:
-    """One column's items in the spill file, ordered by partition: all tokens, then all counts, then all first rows."""
+    """Items of one column in the spill file, ordered by partition: all tokens, then all counts, then all first rows."""
 
     def __init__(self, start: int, offsets: np.ndarray, dtypes: Sequence[np.dtype]) -> None:
         self.start, self.offsets, self.dtypes = start, offsets, dtypes
 
     def read(self, file: int, first: int, stop: int) -> Iterator[list[np.ndarray]]:
-        """The items of partitions [first, stop), some at a time."""
+        """Yield the items of partitions [first, stop) in chunks."""
         total = int(self.offsets[-1])
         for low in range(int(self.offsets[first]), int(self.offsets[stop]), _CHUNK):
             high, base, arrays = min(low + _CHUNK, int(self.offsets[stop])), self.start, []
@@ -194,14 +198,14 @@ class _Run:
 
 
 class Spill:
-    """Counts that outgrew memory, in one file without a name: whatever ends this process, its space is freed."""
+    """Counts that exceeded the memory limit, in one unnamed file, whose space is freed however this process ends."""
 
     def __init__(self, folder: str | None, memory_bytes: int) -> None:
         if folder is not None and storage.is_url(folder):
             raise InputError(f"{folder}: counts are spilled to a local folder only")
         self.folder = storage.absolute(folder or tempfile.gettempdir())
         self.memory_bytes = memory_bytes
-        # The other half is for a table that grows and for a column's items on their way to disk.
+        # The other half is for a growing table and for a column's items while they are written.
         self.table_bytes = memory_bytes // 2
         self._file: Any = None
         self._runs: dict[int, list[_Run]] = {}
@@ -212,7 +216,7 @@ class Spill:
         return self._file is not None
 
     def write(self, counters: Sequence[TokenCounter]) -> None:
-        """Moves what the counters hold to disk. Raises InputError where there is no room."""
+        """Move the counters' contents to disk. Raises InputError if the disk is full."""
         try:
             if self._file is None:
                 os.makedirs(self.folder, exist_ok=True)
@@ -241,8 +245,8 @@ class Spill:
             view = view[done:]
 
     def merged(self, column: int, like: TokenCounter, min_count: int, *, always: int | None = None) -> tuple[Items, int]:
-        """Everything spilled of a column, added up, if it was counted at least `min_count` times or is the token `always`; and
-        how many distinct tokens there were before."""
+        """Return the sum of a column's spilled counts for tokens counted at least `min_count` times or equal to `always`, and the
+        number of distinct tokens."""
         runs, distinct = self._runs.get(column, []), 0
         kept = like.items(NO_ROW)
         sizes = sum((np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64))
@@ -267,8 +271,8 @@ class Spill:
 
 
 def _groups(sizes: Sequence[int], table_bytes: int, like: TokenCounter) -> Iterator[tuple[int, int, int]]:
-    """(first partition, partition behind the last, split bits): partitions whose tokens fit into a table together; one
-    that does not fit alone is read 2^split bits times."""
+    """Yield (first partition, end, split bits) for partitions whose tokens fit into a table together. One that does not fit alone
+    is read 2^split bits times."""
     empty = TokenCounter(dtype=like.dtype, first_rows=like.first_rows)
     first = 0
     while first < len(sizes):
@@ -294,7 +298,7 @@ def _select(arrays: Sequence[np.ndarray], bits: int, partition: int) -> list[np.
 
 
 def frequent_items(counter: TokenCounter, min_count: int, always: int | None) -> Items:
-    """The tokens of a counter that were counted at least `min_count` times, and the token `always` if it was counted."""
+    """Return the tokens counted at least `min_count` times, and the token `always` if it was counted."""
     if always is None or min_count <= 1:
         return counter.items(min_count)
     tokens, counts, rows = counter.items()
@@ -303,7 +307,7 @@ def frequent_items(counter: TokenCounter, min_count: int, always: int | None) ->
 
 
 def _extend(kept: Items, more: Items) -> None:
-    """Appends in place: the kernel moves pages of large arrays instead of copying them, so there are never two copies."""
+    """Append in place: the kernel moves the pages of large arrays instead of copying them, so there are never two copies."""
     for array, piece in zip(kept, more, strict=True):
         if array is not None and piece is not None:
             start = len(array)
@@ -312,5 +316,5 @@ def _extend(kept: Items, more: Items) -> None:
 
 
 def narrow(counts: np.ndarray) -> np.ndarray:
-    """The same numbers in 32 bits where they fit."""
+    """Return the counts in 32 bits if they fit."""
     return counts.astype(np.uint32) if not len(counts) or counts.max() < 2**32 else counts

@@ -1,4 +1,4 @@
-"""Counts every category and the dense columns' moments in one distributed pass, in bounded memory."""
+"""Distributed counting of all categories and of the dense columns' moments, in one pass and bounded memory."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from rayrec.native import call, keep_freed_memory
 from rayrec.schema import Schema
 
 DENSE_UNITS = 1 << 20
-"""Units of the fixed-point numbers whose exact sums give mean and variance; see Counts.dense_moments."""
+"""Units of the fixed-point numbers whose exact sums yield mean and variance. See Counts.dense_moments."""
 DENSE_LOW_BITS = 26
 _MEMORY_SHARE = 0.25
-"""Share of the available memory that tables of counts get by default: Ray's object store and the system need the rest."""
+"""Default fraction of the available memory for count tables. Ray's object store and the system need the rest."""
 
 
 def default_memory_bytes() -> int:
-    """Memory for tables of counts if none is named: a quarter of what is available within the limits of the control group."""
+    """Return the default memory for count tables: a quarter of the memory available within the control group's limits."""
     return max(64 << 20, int(machine.memory().available * _MEMORY_SHARE))
 
 
 TASK_BYTES = 128 << 20
-"""Text one task counts at most: the more, the fewer tables are left to be merged."""
+"""Maximum bytes of text per counting task. Larger tasks leave fewer tables to merge."""
 _TASK_TABLE_BYTES = 128 << 20
-"""Tables of a task that grow beyond this are packed and started again."""
+"""Size of a task's tables from which they are packed and restarted."""
 
 
 @dataclass(frozen=True)
 class CountingJob:
-    """What is counted; travels to the tasks."""
+    """Picklable description of what to count."""
 
     schema: Schema
     derivation: Derivation = field(default_factory=Derivation)
-    """Makes the columns that are counted of those that were read."""
+    """Derivation of the counted columns from the read ones."""
     first_rows: bool = False
-    """Whether to note the first row of every token."""
+    """Whether to record the first row of every token."""
 
     def empty(self, *, spill: Spill | None = None) -> Counts:
         inputs, dtype = self.derivation.inputs(self.schema), category_type(self.schema)
@@ -62,32 +62,34 @@ class CountingJob:
 
 @dataclass
 class Counts:
-    """What one pass over some rows found; the same in whatever order and grouping they come."""
+    """Result of counting rows, independent of their order and grouping."""
 
     rows: int
     tokens: list[TokenCounter]
-    """A counter a sparse column; columns that share a vocabulary are counted together in that of the first of them. Once counts
-    were spilled, these are only the latest ones: use `kept`."""
+    """Counter of each sparse column. Columns with a shared vocabulary are counted in the first of them. After spilling, these are
+    only the latest counts: use `kept`."""
     missing: np.ndarray
-    """int64 (num_sparse, 2): rows that have no value, and the first such row (2^63 - 1 where there is none)."""
+    """Number of rows without a value and the first such row (2^63 - 1 if none), int64 [num_sparse, 2]."""
     dense_moments: np.ndarray
-    """int64 (num_dense, 4): present values, sum of q, and sums of the upper and of the lower DENSE_LOW_BITS bits of q * q,
-    where q = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room
-    for 2^37 rows. Integer sums come out the same in any grouping and order."""
+    """Count of present values, sum of q, and sums of the upper and lower DENSE_LOW_BITS bits of q * q, int64 [num_dense, 4].
+
+    q = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows.
+    Integer sums are independent of grouping and order.
+    """
     file_minimum: dict[str, int]
-    """Name of a file (see `file_key`) -> least integer over all its dense columns, a missing one counted as 0; of logs of
-    integers only."""
+    """File (see `file_key`) -> smallest integer over all its dense columns, counting a missing one as 0. Logs of integers
+    only."""
     labels: np.ndarray
-    """int64 (2): rows with label 0 and with label 1."""
+    """Number of rows with label 0 and with label 1, int64 [2]."""
     spill: Spill | None = None
-    """Storage for tables that outgrow memory; None: they may grow without limit, as those of one task."""
+    """Storage for tables that exceed the memory limit. None: no limit, for a single task."""
     _distinct: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def empty(
         cls, num_dense: int, num_sparse: int, *, dtype: Any = np.uint32, first_rows: bool = False, spill: Spill | None = None
     ) -> Counts:
-        # Tables that are filled from other ones piece by piece need another hash function than theirs.
+        # Tables filled from parts of other tables need a different hash function.
         family = 0 if spill is None else 1
         return cls(
             rows=0,
@@ -100,9 +102,9 @@ class Counts:
         )
 
     def kept(self, column: int, min_count: int = 1, *, always: int | None = None) -> Items:
-        """(tokens, counts int64, first rows int64 or None) of a sparse column's tokens counted at least `min_count` times, and
-        of the token `always` however often it was counted, in no particular order. Counts that were spilled are read back part
-        by part, so that only those that are kept are ever in memory together."""
+        """Return (tokens, counts int64, first rows int64 or None) of a sparse column's tokens with at least `min_count`, and of
+        the token `always` with any count, unordered. Reads spilled counts in parts, so that only the returned ones are in memory
+        together."""
         if self.spill is None or not self.spill.begun:
             return frequent_items(self.tokens[column], min_count, always)
         self.spill.write(self.tokens)
@@ -110,7 +112,7 @@ class Counts:
         return items
 
     def num_distinct(self, column: int) -> int:
-        """Distinct tokens of a sparse column; after `kept` of the same column it costs nothing."""
+        """Return the number of distinct tokens of a sparse column. Free after `kept` of the same column."""
         if self.spill is None or not self.spill.begun:
             return self.tokens[column].used
         if column not in self._distinct:
@@ -118,14 +120,14 @@ class Counts:
         return self._distinct[column]
 
     def spilled(self) -> str:
-        """A sentence on the counts that were written to the disk; empty if all fit into memory."""
+        """Return a sentence on the counts written to disk, empty if all fit into memory."""
         if self.spill is None or not self.spill.begun:
             return ""
         limit, written = self.spill.memory_bytes >> 20, self.spill.written_bytes >> 20
         return f"counts of categories outgrew {limit:,} MiB of memory, and {written:,} MiB were spilled to {self.spill.folder}"
 
     def close(self) -> None:
-        """Frees what was spilled; `kept` is not to be called any more."""
+        """Free the spilled counts. `kept` must not be called afterwards."""
         if self.spill is not None:
             self.spill.close()
 
@@ -140,7 +142,7 @@ class Counts:
         return sum(counter.num_bytes for counter in self.tokens)
 
     def add_rows(self, block: RawBlock, first_row: int) -> None:
-        """Adds the counted columns of rows; row r is number first_row + r of the log."""
+        """Add the counted columns of rows; row r is number first_row + r of the log."""
         assert self.spill is None, "only `add` keeps memory bounded"
         self.rows += block.rows
         if block.schema.tokens == "hexadecimal":
@@ -174,19 +176,19 @@ class Counts:
             call("rayrec_dense_moments", *read, *units, self.dense_moments)
 
     def add_source(self, block: RawBlock, path: str) -> None:
-        """Adds the labels of rows as they were read from a file, and the file's least integer."""
+        """Add the labels of rows read from a file, and the file's smallest integer."""
         labels = block.labels.get(block.schema.label or "")
         if labels is not None:
             clicks = int(np.count_nonzero(labels))
             self.labels += block.rows - clicks, clicks
         if block.schema.tokens == "hexadecimal" and block.numbers.size:
-            self._lower(file_key(path), int(block.numbers.min()))  # the parser stores 0 for a missing one
+            self._lower(file_key(path), int(block.numbers.min()))  # The parser stores 0 for a missing one
 
     def _lower(self, name: str, value: int) -> None:
         self.file_minimum[name] = min(value, self.file_minimum.get(name, value))
 
     def to_table(self) -> pa.Table:
-        """One row of binary columns: compact, and read back without a copy. Of counts in memory only."""
+        """Convert in-memory counts to one row of binary columns, which is compact and read without a copy."""
         assert self.spill is None
         items = [counter.items() for counter in self.tokens]
         row = {
@@ -203,7 +205,7 @@ class Counts:
         return pa.table({name: arrow_bytes([value.tobytes()]) for name, value in row.items()})
 
     def add(self, table: pa.Table, *, first_row: int = 0) -> None:
-        """Adds what other passes found, one a row of the table; their row numbers count from `first_row`."""
+        """Add counts of other passes, one per table row. Their row numbers start at `first_row`."""
         for number in range(len(table)):
             self._add_row({name: table.column(name)[number].as_buffer() for name in table.column_names}, first_row)
 
@@ -232,7 +234,7 @@ class Counts:
                 self.tokens[column].merge(tokens[part], counts[part], None if rows is None else rows[part], shift_rows=first_row)
 
     def _fitting(self, column: int, start: int, stop: int) -> Iterator[slice]:
-        """Pieces of [start, stop) that a column's table can take one after the other, tables being spilled in between."""
+        """Yield the slices of [start, stop) that a column's table can take sequentially, with tables spilled in between."""
         if self.spill is None:
             yield slice(start, stop)
             return
@@ -241,14 +243,14 @@ class Counts:
         for low in range(start, stop, longest):
             high = min(low + longest, stop)
             grown = counter.num_bytes_with(high - low)
-            # While a table grows, the old one is there too.
+            # A growing table needs memory in addition to the old one.
             if grown > counter.num_bytes and self.table_bytes + grown > self.spill.table_bytes:
                 self.spill.write(self.tokens)
             yield slice(low, high)
 
 
 def _add_moments(moments: np.ndarray, numbers: np.ndarray) -> None:
-    """Add numbers of any kind to a row of Counts.dense_moments; logarithms are rounded to float32 as for integer columns."""
+    """Add any numbers to a row of Counts.dense_moments; logarithms are rounded to float32 as for integer columns."""
     logarithms = np.copysign(np.log1p(np.abs(numbers)), numbers).astype(np.float32)
     add_logarithms(moments, logarithms.astype(np.float64))
 
@@ -262,15 +264,15 @@ def add_logarithms(moments: np.ndarray, logarithms: np.ndarray) -> None:
 
 
 def mean_and_variance(moments: Sequence[int]) -> tuple[float, float]:
-    """Return the mean and variance of the numbers of a row of Counts.dense_moments, exact up to the division."""
+    """Return the mean and variance of a row of Counts.dense_moments, exact up to the division."""
     present, total, high, low = (int(value) for value in moments)
     squares = (high << DENSE_LOW_BITS) + low
     return total / (present * DENSE_UNITS), (present * squares - total * total) / (present * DENSE_UNITS) ** 2
 
 
 def problems_of(counts: Counts, inputs: Schema) -> list[str]:
-    """Sentences on counted rows that a model can learn little from: labels of one class, columns without a value. `inputs` are
-    the counted columns."""
+    """Return sentences on problems of the counted rows: labels of one class, columns without a value. `inputs` are the counted
+    columns."""
     problems = []
     if counts.rows and counts.labels.sum() and not counts.labels.all():
         only = int(np.flatnonzero(counts.labels)[0])
@@ -298,7 +300,7 @@ def _small_logs() -> np.ndarray:
 
 
 class Packer:
-    """A data task's counts, packed whenever their tables grow large."""
+    """Counts of a data task, packed when their tables grow large."""
 
     def __init__(self, counting: CountingJob) -> None:
         self._counting = counting
@@ -317,7 +319,7 @@ class Packer:
 
 
 def count_parts(parts: Sequence[Part], *, counting: CountingJob) -> pa.Table:
-    """Counts the rows of some segments; runs in a data task. One row of `Counts.to_table`, more where tables grow large."""
+    """Count the rows of some segments in a data task. Returns one row of `Counts.to_table`, or more if tables grow large."""
     keep_freed_memory()
     packer = Packer(counting)
     for part in parts:
@@ -337,12 +339,12 @@ def count_log(
     progress: Callable[[int], None] | None = None,
     into: Counts | None = None,
 ) -> Counts:
-    """Counts the chosen rows in one pass of data tasks, each pre-aggregating its own; `progress` gets rows done. `into`: counts
-    of other rows, to which these are added.
+    """Count the given rows in one pass of data tasks that pre-aggregate.
 
-    Tables that together outgrow `memory_bytes` (None: `default_memory_bytes()`) move to a file in `spill_folder` (None: the
-    one for temporary files) and are only read back by `Counts.kept`; the result is the same. Close the Counts to free that file.
-    Raises InputError if a segment no longer holds its rows, or if the disk is full.
+    `progress` receives the number of counted rows. `into` are counts of other rows to add to. Tables that together exceed
+    `memory_bytes` (None: `default_memory_bytes()`) are spilled to a file in `spill_folder` (None: the folder for temporary files)
+    and read back by `Counts.kept`; the result is the same. Close the Counts to free that file. Raises InputError if a segment no
+    longer has its rows, or if the disk is full.
     """
     total = counting.total(memory_bytes, spill_folder) if into is None else into
     tasks = tasks_of(parts, [_size_bytes(part.segment) for part in parts], task_bytes)
@@ -363,18 +365,18 @@ def _size_bytes(segment: Segment) -> int:
 
 
 _ROW_BYTES = 256
-"""A row of a table is taken to be as long as one of Criteo's text."""
+"""Assumed size of a table row, about that of one in Criteo's text."""
 _LEAST_TASKS, _LEAST_TASK_BYTES = 16, 24 << 20
-"""A short log is cut finer, so that all cores have their share, though a task costs some 25 ms of its own."""
+"""Minimum number of tasks for a short log, and their minimum size. More tasks use all cores; each costs about 25 ms."""
 
 
 def tasks_of(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[list[Any]]:
-    """Neighbouring items of so many bytes, put together into tasks."""
+    """Combine neighbouring items of the given sizes into tasks."""
     return filled(items, sizes, min(max(sum(sizes) // _LEAST_TASKS, _LEAST_TASK_BYTES), task_bytes))
 
 
 def filled(items: Sequence[Any], sizes: Sequence[int], limit: int) -> list[list[Any]]:
-    """Neighbouring items, put together until they reach the limit."""
+    """Combine neighbouring items until they reach the limit."""
     tasks: list[list[Any]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Changes of a block between the parser and the encoder: integers as categories, numbers counted from their file's least one."""
+"""Derivation of a model's input columns from a log's columns, between parser and encoder."""
 
 from dataclasses import dataclass, replace
 
@@ -11,46 +11,46 @@ from rayrec.schema import Schema
 
 
 def file_key(path: str) -> str:
-    """The name by which constants of a file are kept, in any folder, packed or not."""
+    """Return the key of a file's constants, independent of its folder and compression."""
     return source_of(path)[1].removesuffix(".gz").removesuffix(".parquet")
 
 
 @dataclass(frozen=True)
 class Derivation:
-    """The columns of a model's inputs, made of those of a log; the same columns for most presets."""
+    """Derivation of a model's input columns; the log's columns unchanged for most presets."""
 
     buckets: bool = False
-    """Whether integers are categories too, before the others: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that they sort as
-    the numbers do. 0 is no category (the rule of FuxiCTR on Criteo_x4)."""
+    """Whether to convert integers to categories, before the others: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that they sort
+    like the numbers. 0 is missing (the rule of FuxiCTR on Criteo_x4)."""
     modulo: int | None = None
-    """Categories are counted modulo this."""
+    """Modulo applied to categories before counting. None: no modulo."""
     file_minimum: dict[str, int] | None = None
-    """The least integer of each file, by its `file_key`, which is subtracted from the file's integers, a missing one being 0; ""
-    for other files."""
+    """Smallest integer of each file by `file_key`, "" for other files. It is subtracted from the file's integers, counting a
+    missing one as 0."""
 
     def inputs(self, schema: Schema) -> Schema:
-        """Return the columns that are made of a log's."""
+        """Return the derived columns."""
         return schema.replace(dense=(), sparse=schema.dense + schema.sparse) if self.buckets else schema
 
     def counted(self, block: RawBlock) -> RawBlock:
-        """Return what is counted of a log's rows."""
+        """Return the counted columns of rows."""
         block = self._bucketed(block) if self.buckets else block
         if self.modulo is None:
             return block
         return replace(block, categories=block.categories % block.categories.dtype.type(self.modulo))
 
     def from_minimum(self, block: RawBlock) -> RawBlock:
-        """Return the rows with their integers as the Encoder takes them, which makes categories of them itself."""
+        """Return the rows with the integers that the Encoder takes. The Encoder converts them to categories itself."""
         if self.file_minimum is None:
             return block
         numbers = block.numbers.copy()
         for path, start, stop in block.files or (("", 0, block.rows),):
-            numbers[start:stop] -= self.file_minimum.get(file_key(path), self.file_minimum[""])  # 0 where missing
+            numbers[start:stop] -= self.file_minimum.get(file_key(path), self.file_minimum[""])  # 0 if missing
         missing = block.missing & ~np.uint64((1 << len(block.schema.dense)) - 1)
         return replace(block, numbers=numbers, missing=missing)
 
     def applied(self, block: RawBlock) -> RawBlock:
-        """Return the columns of the model's inputs."""
+        """Return the model's input columns."""
         block = self.from_minimum(block)
         return self._bucketed(block) if self.buckets else block
 
@@ -61,9 +61,9 @@ class Derivation:
         call("rayrec_bucket_integers", numbers, block.rows, categories, num_dense, columns)
         categories[:, num_dense:] = block.categories
         missing = block.missing.copy()
-        for column in range(num_dense):  # 0 is no category; the parser stores it where a number is missing
+        for column in range(num_dense):  # 0 means missing; the parser stores it for a missing number
             missing |= (block.numbers[:, column] == 0).astype(np.uint64) << np.uint64(column)
-        # The bits of a row's mask keep their places: dense columns come before sparse ones there too.
+        # The mask's bits stay in place: dense columns precede sparse ones there too.
         return replace(
             block,
             schema=self.inputs(block.schema),

@@ -1,4 +1,4 @@
-"""Encodes blocks to model inputs by the rules of one Preprocessor: lookup tables, kernels, and bags of synthetic ids."""
+"""Encoder of raw blocks by a Preprocessor's rules: lookup tables, kernels, and bags of synthetic ids."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -17,24 +17,25 @@ from rayrec.data.raw_block import RawBlock, RawList, places_of
 from rayrec.native import call
 
 MLPERF_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-"""Ids a row in each of Criteo's 26 columns in MLPerf's DLRM-DCNv2 benchmark; 214 in all."""
+"""Ids per row in each of Criteo's 26 columns in MLPerf's DLRM-DCNv2 benchmark; 214 in total."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHot(Config):
-    """Bags in the way of MLPerf's DLRM-DCNv2 (torchrec_dlrm's materialize_synthetic_multihot_dataset): id i stands for the
-    bag [i, h - 1 random ids], always the same ones.
+    """Bags like MLPerf's DLRM-DCNv2 (torchrec_dlrm's materialize_synthetic_multihot_dataset): id i is expanded to the bag [i, h -
+    1 random ids], always the same ones.
 
-    The random ids are a function of (seed, column, id, place), not drawn one after the other, so no table of them is
-    held: the original's needs 24 GB. Distributions and sizes are the original's, the single ids are not.
+    The random ids are a function of (seed, column, id, position), so no table of them is needed: the original's takes 24 GB.
+    Distributions and sizes equal the original's, the individual ids differ.
     """
 
     sizes: tuple[int, ...] = MLPERF_SIZES
-    """Ids a row has in each sparse column."""
+    """Ids per row in each sparse column."""
     distribution: Literal["uniform", "pareto"] = "uniform"
-    """uniform over the table; pareto: (1 - u)^-4 - 1 cut to 32 bits, modulo the table's size (numpy's pareto, a = 0.25)."""
+    """Distribution of ids. uniform over the table; pareto: (1 - u)^-4 - 1 cut to 32 bits, modulo the table size (NumPy's pareto,
+    a = 0.25)."""
     seed: int = 0
-    """Other seeds give other bags."""
+    """Seed of the bags."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +43,7 @@ class MultiHot(Config):
             raise InputError(f"multi_hot.sizes: {self.sizes} must be 1 or more each")
 
     def expand(self, ids: Sequence[np.ndarray], num_embeddings: Sequence[int]) -> list[np.ndarray]:
-        """(rows) ids of each column -> (rows) where its size is 1, else (rows, size); the dtype stays."""
+        """Expand each column's ids [rows] to [rows, size], unchanged if the size is 1; the dtype stays."""
         return [
             column if size == 1 else self._expand_column(number, column, size, rows)
             for number, (column, size, rows) in enumerate(zip(ids, self.sizes, num_embeddings, strict=True))
@@ -56,7 +57,7 @@ class MultiHot(Config):
         return out
 
 
-DENSE_KINDS = ("signed_log", "log", "identity")  # in the order of rayrec_dense_kind in native/kernels.h
+DENSE_KINDS = ("signed_log", "log", "identity")  # In the order of rayrec_dense_kind in native/kernels.h
 
 
 class CSparseColumn(ctypes.Structure):
@@ -103,7 +104,7 @@ def _c_sparse_column(column: SparseColumn, slots: np.ndarray | None) -> CSparseC
 
 
 def num_slots(num_tokens: int) -> int:
-    """Slots of the open-addressing table for so many tokens: a power of two, at most two thirds full."""
+    """Return the size of the open-addressing table for `num_tokens` tokens: a power of two, at most two thirds full."""
     slots = 16
     while slots * 2 < num_tokens * 3:
         slots *= 2
@@ -111,10 +112,10 @@ def num_slots(num_tokens: int) -> int:
 
 
 def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
-    """Fill the zeroed table `out` so that category i has id ids[i] (int32, 0 or more); return False if a category comes twice.
+    """Fill the zeroed table `out` so that category i has id ids[i] (int32, 0 or more); return False for a repeated category.
 
     `out` has a power of two of slots, more than categories: uint64 [slots] for uint32, uint64 [slots, 2] for uint64 categories.
-    About 20 ns a category.
+    Takes about 20 ns per category.
     """
     wide = categories.dtype == np.uint64
     assert categories.dtype in (np.uint32, np.uint64)
@@ -132,7 +133,7 @@ def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> boo
 
 
 def look_up(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.ndarray:
-    """Return the id of each category in a table that `build_slots` made, unknown_id if it has none. int32 [categories]."""
+    """Return the id of each category in a table of `build_slots`, unknown_id if absent, int32 [categories]."""
     assert slots.flags.c_contiguous
     assert slots.dtype == np.uint64
     assert categories.dtype == (np.uint64 if slots.ndim == 2 else np.uint32)
@@ -144,15 +145,15 @@ def look_up(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.nd
 
 
 def id_type(columns: Sequence[SparseColumn]) -> np.dtype:
-    """Return int32, or int64 if a table has more rows than that can count."""
+    """Return int32, or int64 if a table has too many rows for it."""
     largest = max((column.num_embeddings for column in columns), default=0)
     return np.dtype(np.int32 if largest <= 2**31 else np.int64)
 
 
 class Encoder:
-    """Encodes blocks by given rules. Never pickled: it holds pointers.
+    """Encoder of blocks by given rules. Not picklable, because it has pointers.
 
-    A log of hexadecimal tokens is encoded by a kernel, row by row, others by the rules themselves, column by column.
+    A kernel encodes logs of hexadecimal tokens by row; the rules themselves encode other logs by column.
     """
 
     def __init__(
@@ -164,15 +165,15 @@ class Encoder:
         derivation: Derivation,
         multi_hot: MultiHot | None,
     ) -> None:
-        """`slots`: the lookup table of each column of categories, None if it is hashed."""
+        """Create an encoder. `slots` is the lookup table of each categorical column, None if it is hashed."""
         self._numbers, self._categories, self._slots = numbers, categories, slots
         self._derivation, self._multi_hot = derivation, multi_hot
         self._id_type = id_type(categories)
 
     def encode(self, block: RawBlock, order: np.ndarray | None = None) -> EncodedRows:
-        """Return rows `order` (int64, default all in order) of a block. About 0.5 microseconds a Criteo row.
+        """Encode rows `order` (int64, default all in order) of a block. About 0.5 microseconds per Criteo row.
 
-        A row without a category in a list has the one id missing_id there, of weight 1.
+        A row without a category in a list has one id there, missing_id, of weight 1.
         """
         schema = block.schema
         ids: Sequence[Ids]
@@ -188,7 +189,7 @@ class Encoder:
         return EncodedRows(dense, ids, labels, block.weights, timestamps=block.times)
 
     def ids(self, categories: np.ndarray, column: int) -> np.ndarray:
-        """Return the ids of categories of one column."""
+        """Return the ids of categories in one column."""
         return self._categories[column].encode(categories, None, self._look_up_in(column), self._id_type)
 
     def _by_kernel(self, block: RawBlock, order: np.ndarray | None) -> tuple[np.ndarray, Sequence[Ids]]:
@@ -202,11 +203,12 @@ class Encoder:
         layout, buckets = CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES), ctypes.c_int32(self._derivation.buckets)
         rules = (buckets, *self._c_columns)
         call("rayrec_encode", ctypes.byref(raw), ctypes.byref(layout), order, rows, *rules, dense, ids, ids.itemsize, rows)
-        return dense, ids  # type: ignore[return-value]  # a matrix is a sequence of its rows
+        return dense, ids  # type: ignore[return-value]  # A matrix is a sequence of its rows
 
     @cached_property
     def _c_columns(self) -> tuple[ctypes.Array[CDenseColumn], ctypes.Array[CSparseColumn]]:
-        """Kept: to make them costs as much as to encode 300 rows, and servers encode single ones."""
+        """Rules as C structs. Cached, because building them costs as much as encoding 300 rows, and servers encode single
+        ones."""
         return (
             (CDenseColumn * len(self._numbers))(*map(c_dense_column, self._numbers)),
             (CSparseColumn * len(self._categories))(*map(_c_sparse_column, self._categories, self._slots)),
@@ -237,9 +239,9 @@ class Encoder:
 
 
 def _bags(ids: np.ndarray, lists: RawList, missing_id: int) -> Bags:
-    """Return the ids of lists as bags, each of at least one id."""
+    """Return the ids of lists as bags with at least one id each."""
     lengths = np.maximum(lists.lengths, 1)
-    if len(ids) == lengths.sum():  # no list is empty
+    if len(ids) == lengths.sum():  # No list is empty
         return Bags(ids, lengths, lists.weights)
     values = np.full(lengths.sum(), missing_id, ids.dtype)
     places = places_of(np.cumsum(lengths, dtype=np.int64) - lengths, lists.lengths)

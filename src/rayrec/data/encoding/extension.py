@@ -1,4 +1,4 @@
-"""Adds the new categories of a log to the vocabularies of a Preprocessor, and keeps every id that it has given."""
+"""Extension of a Preprocessor's vocabularies by new categories of a log, without changing existing ids."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def preprocessor_folder(path: str) -> str:
-    """The folder of the Preprocessor that `path` names: its own folder, or a run, checkpoint, export or preprocessed log that
-    contains one. Raises InputError if there is none."""
+    """Return the Preprocessor folder at `path`: the folder itself, or one in a run, checkpoint, export or preprocessed log.
+    Raises InputError if there is none."""
     for folder in (path, storage.join(path, PREPROCESSOR_FOLDER)):
         if storage.exists(storage.join(folder, "preprocessor.json")):
             return folder
@@ -29,17 +29,18 @@ def preprocessor_folder(path: str) -> str:
 
 @dataclass(frozen=True)
 class Extension:
-    """A Preprocessor that gives the ids of an older one, and further ids; categories by the first column of each vocabulary."""
+    """Preprocessor with the ids of an older one and additional ids. Counts of categories are by the first column of each
+    vocabulary."""
 
     preprocessor: Preprocessor
     kept: dict[str, int]
     appended: dict[str, int]
     left_out: dict[str, int]
-    """Categories for which max_num_embeddings left no room."""
+    """Categories beyond max_num_embeddings."""
 
 
 def rules_of(old: Preprocessor, where: str) -> Preset:
-    """The rules that a Preprocessor was made by. Raises InputError for one that cannot be extended."""
+    """Return the rules of a Preprocessor. Raises InputError if it cannot be extended."""
     if old.multi_hot is not None:
         raise InputError(
             f"{where}: makes a bag of every id, which depends on the number of rows of its tables (multi_hot); it cannot be "
@@ -51,11 +52,11 @@ def rules_of(old: Preprocessor, where: str) -> Preset:
 
 
 def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
-    """Appends the categories of `counts` that satisfy min_count to the vocabularies of `old`, in the order that `preset` gives
-    them. Constants of numbers and hashed columns stay.
+    """Append the categories in `counts` with at least min_count to the vocabularies of `old`, ordered by `preset`. Constants of
+    numbers and hashed columns stay.
 
-    `counts`: of a log with the columns of `old`, counted by `preset`, the rules of `old`. Memory: the tokens of both, and a
-    sorted copy of one column's. Raises InputError for a column that cannot keep its ids.
+    `counts` come from a log with the columns of `old`, counted with its rules, `preset`. Memory: the tokens of both, and a sorted
+    copy of one column's tokens. Raises InputError for a column that cannot keep its ids.
     """
     inputs = old.inputs
     sparse: list[SparseColumn] = []
@@ -79,7 +80,7 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
     constants = {
         **old.constants,
         "rows": old.constants.get("rows", 0) + counts.rows,
-        # Ids of appended categories do not follow those of more frequent ones.
+        # Appended categories may be more frequent than earlier ids.
         ENDS: {name: ends for name, ends in old.constants.get(ENDS, {}).items() if not appended.get(owners[name])},
         "extends": old.hash(),
     }
@@ -92,17 +93,17 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
 def _extended(
     preset: Preset, old: SparseColumn, vocabulary: np.ndarray, known: KnownTokens, number: int, name: str
 ) -> tuple[SparseColumn, np.ndarray, int]:
-    """The column's new rule, the tokens to append, and how many were left out."""
+    """Return the column's new rule, the tokens to append, and the number of omitted ones."""
     fresh = ~np.isin(known.tokens, vocabulary)
     added = known.tokens[fresh]
     num_old, gap, missing_id = len(vocabulary), old.gap, old.missing_id
     if preset.missing == "token" and known.gap is not None and missing_id == old.unknown_id:
-        # The empty field became frequent enough to be a category of its own.
+        # The empty field became frequent enough to be a separate category.
         if gap is not None:
             raise _crowded(name)
         gap = missing_id = old.first_id + num_old + int(np.count_nonzero(fresh[: known.gap]))
     if old.has_own_ids and old.unknown_id == old.first_id + num_old + (old.gap is not None) and len(added):
-        # The row of unknown categories came after the vocabulary; it keeps its place, now in the middle.
+        # The row of unknown categories followed the vocabulary; it keeps its place, now in the middle.
         if gap is not None:
             raise _crowded(name)
         gap = old.unknown_id

@@ -1,6 +1,7 @@
-"""Which categories a Preprocessor knows, and how often they were counted.
+"""Known categories of a Preprocessor, and their frequencies.
 
-A category's id gives how often: a handful of numbers a column are kept for it, since ids go by falling frequency."""
+Ids are in order of falling frequency, so a few numbers per column determine the frequency of each id.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.raw_block import RawBlock
 
 ENDS: Final = "frequency_ends"
-"""Among a Preprocessor's constants: by sparse column, how many of its tokens were counted in at least 1, 2, 10, 100, ... rows."""
+"""Key in a Preprocessor's constants: for each sparse column, its number of tokens in at least 1, 2, 10, 100, ... rows."""
 UNKNOWN: Final = "(not in the vocabulary)"
 
 
@@ -28,7 +29,8 @@ def _edges() -> Iterator[int]:
 
 
 def frequency_ends(amounts: np.ndarray) -> list[int]:
-    """`amounts`: rows of each token. The last number is not 0."""
+    """Return the number of tokens at or above each frequency edge, without trailing zeros. `amounts` are the rows of each
+    token."""
     ends: list[int] = []
     for edge in _edges():
         ends.append(int(np.count_nonzero(amounts >= edge)))
@@ -38,8 +40,8 @@ def frequency_ends(amounts: np.ndarray) -> list[int]:
 
 
 def bucket_names(preprocessor: Preprocessor, column: str) -> list[str]:
-    """Of a sparse column: "1", "2-9", "10-99", ..., as far as it has tokens, then UNKNOWN. Raises InputError where how often its
-    tokens were counted is not known."""
+    """Return a sparse column's buckets "1", "2-9", "10-99", ..., up to its highest frequency, and UNKNOWN. Raises InputError if
+    its token frequencies are unknown."""
     ends = _ends(preprocessor, column)
     edges = [edge for edge, _ in zip(_edges(), [*ends, 0], strict=False)]
     ranges = ["1", *(f"{low:,}-{high - 1:,}" for low, high in pairwise(edges[1:]))]
@@ -47,13 +49,13 @@ def bucket_names(preprocessor: Preprocessor, column: str) -> list[str]:
 
 
 def buckets_of(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.ndarray:
-    """int8 (rows): which of `bucket_names` each id is in, as far as the row has a value. Raises InputError likewise."""
+    """Return the index in `bucket_names` of each id of a present value, int8 [rows]. Raises InputError like `bucket_names`."""
     ends = _ends(preprocessor, column)
     rule = preprocessor.sparse[preprocessor.inputs.sparse.index(column)]
     numbers = ids.astype(np.int64) - rule.first_id
     if rule.gap is not None:
         numbers -= ids > rule.gap
-    # As many ends lie above a token's number as there are edges that its amount reaches.
+    # The number of ends above a token's number is the number of edges that its count reaches.
     buckets = np.searchsorted(-np.array(ends, np.int64), -numbers, side="left") - 1
     known = (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0)
     return np.where(known, buckets, len(ends)).astype(np.int8)
@@ -75,8 +77,11 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
 
 
 def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
-    """int64 (num_embeddings): the token that each id of a sparse column stands for: of a category that is an integer itself, of a
-    text its 64-bit hash; -1 where an id stands for none. Raises InputError for a hashed column, whose ids stand for many."""
+    """Return the token of each id in a sparse column, -1 if an id has none, int64 [num_embeddings].
+
+    The token is the category itself if it is an integer, the 64-bit hash of a text. Raises InputError for a hashed column, whose
+    ids have many tokens.
+    """
     number = preprocessor.inputs.sparse.index(column)
     rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
     if not rule.has_own_ids:
@@ -88,8 +93,7 @@ def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
 
 @final
 class UnknownCategories:
-    """Counts, row by row and column by column, the categories that are there and that the vocabulary does not hold. A hashed
-    column knows every category."""
+    """Counter of present categories outside the vocabulary, by row and column. A hashed column knows all categories."""
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
@@ -104,8 +108,8 @@ class UnknownCategories:
             self._told_apart = self._encoder()
 
     def count(self, block: RawBlock, encoded: EncodedRows) -> np.ndarray:
-        """int32 (rows, num_sparse) over the columns of `preprocessor.inputs`; `encoded` is what `encode` made of `block`. About
-        0.1 microseconds a Criteo row."""
+        """Return counts over the columns of `preprocessor.inputs`, int32 [rows, num_sparse]. `encoded` is the result of `encode`
+        for `block`. Takes about 0.1 microseconds per Criteo row."""
         ids = encoded.ids if self._told_apart is None else self._told_apart.encode(block).ids
         if self._preprocessor.integer_buckets:
             block = self._preprocessor.derivation.applied(block)
@@ -125,7 +129,7 @@ class UnknownCategories:
         return unknown * self._with_vocabulary
 
     def _encoder(self) -> Encoder:
-        """An Encoder that differs in the ids of unknown categories, -1: for columns where a known one has their id."""
+        """Return an Encoder with id -1 for unknown categories, for columns in which a known one has their id."""
         old = self._preprocessor
         columns = [replace(column, unknown_id=-1) if column.num_tokens is not None else column for column in old.sparse]
         slots = [old.slots_of(column) for column in range(len(columns))]
@@ -133,11 +137,11 @@ class UnknownCategories:
 
 
 def _shares_unknown_id(column: SparseColumn) -> bool:
-    """Whether a known category has the id of unknown ones, as where ids are taken modulo the table's rows."""
+    """Return whether a known category has the id of unknown ones, for example through ids modulo the table's rows."""
     return column.num_tokens is not None and bool((column.ids() == column.unknown_id).any())
 
 
 def _one_hot(ids: Ids) -> np.ndarray:
-    """Return one id a row: of a made-up bag the first, which is the category's own."""
+    """Return one id per row: the first of a generated bag, the category's own."""
     assert isinstance(ids, np.ndarray)
     return ids if ids.ndim == 1 else ids[:, 0]

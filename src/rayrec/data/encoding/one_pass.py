@@ -1,4 +1,4 @@
-"""Indexes a log of text and counts its training rows in one distributed pass, so that every line is read and parsed once."""
+"""Indexing of a text log and counting of its training rows in one distributed pass, which reads and parses every line once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rayrec.schema import Schema
 
 @dataclass(frozen=True)
 class _Share:
-    """A chunk to index, and the bytes [start, stop) of its file whose segments are counted too."""
+    """Chunk to index, and the bytes [start, stop) of its file whose segments are also counted."""
 
     chunk: Chunk
     start: int
@@ -33,7 +33,7 @@ class _Share:
 
 
 def _index_and_count(shares: Sequence[_Share], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
-    """Runs in a data task. Rows are numbered from the first of the task on."""
+    """Index and count in a data task. Rows are numbered from the task's first."""
     keep_freed_memory()
     packer, entries, total, rows = Packer(counting), [], Faults(), 0
     counted = []
@@ -69,7 +69,7 @@ def _one_pass(
     memory_bytes: int | None,
     task_bytes: int,
 ) -> tuple[LogIndex, _Found]:
-    """The index of text files, and counts of the segments that lie in the bytes `ranges` of each file; these are neighbours."""
+    """Return the index of text files, and counts of the adjacent segments within each file's bytes `ranges`."""
     range_of = dict(zip([file.path for file in files], ranges, strict=True))
     shares = [_Share(chunk, *range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
     tasks = tasks_of(shares, [share.chunk.stop - share.chunk.start for share in shares], task_bytes)
@@ -98,15 +98,15 @@ def _one_pass(
 
 
 _MARGIN: Final = 0.03
-"""Share of a log that is not counted at a border of the chosen rows that only the index can tell exactly."""
+"""Fraction of a log left uncounted at estimated borders of the chosen rows, which only the index determines exactly."""
 
 
 @final
 class CountingIndexer:
-    """Indexes a log of text and counts most of the chosen rows in the same pass.
+    """Indexer of a text log that counts most of the chosen rows in the same pass. Must be closed.
 
-    Only the index tells exactly which rows are chosen, so the pass estimates it from the sizes of the files. `counts` adds the
-    rows that it left out, or counts again if it counted too many. Close it.
+    Only the index determines the chosen rows exactly, so the pass estimates them from file sizes. `counts` adds the rows left
+    out, or counts again if too many were counted.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class CountingIndexer:
         memory_bytes: int | None = None,
         task_bytes: int = TASK_BYTES,
     ) -> None:
-        """`chosen`: the rows [start, stop) of an index that are counted."""
+        """Create an indexer. `chosen` returns the rows [start, stop) of an index to count."""
         self._counting, self._chosen = counting, chosen
         self._memory_bytes, self._task_bytes = memory_bytes, task_bytes
         self._found: _Found | None = None
 
     def index(self, files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
-        """As `index_log`; counts nothing if the index is in the cache."""
+        """Index like `index_log`; counts nothing if the index is cached."""
         assert schema == self._counting.schema
         self.close()
         cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
@@ -141,12 +141,12 @@ class CountingIndexer:
         return cache.keep(index, context.note)
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
-        """Bytes [start, stop) of each file that contain chosen rows only, if all rows are about as long: the margin is left out
-        at each end that is not the border of a file."""
+        """Return the bytes [start, stop) of each file that contain only chosen rows, assuming equally long rows. The margin is
+        left out at each end that is not a file border."""
         sizes = numbered(Entry(file.path, 0, file.size_bytes, file.size_bytes) for file in files)
         try:
             start, stop = self._chosen(LogIndex(sizes, Faults()))
-        except InputError:  # of the estimate; the index is checked later
+        except InputError:  # From the estimate; the index is checked later
             return [(0, 0)] * len(files)
         borders = {size.first_row for size in sizes} | {size.first_row + size.rows for size in sizes}
         margin = int(sum(size.rows for size in sizes) * _MARGIN)
@@ -155,10 +155,10 @@ class CountingIndexer:
         return [(max(start - size.first_row, 0), min(max(stop - size.first_row, 0), size.rows)) for size in sizes]
 
     def counts(self, index: LogIndex, *, engine: Engine, progress: Callable[[int], None] | None = None) -> Counts:
-        """Counts of the chosen rows of the log. They are the caller's to close; see `count_log` for the rest."""
+        """Return counts of the chosen rows, to be closed by the caller. See `count_log` for the arguments."""
         start, stop = self._chosen(index)
         found, self._found = self._found, None
-        if found is not None and not start <= found.start <= found.stop <= stop:  # the guess was wrong
+        if found is not None and not start <= found.start <= found.stop <= stop:  # The guess was wrong
             found.counts.close()
             found = None
         missing = [(start, stop)] if found is None else [(start, found.start), (found.stop, stop)]
@@ -174,7 +174,7 @@ class CountingIndexer:
         )
 
     def close(self) -> None:
-        """Frees counts that were not used."""
+        """Free unused counts."""
         if self._found is not None:
             self._found.counts.close()
             self._found = None

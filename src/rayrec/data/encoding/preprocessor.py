@@ -1,4 +1,4 @@
-"""The one artifact that turns raw columns into model inputs: schema, dense constants and vocabularies, versioned and hashed."""
+"""Preprocessor: schema, dense constants and vocabularies that convert raw columns to model inputs, versioned and hashed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rayrec.schema import Schema
 
 VERSION = 2
 PREPROCESSOR_FOLDER: Final = "preprocessor"
+"""Folder of the Preprocessor within a run, a checkpoint or an export."""
 MAX_TABLE_ROWS: Final = 2**40
 """Maximum rows of an embedding table."""
-"""Folder of the Preprocessor within a run, a checkpoint or an export."""
 
 
 def _check_dense(name: str, column: DenseColumn) -> None:
@@ -42,9 +42,9 @@ def _check_dense(name: str, column: DenseColumn) -> None:
 
 
 def _check_sparse(name: str, column: SparseColumn) -> None:
-    """Raises InputError for values from which an id outside [0, num_embeddings) would come."""
+    """Check that no id can be outside [0, num_embeddings). Raises InputError."""
     rows, tokens = column.num_embeddings, column.num_tokens
-    largest = 2**31 - 1  # id of a vocabulary
+    largest = 2**31 - 1  # Id of a vocabulary
     limits = {
         "num_embeddings": (rows, 1, MAX_TABLE_ROWS),
         "num_tokens": (0 if tokens is None else tokens, 0, largest),
@@ -65,26 +65,26 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Turns raw rows of a click log into model inputs. Build it with `rayrec vocabulary`; never changed afterwards."""
+    """Immutable conversion of raw rows of a click log to model inputs. Built by `rayrec vocabulary`."""
 
     preset: str
     schema: Schema
-    """Of the labelled raw log."""
+    """Schema of the labelled raw log."""
     dense: tuple[DenseColumn, ...]
-    """A column each of `inputs.dense`."""
+    """Rule of each column of `inputs.dense`."""
     sparse: tuple[SparseColumn, ...]
-    """A column each of `inputs.sparse`."""
+    """Rule of each column of `inputs.sparse`."""
     tokens: np.ndarray
-    """uint32 (uint64 for a schema of any tokens): the tokens of every vocabulary, in id order, one vocabulary after the other. A
-    vocabulary that several columns share is stored once, at the first of them."""
+    """Concatenated tokens of all vocabularies in id order, uint32, or uint64 for a schema of any tokens. A shared vocabulary is
+    stored once, at the first of its columns."""
     integer_buckets: bool = False
-    """The log's integers are categories too: floor(ln(x)^2) above 2, else x; they come before the sparse columns."""
+    """Whether to convert the log's integers to categories, before the sparse columns: floor(ln(x)^2) above 2, else x."""
     file_minimum: dict[str, int] | None = None
-    """Where each file's least integer is subtracted from its integers: by the file's base name, without `.gz`; "" for others."""
+    """Integer subtracted from each file's integers, by base name without `.gz`; "" for other files. None: no subtraction."""
     multi_hot: MultiHot | None = None
-    """Where each id becomes a bag of several."""
+    """Expansion of each id to a bag of several. None: no expansion."""
     constants: dict[str, Any] = field(default_factory=dict)
-    """What the preset used: its rules, the rows counted, and the like."""
+    """Inputs of the preset: its rules, the number of counted rows, and others."""
 
     def __post_init__(self) -> None:
         if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
@@ -101,7 +101,7 @@ class Preprocessor:
             raise InputError(f"preprocessor: {len(self.tokens)} tokens where its columns have {known}; build it again")
 
     def check(self) -> None:
-        """Raises InputError for values that `rayrec vocabulary` never writes and from which a kernel would compute nonsense."""
+        """Check for values that `rayrec vocabulary` never writes and that break the kernels. Raises InputError."""
         for name, column in zip(self.inputs.sparse, self.sparse, strict=True):
             _check_sparse(name, column)
         for name, dense in zip(self.inputs.dense, self.dense, strict=True):
@@ -119,18 +119,18 @@ class Preprocessor:
 
     @cached_property
     def inputs(self) -> Schema:
-        """What the model gets: the raw log's columns, its integers among the sparse ones where they are categories."""
+        """Columns that the model gets: the raw log's columns, with integers moved to sparse if they are categories."""
         return self.derivation.inputs(self.schema)
 
     @property
     def _stored_tokens(self) -> list[int]:
-        """Of each sparse column, how many tokens `tokens` holds for it: none for hashed columns and for those that share the
-        vocabulary of an earlier column."""
+        """Number of tokens stored in `tokens` for each sparse column: 0 if hashed, or if an earlier column shares its
+        vocabulary."""
         owners = self.inputs.vocabulary_owners
         return [(column.num_tokens or 0) if owners[number] == number else 0 for number, column in enumerate(self.sparse)]
 
     def vocabulary(self, column: int) -> np.ndarray:
-        """The tokens of a sparse column's vocabulary, in id order; none if the column is hashed."""
+        """Return the tokens of a sparse column's vocabulary in id order, none if the column is hashed."""
         stored, owner = self._stored_tokens, self.inputs.vocabulary_owners[column]
         first = sum(stored[:owner])
         return self.tokens[first : first + stored[owner]]
@@ -142,21 +142,21 @@ class Preprocessor:
 
     @property
     def hotness(self) -> list[int | None]:
-        """Ids a row has in each sparse column; None: any number."""
+        """Number of ids per row in each sparse column. None: any number."""
         if self.multi_hot:
             return list(self.multi_hot.sizes)
         return [None if name in self.inputs.lists else 1 for name in self.inputs.sparse]
 
     @cached_property
     def id_dtype(self) -> np.dtype:
-        """int32, or int64 where a table has more rows than that can count."""
+        """Type of ids: int32, or int64 if a table has too many rows for it."""
         return id_type(self.sparse)
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """uint64: the open-addressing tables of every vocabulary column, one after the other; costs about 20 ns a token.
+        """Concatenated open-addressing tables of all vocabulary columns, uint64; costs about 20 ns per token.
 
-        Raises InputError where a column holds a token twice.
+        Raises InputError if a column has a token twice.
         """
         places = self._slot_places
         slots = np.zeros((places[-1], 2) if self.tokens.dtype == np.uint64 else places[-1], np.uint64)
@@ -170,7 +170,7 @@ class Preprocessor:
 
     @cached_property
     def _slot_places(self) -> list[int]:
-        """Where the slots of each sparse column's own vocabulary start in `slots`, and their end."""
+        """Start of each sparse column's own vocabulary in `slots`, and the end."""
         owners = self.inputs.vocabulary_owners
         sizes = [
             0 if column.num_tokens is None or owners[number] != number else num_slots(column.num_tokens)
@@ -179,26 +179,27 @@ class Preprocessor:
         return [0, *itertools.accumulate(sizes)]
 
     def slots_of(self, column: int) -> np.ndarray | None:
-        """The part of `slots` that a sparse column is looked up in; None if it is hashed."""
+        """Return the lookup table of a sparse column within `slots`; None if it is hashed."""
         if self.sparse[column].num_tokens is None:
             return None
         places, owner = self._slot_places, self.inputs.vocabulary_owners[column]
         return self.slots[places[owner] : places[owner + 1]]
 
     def grouped_by(self, column: str | None) -> Preprocessor:
-        """The same, its rows encoded with the keys of their groups: `Schema.group`, which is not stored with it."""
+        """Return the same Preprocessor with the given `Schema.group`, which is not stored, so that encoded rows have group
+        keys."""
         if column == self.schema.group:
             return self
         changed = replace(self, schema=self.schema.replace(group=column))
-        if "slots" in self.__dict__:  # which take long to make
+        if "slots" in self.__dict__:  # Slow to build
             changed.__dict__["slots"] = self.slots
         return changed
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the tokens, as plain JSON values."""
+        """Return everything except the tokens as plain JSON values."""
         return {
             "version": VERSION,
-            "profile": self.preset,  # the key of earlier versions
+            "profile": self.preset,  # The key of earlier versions
             "schema": self.schema.describe(),
             "dense": [vars(column) for column in self.dense],
             # `mixed` was added later: without it, descriptions and hashes of earlier Preprocessors stay the same.
@@ -212,20 +213,20 @@ class Preprocessor:
         }
 
     def hash(self) -> str:
-        """The first 16 hex digits of a SHA-256 over the description and the tokens."""
+        """Return the first 16 hex digits of the SHA-256 of the description and the tokens."""
         digest = hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode())
         digest.update(np.ascontiguousarray(self.tokens).data)
         return digest.hexdigest()[:16]
 
     def save(self, folder: str) -> None:
-        """Writes preprocessor.json and tokens.npy; the JSON file comes last and holds the hash."""
+        """Write tokens.npy, then preprocessor.json with the hash."""
         with storage.writing(storage.join(folder, "tokens.npy")) as path, open(path, "wb") as file:
             np.save(file, self.tokens, allow_pickle=False)
         storage.write_json(storage.join(folder, "preprocessor.json"), {**self.describe(), "hash": self.hash()})
 
     @classmethod
     def load(cls, folder: str) -> Preprocessor:
-        """Reads what `save` wrote. Raises InputError where it is absent, of another version, or damaged."""
+        """Load a saved Preprocessor. Raises InputError if it is absent, damaged, or of another version."""
         path = storage.join(folder, "preprocessor.json")
         if not storage.exists(path):
             raise InputError(f"{folder}: holds no preprocessor.json; build one with `rayrec vocabulary PATH --out {folder}`")
@@ -254,30 +255,30 @@ class Preprocessor:
             raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it again") from None
         if self.hash() != stored.get("hash"):
             raise InputError(f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged")
-        _ = self.slots  # built here, so that every user of this object has them
+        _ = self.slots  # Built here, for all users of this object
         return self
 
     @property
     def derivation(self) -> Derivation:
-        """How the inputs are made of a log's columns."""
+        """Derivation of the inputs from a log's columns."""
         return Derivation(buckets=self.integer_buckets, file_minimum=self.file_minimum)
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The Encoder of these rules, which points into `slots`."""
+        """Encoder with these rules, which points into `slots`."""
         slots = [self.slots_of(column) for column in range(len(self.sparse))]
         return Encoder(self.dense, self.sparse, slots, derivation=self.derivation, multi_hot=self.multi_hot)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what points into this process's memory."""
+        """Return all attributes except pointers into this process's memory."""
         return {name: value for name, value in self.__dict__.items() if name != "encoder"}
 
     def encode(self, block: RawBlock, order: np.ndarray | None = None) -> EncodedRows:
-        """Encodes rows `order` (int64, default all in order) of a block."""
+        """Encode rows `order` (int64, default all in order) of a block."""
         return self.encoder.encode(block, order)
 
 
 def share_preprocessor(preprocessor: Preprocessor, engine: StreamEngine) -> Shared[Preprocessor]:
-    """The Preprocessor for an engine's tasks; its arrays are shared by all processes of a machine, uncopied."""
-    _ = preprocessor.slots  # built before, once
+    """Share the Preprocessor with an engine's tasks; all processes on a machine share its arrays without copies."""
+    _ = preprocessor.slots  # Built once, before sharing
     return engine.share(preprocessor)

@@ -1,4 +1,4 @@
-"""Profiles: what exactly becomes of missing values, integers and categories, one small description a published pipeline."""
+"""Presets: rules for missing values, integers and categories that follow published pipelines."""
 
 import difflib
 import math
@@ -27,47 +27,48 @@ MLPERF_NUM_EMBEDDINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Preset(Config):
-    """How raw columns become model inputs. A missing number counts as 0 throughout, as in every Criteo pipeline."""
+    """Rules that convert raw columns to model inputs. A missing number counts as 0, as in all Criteo pipelines."""
 
     name: str = "rayrec"
-    """Of the pipeline it follows."""
+    """Name of the pipeline."""
     dense: Literal["signed_log", "log", "identity", "buckets"] = "signed_log"
-    """sign(x) ln(1 + |x|); ln(x + shift); x; or categories floor(ln(x)^2) for x > 2, else x, where 0 is none."""
+    """Transform of numbers: sign(x) ln(1 + |x|); ln(x + shift); x; or categories floor(ln(x)^2) for x > 2, else x, where 0 is
+    missing."""
     dense_shift: float = 1.0
-    """Added before the logarithm ("log")."""
+    """Shift before the logarithm ("log")."""
     dense_lowest: int | None = None
-    """Smaller numbers are raised to this first ("log" and "identity")."""
+    """Lower bound applied before the transform ("log" and "identity"). None: no bound."""
     dense_from_file_minimum: bool = False
-    """Numbers are counted from the least one among all dense columns of their file."""
+    """Whether to subtract the minimum of all dense columns in the file."""
     dense_standardized: bool = True
-    """Afterwards the mean is subtracted and the result divided by the standard deviation, both of the counted rows."""
+    """Whether to subtract the mean and divide by the standard deviation of the counted rows after the transform."""
     ids: Literal["frequency", "first_seen", "murmur3"] = "frequency"
-    """Ids by falling count (then rising token), or by the row of the log in which a category comes first; murmur3: no
-    vocabulary, a hash of the category modulo the table's rows (needs num_embeddings)."""
+    """Order of ids. frequency: by falling count, then rising token; first_seen: by the first row with the category in the log;
+    murmur3: no vocabulary, a hash of the category modulo the table's rows (needs num_embeddings)."""
     first_id: int = 2
     """Id of the first category."""
     unknown_id: int | None = 0
-    """Id of categories never seen, or too seldom; None: one more row at the end of the table."""
+    """Id of categories that are new or too rare. None: an additional row at the end of the table."""
     missing: int | Literal["token", "zero", "unknown"] = 1
-    """Id of an empty field; token: a category of its own, counted as the others are; zero: the category 00000000; unknown:
-    as one never seen."""
+    """Id of an empty field. token: a separate category, counted like others; zero: the category 00000000; unknown: like a new
+    category."""
     min_count: int = 2
-    """Categories seen less often than this share unknown_id."""
+    """Minimum count of a category. Rarer ones get unknown_id."""
     token_modulo: int | None = None
-    """Categories are numbers taken modulo this before they are told apart; None: as they are."""
+    """Modulo applied to category numbers before they are distinguished. None: no modulo."""
     num_embeddings: tuple[int, ...] | None = None
-    """Rows of each table, fixed: ids are taken modulo these; None: as many as there are ids."""
+    """Fixed rows of each table; ids are taken modulo these. None: one row per id."""
     max_num_embeddings: int | None = None
-    """Most rows a table may have; None: no limit."""
+    """Maximum rows of a table. None: no limit."""
     beyond_limit: Literal["hash", "modulo"] = "hash"
-    """A column that needs more rows than max_num_embeddings: hash gives up its vocabulary, id = first_id + token modulo the
-    rest (64-bit tokens are mixed first); modulo takes its ids modulo the limit."""
+    """Handling of columns that exceed max_num_embeddings. hash: no vocabulary, id = first_id + token modulo the rest (64-bit
+    tokens are mixed first); modulo: ids modulo the limit."""
     counted: Literal["train", "all"] = "train"
-    """Rows that vocabulary and constants are made from; all: with those held out, as the published pipeline does."""
+    """Rows used for vocabulary and constants. all: includes held-out rows, like the published pipeline."""
     multi_hot: MultiHot | None = None
-    """Makes a bag of every id."""
+    """Expansion of every id to a bag. None: no expansion."""
     split: Split = field(default_factory=Split)
-    """Which rows train, validate and test, where no evaluation log is given."""
+    """Training, validation and test rows if no evaluation log is set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,20 +88,20 @@ class Preset(Config):
 
     @property
     def first_rows(self) -> bool:
-        """Whether counting must note where each category comes first."""
+        """True if counting must record the first row of each category."""
         return self.ids == "first_seen"
 
     @property
     def derivation(self) -> Derivation:
-        """What is made of raw rows before they are counted."""
+        """Derivation applied to raw rows before counting."""
         return Derivation(buckets=self.dense == "buckets", modulo=self.token_modulo)
 
     def counting(self, schema: Schema) -> CountingJob:
-        """What must be counted of a log of `schema`."""
+        """Return the counting job for a log of `schema`."""
         return CountingJob(schema, derivation=self.derivation, first_rows=self.first_rows)
 
     def check(self, schema: Schema) -> None:
-        """Raises InputError where these rules cannot be followed on a log of `schema`."""
+        """Check that the rules can be applied to a log of `schema`. Raises InputError."""
         if schema.tokens == "hexadecimal":
             return
         rules = {
@@ -115,13 +116,13 @@ class Preset(Config):
             raise InputError(f"preset {self.name}: {' and '.join(unfit)} need a log of hexadecimal tokens, such as Criteo's")
 
     def inputs(self, schema: Schema) -> Schema:
-        """The columns that are counted and that the model gets."""
+        """Return the columns that are counted and passed to the model."""
         return self.derivation.inputs(schema)
 
 
 def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preprocessor:
-    """Turns counts of a log of `schema` into a Preprocessor. It depends on the rows counted alone, not on how they were
-    divided among tasks. Raises InputError for a log that the preset does not fit."""
+    """Build a Preprocessor from counts of a log of `schema`. It depends only on the counted rows, not on their division into
+    tasks. Raises InputError if the preset does not fit the log."""
     preset.check(schema)
     inputs = preset.inputs(schema)
     if preset.num_embeddings is not None and len(preset.num_embeddings) != len(inputs.sparse):
@@ -158,7 +159,7 @@ def _file_minimum(counts: Counts) -> dict[str, int]:
 
 
 def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
-    """`moments`: present values, sum, and upper and lower part of the sum of squares, of sign(x) ln(1 + |x|)."""
+    """Return the rule of a dense column from its row of Counts.dense_moments."""
     assert preset.dense != "buckets"
     lowest = LOWEST_INTEGER if preset.dense_lowest is None else preset.dense_lowest
     mean, scale = 0.0, 1.0
@@ -176,18 +177,18 @@ def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """A column's tokens that were counted often enough, in the order of their ids."""
+    """Tokens of a column with sufficient counts, in id order."""
 
     tokens: np.ndarray
     gap: int | None = None
-    """How many of them come before the empty field, where that is a category too."""
+    """Number of tokens before the empty field, if that is a category. None if not."""
     amounts: np.ndarray | None = None
-    """Rows of each; None where they do not fall."""
+    """Row count of each token. None if the order is not by falling count."""
 
 
 def known_tokens(preset: Preset, counts: Counts, number: int) -> KnownTokens:
-    """The vocabulary of sparse column `number` of the model's inputs."""
-    # An empty field may make token 0 frequent that is not without it.
+    """Return the vocabulary of sparse column `number` of the model's inputs."""
+    # Empty fields may raise the count of token 0 above the minimum.
     always = 0 if preset.missing == "zero" else None
     tokens, amounts, first_rows = counts.kept(number, preset.min_count, always=always)
     missing_count, missing_row = (int(value) for value in counts.missing[number])
@@ -206,14 +207,14 @@ def known_tokens(preset: Preset, counts: Counts, number: int) -> KnownTokens:
         order = np.lexsort((tokens, -amounts))
     gap = None
     if preset.missing == "token" and missing_count >= preset.min_count:
-        # By frequency, it comes before tokens that are as frequent.
+        # By frequency, it precedes tokens of equal count.
         keys, key = (-amounts, -missing_count) if first_rows is None else (first_rows, missing_row)
         gap = int(np.searchsorted(keys[order], key))
     return KnownTokens(tokens[order], gap, amounts[order] if first_rows is None else None)
 
 
 def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseColumn, KnownTokens]:
-    """The column's rule, and its vocabulary (empty where it is hashed)."""
+    """Return the column's rule, and its vocabulary (empty if hashed)."""
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
     if preset.ids == "murmur3":
         assert fixed is not None
@@ -232,8 +233,8 @@ def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseC
         return column, known
     assert limit is not None
     if fixed is None and preset.beyond_limit == "hash":
-        missing_id = missing_id if isinstance(preset.missing, int) else first_id  # that of token 0
-        wide = known.tokens.dtype == np.uint64  # tokens that may be numbers with a pattern; Criteo's are hashes
+        missing_id = missing_id if isinstance(preset.missing, int) else first_id  # The id of token 0
+        wide = known.tokens.dtype == np.uint64  # Tokens may be regular numbers; Criteo's are hashes
         column = SparseColumn(limit, None, first_id, unknown_id % limit, missing_id, mixed=wide)
         return column, KnownTokens(known.tokens[:0])
     column = SparseColumn(limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo)
@@ -253,7 +254,7 @@ def _missing_id(preset: Preset, known: KnownTokens, unknown_id: int) -> int:
 def merged(
     tokens: np.ndarray, amounts: np.ndarray, first_rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Adds up what came under one token several times; tokens in rising order."""
+    """Sum the counts of equal tokens, and sort the tokens."""
     if not len(tokens):
         return tokens, amounts, first_rows
     order = np.argsort(tokens, kind="stable")
@@ -267,7 +268,8 @@ def merged(
 
 
 RAYREC = Preset()
-"""Our own default: nothing is lost below zero, ids depend on no order of rows, unseen and missing are told apart."""
+"""Default preset. Negative numbers keep their values, ids are independent of row order, new and missing categories are
+distinguished."""
 
 MLPERF_V1 = Preset(
     name="mlperf-v1",
@@ -282,9 +284,9 @@ MLPERF_V1 = Preset(
     counted="all",
     split=Split(test_first=True),
 )
-"""dlrm's data_utils.py: ln(max(x, 0) + 1), dictionaries in order of first appearance over all rows, held-out ones too, ids
-from 0. `token_modulo` is its --max-ind-range. It has no id for unseen categories, since its dictionary holds the test's
-too; here each table has one more row for them."""
+"""Preset of dlrm's data_utils.py: ln(max(x, 0) + 1), dictionaries in order of first appearance over all rows, including held-out
+ones, ids from 0. `token_modulo` is its --max-ind-range. Its dictionary includes the test's categories, so it has no id for new
+ones; here each table has an additional row for them."""
 
 TORCHREC = Preset(
     name="torchrec",
@@ -299,11 +301,11 @@ TORCHREC = Preset(
     beyond_limit="modulo",
     counted="all",
 )
-"""torchrec.datasets.criteo since June 2025: ln(x - m + 2), m the least integer of the file, missing ones being 0; contiguous
-ids from 2 in order of first appearance over all files, rarer ones 1, then modulo the table's size."""
+"""Preset of torchrec.datasets.criteo since June 2025: ln(x - m + 2), where m is the file's smallest integer and missing ones are
+0. Contiguous ids from 2 in order of first appearance over all files, rarer categories 1, then modulo the table size."""
 
 TORCHREC_2024 = TORCHREC.replace(name="torchrec-2024", dense_shift=3.0, dense_from_file_minimum=False)
-"""torchrec.datasets.criteo before: ln(x + 3), which is -inf at -3 (Kaggle holds such values) and not a number below."""
+"""Preset of torchrec.datasets.criteo before: ln(x + 3), which is -inf at -3 (present in Kaggle) and NaN below."""
 
 RAY_TEMPLATE = Preset(
     name="ray-template",
@@ -315,8 +317,8 @@ RAY_TEMPLATE = Preset(
     min_count=3,
     counted="train",
 )
-"""The Ray Train and Ray Data template: ln(x + 3); categories counted 3 times or more get ids from 2 in the order of its files
-of value counts, here by falling count (those files are not published); others 1; the empty field counts as a category."""
+"""Preset of the Ray Train and Ray Data template: ln(x + 3). Categories counted 3 times or more get ids from 2 in the order of its
+value count files, here by falling count (those files are not published), others 1. The empty field is a category."""
 
 NVT = Preset(
     name="nvt",
@@ -331,8 +333,8 @@ NVT = Preset(
     num_embeddings=MLPERF_NUM_EMBEDDINGS,
     counted="all",
 )
-"""TorchRec's NVTabular scripts from August 2022 to May 2023: ln(x + 3), and cuDF's murmur3 hash of the category modulo the
-table's rows. The hash is that of the GPU library as documented; it was not run on a GPU."""
+"""Preset of TorchRec's NVTabular scripts from August 2022 to May 2023: ln(x + 3), and cuDF's murmur3 hash of the category modulo
+the table's rows. The hash follows the GPU library's documentation; it was not run on a GPU."""
 
 FUXICTR_X4 = Preset(
     name="fuxictr-x4",
@@ -343,9 +345,9 @@ FUXICTR_X4 = Preset(
     min_count=10,
     split=Split(kind="named_files"),
 )
-"""FuxiCTR 2.1 to 2.3.6 on Criteo_x4: integers become categories, 0 and the empty field none; id 0 is padding and never
-produced, ids from 1 by falling count, then category; rarer ones and empty fields share the last row. The published split
-comes as files train, valid and test."""
+"""Preset of FuxiCTR 2.1 to 2.3.6 on Criteo_x4: integers become categories, except 0 and the empty field. Id 0 is padding and
+never produced, ids from 1 by falling count, then category; rarer ones and empty fields share the last row. The published split
+has files train, valid and test."""
 
 FUXICTR_X1 = Preset(
     name="fuxictr-x1",
@@ -357,17 +359,17 @@ FUXICTR_X1 = Preset(
     min_count=1,
     split=Split(kind="named_files"),
 )
-"""FuxiCTR 2.1 to 2.3.6 on Criteo_x1, whose published files hold numbers scaled already and categories numbered already (the
-code that made them is not published): numbers as they are, ids from 1 by falling count, then category."""
+"""Preset of FuxiCTR 2.1 to 2.3.6 on Criteo_x1: numbers unchanged, ids from 1 by falling count, then category. The published files
+contain scaled numbers and numbered categories; the code that made them is not published."""
 
 ALL: dict[str, Preset] = {
     preset.name: preset for preset in (RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024, RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4)
 }
-"""Every preset by its name."""
+"""All presets by name."""
 
 
 def by_name(name: str) -> Preset:
-    """Raises InputError for a name that is none, with the nearest one."""
+    """Return the preset with this name. Raises InputError for an unknown name, with the nearest one."""
     if name not in ALL:
         near = difflib.get_close_matches(name, ALL, n=1)
         raise InputError(f"no preset '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}"))

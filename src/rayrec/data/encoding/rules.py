@@ -1,6 +1,6 @@
-"""Rules that turn numbers and categories into model inputs, in NumPy.
+"""Rules that convert numbers and categories to model inputs, in NumPy.
 
-An export's `encode.py` contains this module's text, and the kernels are tested against it.
+The `encode.py` of an export contains this module's text, and the kernels are tested against it.
 """
 
 import math
@@ -13,15 +13,15 @@ import numpy as np
 from rayrec.hashing import GOLDEN, mix64, murmur3
 
 LOWEST_INTEGER = -(2**62)
-"""Of a dense column that raises no value."""
+"""`DenseColumn.lowest` without a lower bound."""
 
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """x -> (f(x) - mean) * scale as float32, computed in float64; a missing value -> missing_value."""
+    """Transform x -> (f(x) - mean) * scale as float32, computed in float64; a missing value becomes missing_value."""
 
     kind: Literal["signed_log", "log", "identity"] = "signed_log"
-    """f(x) = sign(x) ln(1 + |x|), ln(max(x, lowest) + shift), or max(x, lowest)."""
+    """Function f(x): sign(x) ln(1 + |x|), ln(max(x, lowest) + shift), or max(x, lowest)."""
     shift: float = 1.0
     lowest: int = LOWEST_INTEGER
     mean: float = 0.0
@@ -29,7 +29,7 @@ class DenseColumn:
     missing_value: float = 0.0
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """float32: the transform of present numbers of any dtype. A logarithm of nothing or less gives -inf or NaN."""
+        """Transform present numbers of any dtype, float32. The logarithm of 0 or less is -inf or NaN."""
         x = np.asarray(values, np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             if self.kind == "signed_log":
@@ -46,41 +46,40 @@ class DenseColumn:
 
 @dataclass(frozen=True)
 class SparseColumn:
-    """How a category becomes an id, below num_embeddings.
+    """Rule that converts a category to an id below num_embeddings.
 
-    With a vocabulary of `num_tokens` known tokens, token number i gets first_id + i, one more from `gap` on, and of that
-    the remainder by num_embeddings. Without one (`num_tokens` None) a token gets first_id + token mod
-    (num_embeddings - first_id).
+    With a vocabulary of `num_tokens` known tokens, token number i has id first_id + i, plus one from `gap` on, modulo
+    num_embeddings. Without one (`num_tokens` None), a token has id first_id + token mod (num_embeddings - first_id).
     """
 
     num_embeddings: int
-    """Rows the column's embedding table needs."""
+    """Rows of the column's embedding table."""
     num_tokens: int | None
-    """Tokens in the vocabulary; None: hashed."""
+    """Vocabulary size. None: hashed."""
     first_id: int = 2
     unknown_id: int = 0
-    """Id of tokens that the vocabulary does not hold: never seen, or too seldom."""
+    """Id of tokens outside the vocabulary: new or too rare."""
     missing_id: int = 1
     """Id of an empty field."""
     gap: int | None = None
-    """An id in the middle of the vocabulary's that no token has, since the empty field has it."""
+    """Id within the vocabulary's range that is reserved for the empty field. None: no gap."""
     token_modulo: int | None = None
-    """Tokens are taken modulo this before they are looked up."""
+    """Modulo applied to tokens before the lookup. None: no modulo."""
     murmur3: bool = False
-    """For a hashed column of 32-bit tokens: the token's murmur3 hash stands for it."""
+    """Whether to replace 32-bit tokens of a hashed column by their murmur3 hashes."""
     mixed: bool = False
-    """For a hashed column: the token's 64 bits are mixed before the modulo, so that ids which are multiples of a number
-    spread over all rows. Preprocessors of earlier versions have False."""
+    """Whether to mix the 64 bits of a hashed column's tokens before the modulo, so that multiples of a number spread over all
+    rows. False in Preprocessors of earlier versions."""
 
     @property
     def has_own_ids(self) -> bool:
-        """Whether every known token has an id that no other has."""
+        """True if every known token has a unique id."""
         if self.num_tokens is None:
             return False
         return self.first_id + self.num_tokens + (self.gap is not None) <= self.num_embeddings
 
     def ids(self) -> np.ndarray:
-        """int32 (num_tokens): the id of every token of the vocabulary."""
+        """Return the id of every token of the vocabulary, int32 [num_tokens]."""
         assert self.num_tokens is not None
         ids = np.arange(self.first_id, self.first_id + self.num_tokens, dtype=np.int64)
         if self.gap is not None:
@@ -94,8 +93,8 @@ class SparseColumn:
 
         Args:
             tokens: uint32 or uint64 [tokens].
-            missing: Which of them stand for an empty field, bool [tokens]. None if all are present.
-            look_up: Returns the ids of tokens, after `token_modulo`, by the vocabulary. Not called for a hashed column.
+            missing: Mask of empty fields, bool [tokens]. None if all are present.
+            look_up: Function that returns the vocabulary's ids of tokens, after `token_modulo`. Not called for a hashed column.
             dtype: int32 or int64.
         """
         if self.num_tokens is None:
@@ -110,22 +109,21 @@ class SparseColumn:
         return ids if missing is None else np.where(missing, dtype.type(self.missing_id), ids)
 
     def looked_up(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens as the vocabulary has them, of the same dtype."""
+        """Return the tokens after `token_modulo`, of the same dtype."""
         return tokens if self.token_modulo is None else tokens % tokens.dtype.type(self.token_modulo)
 
 
 def bucket_tokens(integers: np.ndarray) -> np.ndarray:
-    """Return integers as categories: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens sort as the numbers do.
+    """Convert integers to categories: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens sort like the numbers.
 
-    Takes int64 and returns uint32 [rows]. The logarithm is the C library's, as in the kernel: NumPy's may be on the other side
-    of a whole number.
+    Takes int64 and returns uint32 [rows]. Uses the C library's logarithm, like the kernel: NumPy's may differ at an integer.
     """
     buckets = [math.floor(math.log(x) * math.log(x)) if x > 2 else max(x, -(2**31)) for x in integers.tolist()]
     return (np.array(buckets, np.int64) + 2**31).astype(np.uint32)
 
 
 def expand_bag(ids: np.ndarray, size: int, num_embeddings: int, *, column: int, seed: int, pareto: bool) -> np.ndarray:
-    """Return each id followed by `size` - 1 random ids that belong to it, int64 [rows, size]; see `MultiHot`."""
+    """Return each id followed by its `size` - 1 random ids, int64 [rows, size]. See `MultiHot`."""
     start = mix64(np.array([(seed + GOLDEN) & (2**64 - 1)], np.uint64))
     stream = mix64(start + np.uint64(column))
     bag = mix64(stream + np.uint64(GOLDEN) * (ids.astype(np.uint64) + np.uint64(1)))
