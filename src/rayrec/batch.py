@@ -1,4 +1,4 @@
-"""Batches of rows of any kind, able to move themselves to a device, and what a step gives; nothing here needs more than torch."""
+"""Batches of any kind of rows, movable to a device, and training step outputs. Depends on torch only."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 DENSE: Final = "dense"
-"""The tensor of a click log's dense features."""
+"""Name of the tensor with a click log's dense features."""
 
 
 @dataclass
 class Batch:
-    """One worker's part of one global batch."""
+    """One worker's part of a global batch."""
 
     tensors: dict[str, torch.Tensor]
-    """(rows, ...) each: images, blocks of tokens, or (DENSE) a click log's dense features, (rows, num_dense) float32."""
+    """Images, blocks of tokens, or (DENSE) a click log's dense features, float32 [rows, num_dense]. Each [rows, ...]."""
     loss_weight: float
-    """world_size / rows of the global batch: the sum of row losses times this, averaged over workers (as DDP and FSDP do),
-    is the exact mean over the global batch also where workers hold different numbers of rows. 0: a filler, which counts
-    nowhere, for a worker that has no row where others have."""
+    """World size divided by the rows of the global batch. The sum of row losses times this, averaged over workers (as in DDP and
+    FSDP), is the exact mean over the global batch, even if workers have different row counts. 0 marks a filler that counts
+    nowhere, for a worker without rows."""
     sparse_features: KeyedJaggedTensor | None = None
-    """Of a click log: one key per categorical feature, `rows` lists of ids each; with weights if any feature has them."""
+    """Categorical features of a click log: one key per feature with `rows` lists of ids, with weights if any feature has them."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of a click log: (rows,) float32 by name; the main label is from 0 to 1, in others NaN stands for a missing value. Empty
-    for a log without a label."""
+    """Labels of a click log by name, float32 [rows]. The main label is from 0 to 1; NaN is a missing value in others."""
     weights: torch.Tensor | None = None
-    """(rows,) float32: what each row's loss is multiplied by; None: 1 each."""
+    """Loss weight of each row, float32 [rows]. None: 1 each."""
     groups: torch.Tensor | None = None
-    """(rows,) int64, always on the CPU: keys of the rows' groups, where the schema has a group."""
+    """Group key of each row, int64 [rows], always on the CPU. None if the schema has no group."""
     timestamps: torch.Tensor | None = None
-    """(rows,) int64, always on the CPU: microseconds since 1970-01-01 00:00 UTC, if the schema has a timestamp."""
+    """Microseconds since 1970-01-01 00:00 UTC, int64 [rows], always on the CPU. None if the schema has no timestamp."""
     sequence_features: KeyedJaggedTensor | None = None
-    """As `sparse_features`, of the features whose embeddings the model takes one by one; they are in no other field."""
+    """Features whose embeddings the model takes one by one, like `sparse_features`. No other field contains them."""
     row_numbers: RowNumbers | None = None
-    """Which rows these are, none for a filler, for the loop to count; copies on a device and parts do not have it."""
+    """Row numbers for the loop to count, empty for a filler. None in copies on a device and in parts."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +52,7 @@ class Batch:
         return self._with(moved, moved_ids, None)
 
     def pin_memory(self) -> Batch:
-        """A copy in pinned memory; it keeps its row numbers, because a loader pins batches before the loop counts them."""
+        """Copy to pinned memory, with row numbers, because a loader pins batches before the loop counts them."""
         return self._with(torch.Tensor.pin_memory, lambda ids: ids.pin_memory(), self.row_numbers)
 
     def _with(
@@ -85,8 +84,8 @@ class Batch:
                 ids.record_stream(stream)
 
     def parts(self, count: int) -> list[Batch]:
-        """The tensors in exactly so many parts of nearly equal size, so that every worker makes as many passes; where there are
-        fewer rows, fillers make up the number. Not of a click log."""
+        """Split the tensors into exactly `count` parts of nearly equal size, so that all workers make equally many passes. With
+        fewer rows than parts, fillers complete the list. Not for click logs."""
         assert self.sparse_features is None
         if count == 1:
             return [self]
@@ -101,16 +100,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step hands to the loop beside the loss to differentiate; detached."""
+    """Detached results of a training step, in addition to the loss to differentiate."""
 
     loss: torch.Tensor
-    """Scalar: this worker's loss, without penalties; its mean over workers is the mean over the global batch."""
+    """Loss of this worker without penalties, a scalar. Its mean over workers is the mean over the global batch."""
     outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of a click model: (rows,) float32 logits by the label's name, the main label first; for a label that is a number, the
-    prediction itself."""
+    """Logits of a click model by label name, the main label first, or the prediction of a number label, float32 [rows]."""
     labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """(rows,) float32, as in the batch."""
+    """Labels from the batch, float32 [rows]."""
     groups: torch.Tensor | None = None
-    """(rows,) int64, as in the batch."""
+    """Group keys from the batch, int64 [rows]."""
     measures: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What an evaluation averages, (rows that have it,) each; empty in training."""
+    """Values that an evaluation averages, one per row that has them. Empty in training."""

@@ -1,25 +1,25 @@
-"""Hash functions of integers and text, in NumPy and plain Python. An export's `encode.py` contains this module's text."""
+"""Hash functions of integers and text, in NumPy and plain Python. The `encode.py` of an export contains this module's text."""
 
 import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""Odd number near 2^64 divided by the golden ratio: the step of SplitMix64."""
+"""Odd number near 2^64 divided by the golden ratio: the increment of SplitMix64."""
 _MASK = 2**64 - 1
 _PRIME1, _PRIME2, _PRIME3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _PRIME4, _PRIME5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Return the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of uint64 values, a bijection that spreads neighbours and
-    multiples evenly over any modulus. uint64 [values]."""
+    """Apply SplitMix64's finalizer (Steele, Lea, Flood 2014), a bijection that spreads neighbours and multiples evenly over any
+    modulus. Takes and returns uint64 [values]."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
 
 
 def murmur3(tokens: np.ndarray) -> np.ndarray:
-    """Return murmur3_x86_32 (Appleby) of the four bytes of each token, seed 0, plus 0x9E3779B9 as cuDF adds when it hashes a row.
-    Takes and returns uint32 [tokens]."""
+    """Return murmur3_x86_32 (Appleby) of each token's four bytes, seed 0, plus 0x9E3779B9 as added by cuDF's row hash. Takes and
+    returns uint32 [tokens]."""
     k = tokens * np.uint32(0xCC9E2D51)
     k = k << np.uint32(15) | k >> np.uint32(17)
     h = k * np.uint32(0x1B873593)

@@ -1,4 +1,4 @@
-"""Schema of a click log: which columns it has, in what order, and what kind each is."""
+"""Schema of a click log: the names, order and kinds of its columns."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from typing import Any, Literal
 from rayrec.config import Config, InputError
 
 MAX_COLUMNS = 64
-"""Feature columns of a log of 8-digit tokens: one bit a column in a row's mask of missing values."""
+"""Maximum feature columns of a log of hexadecimal tokens, as its mask of missing values has 64 bits per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label(Config):
-    """A label in addition to `Schema.label`, for models that predict several; the first is the main label where there is none."""
+    """Label in addition to `Schema.label`, for multi-task models. The first one is the main label if `Schema.label` is None."""
 
     name: str
-    """Its column."""
+    """Column name."""
     kind: Literal["binary", "number", "count"] = "binary"
-    """binary: 1 or 0; number: any finite number; count: a number of 0 or more, such as views, whose mean is predicted."""
+    """Label type. binary: 1 or 0; number: any finite number; count: a number of 0 or more, such as views, whose mean is
+    predicted."""
     missing: Literal["fault", "allowed"] = "allowed"
-    """An empty value: a faulty row, or a row that this label does not train."""
+    """Handling of empty values. fault: the row is invalid; allowed: the row does not train this label."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature(Config):
-    """Settings of a categorical feature that its place in the schema's lists of names does not give."""
+    """Settings of one categorical feature."""
 
     name: str
-    """Its column, one of `Schema.sparse`."""
+    """Column name, one of `Schema.sparse`."""
     vocabulary: str | None = None
-    """Name of its vocabulary and embedding table. Features that name the same one share ids and embeddings, such as an item
-    and the items that a user clicked before. The name of another feature is that feature's vocabulary; None: its own."""
+    """Name of its vocabulary and embedding table. Features with the same vocabulary share ids and embeddings, such as an item and
+    the items that a user clicked before. The name of another feature means the vocabulary of that feature. None: a separate
+    vocabulary."""
     max_length: int | None = None
-    """For a column of `Schema.lists`: keeps the last `max_length` categories of a row; None: keeps all."""
+    """Maximum categories per row in a column of `Schema.lists`; the last ones are kept. None keeps all."""
     weights: str | None = None
-    """For a column of `Schema.lists`: the column with a number for each of its categories, which multiplies the category's
-    embedding before they are summed; None: 1 each."""
+    """Weight column for a column of `Schema.lists`: one number per category, which multiplies the category's embedding before the
+    sum. None: 1 each."""
     aligned_with: str | None = None
-    """For a column of `Schema.lists`: the list whose items it describes, such as the items of earlier clicks for the list of
-    their shops. In each row both must have categories at the same places; None: it belongs to no other list."""
+    """List column with the items that this list describes, such as the items of earlier clicks for the list of their shops. In
+    each row, both must have categories at the same positions. None: independent."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,46 +52,46 @@ class Feature(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Schema(Config):
-    """Columns of a click log. Files without a header hold them in the order label, dense, sparse; others are read by
-    name."""
+    """Columns of a click log. Files without a header have them in the order label, dense, sparse; columns of other files are
+    found by name."""
 
     label: str | None = "label"
-    """Column that is 1 for a click and 0 for none; None: the first of `labels` takes its place, or the log is unlabelled."""
+    """Column with 1 for a click and 0 for no click. None: the first of `labels` is the main label, or the log is unlabelled."""
     dense: tuple[str, ...] = ()
-    """Columns of numbers."""
+    """Numeric columns."""
     sparse: tuple[str, ...] = ()
-    """Columns of categories."""
+    """Categorical columns."""
     tokens: Literal["hexadecimal", "any"] = "any"
-    """any: categories are strings or integers, dense columns any numbers, in CSV or Parquet; hexadecimal: every category is 8
-    hexadecimal digits, dense columns are integers (Criteo). Text without a header is always the latter."""
+    """Category format. any: categories are strings or integers, dense columns any numbers, in CSV or Parquet; hexadecimal: every
+    category has 8 hexadecimal digits, dense columns are integers (Criteo). Text without a header is always hexadecimal."""
     lists: tuple[str, ...] = ()
-    """Those of `sparse` that hold any number of categories a row (multi-hot); needs tokens "any"."""
+    """Columns of `sparse` with any number of categories per row (multi-hot). Needs tokens "any"."""
     weight: str | None = None
-    """Column of the row's weight in the training loss, a number of 0 or more; needs tokens "any"."""
+    """Column with the row's weight in the training loss, a number of 0 or more. Needs tokens "any"."""
     delimiter: str = "\t"
-    """Between the columns of a text file."""
+    """Separator of columns in a text file."""
     list_delimiter: str = "|"
-    """Between the categories of a list in a text file."""
+    """Separator of the categories of a list in a text file."""
     integers: tuple[str, ...] = ()
-    """Those of `sparse` whose text is read as a whole number: 7, 07, +7 and 7.0 are one category, other text is a fault;
-    needs tokens "any". In other columns such texts are different categories."""
+    """Columns of `sparse` whose text is parsed as an integer: 7, 07, +7 and 7.0 are one category, other text is a fault. In other
+    columns, these texts are different categories. Needs tokens "any"."""
     optional: tuple[str, ...] = ()
-    """Those of `dense` and `sparse` that a file with named columns may lack: its rows have a missing value there."""
+    """Columns of `dense` and `sparse` that files with named columns may lack. Their values are then missing."""
     features: tuple[Feature, ...] = ()
-    """Settings of single columns of `sparse`: shared vocabularies, the length of lists, weights; need tokens "any"."""
+    """Settings of single columns of `sparse`: shared vocabularies, list lengths, weights. Needs tokens "any"."""
     labels: tuple[Label, ...] = ()
-    """Labels in addition to `label`; need tokens "any"."""
+    """Labels in addition to `label`. Needs tokens "any"."""
     timestamp: str | None = None
-    """Column of the time of a row: a date, a timestamp, its text in ISO 8601, or seconds since 1970-01-01 00:00 UTC; needs tokens
-    "any". Batches have it; no shipped model reads it."""
+    """Column with the time of each row: a date, a timestamp, ISO 8601 text, or seconds since 1970-01-01 00:00 UTC. Batches
+    contain it; no built-in model uses it. Needs tokens "any"."""
     nan: Literal["fault", "missing"] = "fault"
-    """NaN in a dense column: a faulty row, or a missing value."""
+    """Handling of NaN in dense columns. fault: the row is invalid; missing: the value is missing."""
     group: str | None = field(default=None, compare=False)
-    """One of `sparse`, such as the user: evaluations also tell how well rows are ordered within its values (gauc). It changes
-    neither what is trained nor a Preprocessor."""
+    """Column of `sparse`, such as the user, for grouped metrics: evaluations also measure the ranking within each of its values
+    (gauc). Does not change training or the Preprocessor."""
     category_rules: Literal[1, 2] = field(default=2, compare=False)
-    """Version of the rules that read categories of text; a Preprocessor keeps the version it was built with. 2: `true` and
-    `false` are the integers 1 and 0, and blanks around an unquoted CSV field do not belong to it. 1: both are plain text."""
+    """Version of the parsing rules for text categories, stored in a Preprocessor. 2: `true` and `false` are the integers 1 and 0,
+    and blanks around an unquoted CSV field are removed. 1: both are plain text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +122,7 @@ class Schema(Config):
             )
 
     def _check_features(self) -> None:
-        """Raises InputError for a setting of a feature that its column cannot have."""
+        """Check the settings of all features. Raises InputError."""
         given = [feature.name for feature in self.features]
         if len(set(given)) != len(given):
             raise InputError(f"schema: features names a column twice in {', '.join(given)}")
@@ -157,7 +159,7 @@ class Schema(Config):
             )
 
     def _check_named_columns(self) -> None:
-        """Raises InputError if a field names columns that the field it chooses from does not have."""
+        """Check that lists, group, integers and optional name known columns. Raises InputError."""
         unknown = [name for name in self.lists if name not in self.sparse]
         if unknown:
             raise InputError(f"schema: lists names {', '.join(unknown)}, which sparse does not")
@@ -171,7 +173,7 @@ class Schema(Config):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All column names, in file order where the file names none."""
+        """All column names, in the order of files without a header."""
         named = tuple(name for name in (self.label, self.weight) if name)
         labels = tuple(label.name for label in self.labels)
         times = (self.timestamp,) if self.timestamp else ()
@@ -179,49 +181,49 @@ class Schema(Config):
 
     @cached_property
     def singles(self) -> tuple[str, ...]:
-        """Those of `sparse` that have at most one category a row."""
+        """Columns of `sparse` with at most one category per row."""
         return tuple(name for name in self.sparse if name not in self.lists)
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Number of each column with at most one value a row, `dense` first, then `singles`."""
+        """Index of each column with at most one value per row: `dense` first, then `singles`."""
         return {name: place for place, name in enumerate((*self.dense, *self.singles))}
 
     @property
     def list_weights(self) -> tuple[str, ...]:
-        """The columns of lists' weights."""
+        """Weight columns of lists."""
         return tuple(feature.weights for feature in self.features if feature.weights)
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Names of all labels, the main one first; none for an unlabelled log."""
+        """Names of all labels, the main one first. Empty for an unlabelled log."""
         return (*filter(None, [self.label]), *(label.name for label in self.labels))
 
     def feature(self, name: str) -> Feature:
-        """The settings of a column of `sparse`."""
+        """Return the settings of a column of `sparse`."""
         return next((feature for feature in self.features if feature.name == name), Feature(name=name))
 
     @cached_property
     def vocabularies(self) -> tuple[str, ...]:
-        """The name of each sparse column's vocabulary."""
+        """Vocabulary name of each column of `sparse`."""
         return tuple(self.feature(name).vocabulary or name for name in self.sparse)
 
     @cached_property
     def vocabulary_owners(self) -> tuple[int, ...]:
-        """For each sparse column, the number of the first one with the same vocabulary: itself unless it shares one."""
+        """Index of the first sparse column with the same vocabulary, for each sparse column."""
         return tuple(self.vocabularies.index(name) for name in self.vocabularies)
 
     def unshared(self) -> Schema:
-        """The same columns, each with a vocabulary of its own."""
+        """Return the same columns with a separate vocabulary each."""
         return self.replace(features=tuple(feature.replace(vocabulary=None) for feature in self.features))
 
     def unlabelled(self) -> Schema:
-        """The same log without its labels, and without the weights and times that only training uses."""
+        """Return the schema without labels, weight and timestamp, which only training uses."""
         return self.replace(label=None, weight=None, labels=(), timestamp=None)
 
     def describe(self) -> dict[str, Any]:
-        """The fields that decide how a log is read, as JSON values. Fields that earlier versions did not have are left out if
-        they change nothing, so that the description of an earlier schema, and its hash, stay the same."""
+        """Return the fields that decide how a log is read, as JSON values. Newer fields are omitted if they have no effect, so
+        that the hashes of earlier schemas stay the same."""
         plain = self.to_dict()
         del plain["group"]
         for feature in plain["features"]:
@@ -233,7 +235,7 @@ class Schema(Config):
 
     @classmethod
     def described(cls, stored: dict[str, Any]) -> Schema:
-        """The schema that `describe` described."""
+        """Return the schema of a description from `describe`."""
         rules = stored.get("category_rules", 1 if stored.get("tokens") == "any" else 2)
         return cls(label=None, dense=("-",)).updated({"tokens": "hexadecimal", **stored, "category_rules": rules})
 
@@ -247,14 +249,14 @@ _ADDED: dict[str, Any] = {
     "timestamp": None,
     "category_rules": 1,
 }
-"""Fields that were added later, and their values in a schema that lacks them."""
+"""Fields added in later versions, with their values in older schemas."""
 
 
 def load_schema(text: str, where: str) -> Schema:
-    """The schema that YAML (or JSON) text names, such as `{label: click, dense: [age], sparse: [user, item]}`; the delimiter
-    is a comma unless it says otherwise. `where` is the text's place, for messages.
+    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`.
 
-    Raises InputError for text that is no such YAML and for columns that do not go together.
+    The default delimiter is a comma. `where` is the source of the text, for messages. Raises InputError for invalid YAML and for
+    inconsistent columns.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""Rows as a model takes them, before they become tensors, and their way through Arrow."""
+"""Model inputs of rows as NumPy arrays, and their conversion to and from Arrow."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rayrec.data.arrow import arrow_numbers, numpy_of
 
 @dataclass(frozen=True)
 class Bags:
-    """Any number of ids a row."""
+    """Any number of ids per row."""
 
     values: np.ndarray
-    """int32 or int64: the ids, row after row"""
+    """Concatenated ids of the rows, int32 or int64."""
     lengths: np.ndarray
-    """int32 (rows)"""
+    """Number of ids of each row, int32 [rows]."""
     weights: np.ndarray | None = None
-    """float32, one for each of `values`; None: 1 each"""
+    """Weight of each id, float32. None: 1 each."""
 
     def take(self, start: int, stop: int, offsets: np.ndarray) -> Bags:
-        """Rows [start, stop); `offsets` int64 (rows + 1) as `self.offsets()` gives them."""
+        """Return rows [start, stop). `offsets` is the result of `self.offsets()`."""
         places = slice(offsets[start], offsets[stop])
         weights = None if self.weights is None else self.weights[places]
         return Bags(self.values[places], self.lengths[start:stop], weights)
 
     def offsets(self) -> np.ndarray:
-        """int64 (rows + 1): where each row's ids start."""
+        """Return the first id of each row and the total, int64 [rows + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
 
 Ids = np.ndarray | Bags
-"""Of one sparse column: (rows) one id a row, (rows, size) so many a row, or Bags."""
+"""Ids of one sparse column: one per row [rows], a fixed number per row [rows, size], or Bags."""
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,36 @@ class EncodedRows:
     """Model inputs of some rows."""
 
     dense: np.ndarray
-    """float32 (rows, num_dense)"""
+    """Dense features, float32 [rows, num_dense]."""
     ids: Sequence[Ids]
-    """int32 or int64, a sparse column each"""
+    """Ids of each sparse column, int32 or int64."""
     labels: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 (rows) by name, NaN if missing, in the order of the schema's `label_names`; none for an unlabelled log"""
+    """Labels by name in the order of `Schema.label_names`, NaN if missing, float32 [rows]. Empty for an unlabelled log."""
     weights: np.ndarray | None = None
-    """float32 (rows), None where all rows weigh the same"""
+    """Row weights, float32 [rows]. None: 1 each."""
     row_numbers: np.ndarray | None = None
-    """int64 (rows): each row's number in the log, given to it where it was read; None if nobody asked for it"""
+    """Log position of each row, int64 [rows]. None if not requested."""
     groups: np.ndarray | None = None
-    """int64 (rows): keys of the rows' groups (`RawBlock.group_keys`), None where the schema has no group"""
+    """Group key of each row (`RawBlock.group_keys`), int64 [rows]. None if the schema has no group."""
     timestamps: np.ndarray | None = None
-    """int64 (rows): microseconds since 1970-01-01 00:00 UTC, None if the schema has no timestamp"""
+    """Microseconds since 1970-01-01 00:00 UTC, int64 [rows]. None if the schema has no timestamp."""
 
     def __len__(self) -> int:
         return len(self.dense)
 
     @property
     def label(self) -> np.ndarray:
-        """The first label of a labelled log's rows."""
+        """First label of the rows of a labelled log."""
         return next(iter(self.labels.values()))
 
 
 def to_arrow(rows: EncodedRows) -> pa.Table:
-    """Columnar and zero-copy both ways: `dense` fixed-size list of float (absent without dense columns, as Arrow has no
-    list of nothing), `id_s` a sparse column (integers, or lists of them), `of_s` the weights of its ids (lists);
-    `label:NAME` a label, `weight`, `row` (row numbers), `group` and `time` if the rows have them."""
+    """Convert rows to a table without copies.
+
+    Columns: `dense`, fixed-size lists of float32, absent without dense columns, since Arrow has no empty lists. `id_s`, integers
+    or lists of them, for sparse column s, and `of_s`, the weights of its ids. `label:NAME`, `weight`, `row`, `group` and `time`
+    if present.
+    """
     arrays: dict[str, pa.Array] = {}
     if rows.dense.shape[1]:
         arrays["dense"] = pa.FixedSizeListArray.from_arrays(arrow_numbers(rows.dense.reshape(-1)), rows.dense.shape[1])
@@ -89,7 +92,7 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
 
 
 def ids_to_arrow(ids: Ids) -> pa.Array:
-    """Ids of one column: integers, or lists of them."""
+    """Convert the ids of one column to integers, or lists of them."""
     if isinstance(ids, Bags):
         return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(ids.values))
     if ids.ndim == 2:
@@ -98,13 +101,13 @@ def ids_to_arrow(ids: Ids) -> pa.Array:
 
 
 def weights_to_arrow(bags: Bags) -> pa.Array:
-    """A list of float32 for each row: the weights of its ids."""
+    """Convert the weights of ids to one list of float32 per row."""
     assert bags.weights is not None
     return pa.LargeListArray.from_arrays(arrow_numbers(bags.offsets()), arrow_numbers(bags.weights))
 
 
 def from_arrow(table: pa.Table) -> list[EncodedRows]:
-    """The rows of a table as `to_arrow` made it, one EncodedRows a chunk, its arrays pointing into Arrow's memory."""
+    """Convert a table of `to_arrow` back: one EncodedRows per chunk, with arrays that share Arrow's memory."""
     return [_from_batch(batch) for batch in table.to_batches() if batch.num_rows]
 
 
@@ -127,7 +130,7 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
 
 
 def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:
-    """The inverse of `ids_to_arrow` and, for lists with weights, `weights_to_arrow`."""
+    """Invert `ids_to_arrow` and, for lists with weights, `weights_to_arrow`."""
     if pa.types.is_large_list(column.type):
         lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
         return Bags(numpy_of(column.flatten()), lengths, None if weights is None else numpy_of(weights.flatten()))

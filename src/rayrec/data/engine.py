@@ -1,4 +1,4 @@
-"""What runs data tasks: the same functions over the same items, whatever distributes them."""
+"""Engines that run data tasks: the same functions over the same items, in threads or on a cluster."""
 
 import contextlib
 import threading
@@ -15,7 +15,8 @@ from rayrec import storage
 from rayrec.config import Config
 
 STOP_ASKED: Final = threading.Event()
-"""Set in a worker's process when its run is asked to stop: from then on it does not wait for data tasks that may never run."""
+"""Event of a worker process, set when its run is asked to stop. The worker then no longer waits for data tasks that may never
+run."""
 _Value = TypeVar("_Value")
 _Held_co = TypeVar("_Held_co", covariant=True)
 _Item = TypeVar("_Item")
@@ -23,26 +24,26 @@ _Result = TypeVar("_Result")
 
 
 class Engine(Protocol):
-    """Runs one function over many items in parallel. Since all engines run the same functions and return their results in
-    the items' order, what is made with one is byte for byte what another makes."""
+    """Parallel execution of one function over many items. All engines return the same results in the order of the items, so that
+    their outputs are byte-identical."""
 
     def run(
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
     ) -> Iterator[pa.Table]:
-        """The results, in the order of the items. `function` and items are picklable; `block_bytes` is the expected size of
-        a result. Raises the InputError of a task as it was raised there."""
+        """Run the function over the items and yield its results in their order. `function` and items are picklable; `block_bytes`
+        is the expected size of a result. Raises the InputError of a task unchanged."""
         ...
 
 
 class Shared(Protocol[_Held_co]):
-    """A value that all processes of an engine can read; picklable."""
+    """Picklable value that all processes of an engine can read."""
 
     def get(self) -> _Held_co: ...
 
 
 @dataclass(frozen=True)
 class InProcess(Generic[_Value]):
-    """A value shared by the threads of one process: the value itself."""
+    """Value shared by the threads of one process."""
 
     value: _Value
 
@@ -52,67 +53,66 @@ class InProcess(Generic[_Value]):
 
 @runtime_checkable
 class StreamEngine(Engine, Protocol):
-    """An engine that training reads from while its tasks run."""
+    """Engine whose results training reads while its tasks run."""
 
     @property
     def cpus(self) -> float:
-        """CPUs that the tasks of one stream hold at once."""
+        """CPUs that the tasks of one stream use at once."""
         ...
 
     def stream(
         self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
     ) -> Generator[pa.Table, None, None]:
-        """As `run`, for a reader that may be slower than the tasks: they run ahead of it by `prefetch_blocks` results and what
-        they are at, and end when it closes the generator."""
+        """Run like `run`, for a slower reader: tasks run ahead by `prefetch_blocks` results in addition to those in progress, and
+        end when the reader closes the generator."""
         ...
 
     def share(self, value: _Value) -> Shared[_Value]:
-        """Makes a value readable in all tasks and workers, stored once a machine."""
+        """Make a value readable in all tasks and workers, stored once per machine."""
         ...
 
 
 def _ignore(*_: object) -> None:
-    """Tells nobody."""
+    """Discard a note or progress report."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """Who runs tasks, where caches lie, and whom notes and progress go to."""
+    """Engine, cache folder, and receivers of notes and progress."""
 
     engine: Engine
     cache_folder: str | None
-    """Of indices and unpacked files; None: indices are not kept."""
+    """Folder for indices and unpacked files. None: indices are not cached."""
     note: Callable[[str], None] = _ignore
-    """Tells the user one line."""
+    """Show one line to the user."""
     progress: Callable[[str, int, int | None], None] = _ignore
-    """Shows a named amount done of an amount in all."""
+    """Report (name, amount done, total or None)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPlacement(Config):
-    """Where data tasks run and how much of the cluster one pipeline of them may use."""
+    """Placement of data tasks and the resources of one pipeline."""
 
     num_cpus: float = 1.0
-    """CPUs one task reserves."""
+    """CPUs reserved by one task."""
     max_cpus: float | None = None
-    """CPUs that all tasks of this pipeline may hold at once; None leaves it to Ray Data. A stream submits twice as many tasks, so
-    that no CPU waits for the next one: while other CPUs are idle, these run too."""
+    """Maximum CPUs that all tasks of this pipeline use at once. None leaves it to Ray Data. A stream submits twice as many tasks,
+    so that no CPU waits for the next one; on idle CPUs, these run too."""
     max_object_store_bytes: int | None = None
-    """Object-store memory this pipeline may fill ahead of its reader; None leaves it to Ray Data."""
+    """Maximum object-store memory that this pipeline fills ahead of its reader, in bytes. None leaves it to Ray Data."""
     label_selector: dict[str, str] | None = None
-    """Ray node labels a task's node must have."""
+    """Ray node labels required of the nodes that run tasks."""
     max_outage_s: float | None = None
-    """Seconds for which a task waits for a store that is out; None: as long as its process would by itself."""
+    """Maximum storage outage that a task waits for, in seconds. None: the limit of its process."""
 
 
 @dataclass(frozen=True)
 class ThreadEngine:
-    """Runs data tasks in threads of this process, which needs no cluster: the kernels and Arrow release the GIL. See `Engine` and
-    `StreamEngine`."""
+    """`StreamEngine` with threads of this process, which needs no cluster: the kernels and Arrow release the GIL."""
 
     num_threads: int
     max_outage_s: float | None = None
-    """Seconds for which a task waits for a store that is out; None: as long as the caller would."""
+    """Maximum storage outage that a task waits for, in seconds. None: the limit of the caller."""
 
     @property
     def cpus(self) -> float:
@@ -136,7 +136,7 @@ class ThreadEngine:
     ) -> Generator[pa.Table, None, None]:
         patience = contextlib.nullcontext() if self.max_outage_s is None else storage.patience(self.max_outage_s)
         with patience:
-            context = copy_context()  # which has the patience
+            context = copy_context()  # includes the patience
 
         def task(item: Any) -> pa.Table:
             return context.copy().run(function, item)
@@ -145,7 +145,7 @@ class ThreadEngine:
 
 
 def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, most_bytes: int, most_items: int) -> list[list[_Item]]:
-    """The items in order, small ones together: up to `most_items` of them, of `most_bytes` in all."""
+    """Combine consecutive items into groups of up to `most_items` items and `most_bytes` in total."""
     groups: list[list[_Item]] = []
     room = 0
     for item in items:
@@ -161,8 +161,11 @@ def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, most_byt
 def in_order(
     function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, ahead: int
 ) -> Generator[_Result, None, None]:
-    """The function's values for the items, in their order, made by threads; at most `num_threads` + `ahead` values exist or are
-    being made beside the one that the reader holds. What the function raises is raised in its place."""
+    """Yield the function's values for the items in order, computed by threads.
+
+    At most `num_threads` + `ahead` values exist or are in progress, in addition to the reader's current one. An exception of the
+    function is raised at its position.
+    """
     waiting = iter(items)
     made: deque[Future[_Result]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix=name) as pool:

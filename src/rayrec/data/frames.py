@@ -1,4 +1,4 @@
-"""pandas DataFrames and Ray Datasets with a log's raw columns, transformed into model inputs."""
+"""Model inputs of pandas DataFrames and Ray Datasets with a log's raw columns."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def is_frame(data: object) -> TypeGuard[pandas.DataFrame]:
-    """Whether it is a pandas DataFrame. Does not import pandas."""
+    """Return whether the value is a pandas DataFrame, without importing pandas."""
     module = sys.modules.get("pandas")
     return module is not None and isinstance(data, module.DataFrame)
 
 
 def is_dataset(data: object) -> TypeGuard[ray.data.Dataset]:
-    """Whether it is a `ray.data.Dataset`. Does not import Ray."""
+    """Return whether the value is a `ray.data.Dataset`, without importing Ray."""
     module = sys.modules.get("ray.data")
     return module is not None and isinstance(data, module.Dataset)
 
@@ -46,20 +46,20 @@ def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.
 def transform(
     preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame | ray.data.Dataset
 ) -> pandas.DataFrame | ray.data.Dataset:
-    """The model inputs of rows with the raw columns of the Preprocessor's schema, found by name: equal bit for bit to what
-    training reads of the same rows. A DataFrame gives a DataFrame with its index, a Dataset a Dataset, computed when it is
-    consumed.
+    """Transform rows with the raw columns of the Preprocessor's schema, found by name, to model inputs.
 
-    `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. Columns of the result, under the
-    names of `preprocessor.inputs`: the label (int8) and the weight (float32) if `data` has them, dense columns (float32), ids of
-    sparse columns (int32, or int64 for tables of more than 2^31 rows), a list a row for lists and several hashes. Other columns
-    are left out. NaN and None in a DataFrame are missing values. For a preset with constants by file, the rows are of no
-    known file.
+    The inputs are bit-identical to those that training reads of the same rows. A DataFrame returns a DataFrame with its index, a
+    Dataset a Dataset, computed when it is consumed.
 
-    The rows have the order of `data`; Ray Data keeps the order of blocks if `DataContext.execution_options.preserve_order` is
-    set. No row is left out, so thresholds of faulty rows do not apply: the first faulty row raises InputError, one line with
-    its number (the first is 0; of a Dataset, within its block) and column. Also raised for a column that is missing or of an
-    unusable type, and for other `data`. Errors in the rows of a Dataset come from Ray Data, when it is consumed.
+    `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. The result has the columns of
+    `preprocessor.inputs`: label (int8) and weight (float32) if `data` has them, dense columns (float32), and ids of sparse
+    columns (int32, or int64 for tables of more than 2^31 rows). Lists and several hashes are lists of ids. Other columns are
+    dropped. NaN and None in a DataFrame are missing values. If a preset has constants by file, the rows belong to no known file.
+
+    Row order is that of `data`; Ray Data keeps the order of blocks if `DataContext.execution_options.preserve_order` is set. All
+    rows are transformed, so limits on invalid rows do not apply. Raises InputError for the first invalid row, with its number
+    (from 0; in a Dataset, within its block) and column, for missing columns, unusable types, and other `data`. Errors in the rows
+    of a Dataset come from Ray Data, when it is consumed.
     """
     if not isinstance(preprocessor, Preprocessor):
         preprocessor = Preprocessor.load(preprocessor_folder(os.fspath(preprocessor)))
@@ -70,14 +70,14 @@ def transform(
         inputs.index = data.index
         return inputs
     if is_dataset(data):
-        _ = preprocessor.slots  # built once here, not in every task
+        _ = preprocessor.slots  # Built once here, not in every task
         task = functools.partial(transform_table, preprocessor=preprocessor, where="Dataset, in a block")
         return data.map_batches(task, batch_size=None, batch_format="pyarrow")
     raise InputError(f"transform: {type(data).__name__} is neither a pandas DataFrame nor a ray.data.Dataset")
 
 
 def transform_table(table: pa.Table, preprocessor: Preprocessor, *, where: str) -> pa.Table:
-    """Model inputs of raw rows, as `transform` says; `where` is named in errors."""
+    """Transform raw rows as `transform` does. `where` is the source of the rows, for messages."""
     schema = _schema_for(preprocessor.schema, table.column_names, where)
     raw, faults = parse_table(table, schema, path=where)
     if faults.total:
@@ -87,7 +87,8 @@ def transform_table(table: pa.Table, preprocessor: Preprocessor, *, where: str) 
 
 
 def arrow_of(frame: pandas.DataFrame) -> pa.Table:
-    """A DataFrame's columns, without its index; NaN and None are null. Raises InputError for a column of mixed types."""
+    """Convert a DataFrame's columns to Arrow, without its index; NaN and None become null. Raises InputError for a column of
+    mixed types."""
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -95,7 +96,8 @@ def arrow_of(frame: pandas.DataFrame) -> pa.Table:
 
 
 def _schema_for(schema: Schema, names: Sequence[str], where: str) -> Schema:
-    """The schema without a label, and without a weight, that the data lacks. Raises InputError if it lacks another column."""
+    """Return the schema without the labels, weight and timestamp that the data lacks. Raises InputError for another missing
+    column."""
     if schema.label is not None and schema.label not in names:
         schema = schema.unlabelled()
     else:

@@ -1,8 +1,8 @@
-"""A folder that appears complete or not at all, made by tasks; a killed process resumes it.
+"""Resumable job of tasks whose output folder appears complete or not at all.
 
-It is made in OUT.partial, with all that goes when it is done below `_job` in it: what the folder is being made of, a lock, a
-marker of each task that is done, and what tasks hand to later ones. Then it gets its name. At a URL, where no folder can be
-renamed, it is made below OUT itself if one of its files, written last, says that it is complete, else copied from OUT.partial.
+The folder is written as OUT.partial. Its subfolder `_job` contains the job's inputs, a lock, a marker for each finished task, and
+data that tasks pass to later ones. At the end `_job` is removed and the folder gets its final name. Folders at a URL cannot be
+renamed: the job writes below OUT directly if its last file marks it as complete, else it copies the files from OUT.partial.
 """
 
 import errno
@@ -26,7 +26,7 @@ from rayrec.storage.files import PARTIAL
 _logger = logging.getLogger(__name__)
 
 COMPLETE: Final = "_SUCCESS"
-"""The last file of a folder that was copied to a URL, for its readers; it names the others."""
+"""Last file of a folder copied to a URL, which names the others and marks it as complete."""
 _AIDS: Final = "_job"
 _MADE_OF: Final = "made_of.json"
 _LOCK: Final = "lock"
@@ -35,7 +35,7 @@ _REMOVAL_WAIT_S: Final = 0.1
 
 
 class Numbered(Protocol):
-    """What a task is given: its number names its marker."""
+    """Item of a task; its number names the task's marker."""
 
     @property
     def number(self) -> int: ...
@@ -46,17 +46,17 @@ _Item = TypeVar("_Item", bound=Numbered)
 
 @dataclass(frozen=True)
 class JobFolder:
-    """The folder while it is made; picklable, for tasks."""
+    """Folder during the job; picklable, for tasks."""
 
     path: str
-    """Local or a URL."""
+    """Local path or URL."""
 
     def aid(self, *names: str) -> str:
-        """Path of a file or folder that is removed when the folder is done."""
+        """Return the path of a file or folder that is removed when the job is done."""
         return storage.join(self.path, _AIDS, *names)
 
     def require(self) -> None:
-        """Raises InputError for a task that does not see the folder."""
+        """Check that the task can see the folder. Raises InputError."""
         if not storage.exists(self.aid(_MADE_OF)):
             raise InputError(
                 f"{self.path}: not visible from a data task on {os.uname().nodename}; give an --out that all nodes share"
@@ -64,7 +64,7 @@ class JobFolder:
 
     @contextmanager
     def disk_errors(self) -> Iterator[None]:
-        """A full disk as the one line that helps."""
+        """Convert the error of a full disk to an InputError with the fix."""
         try:
             yield
         except OSError as error:
@@ -73,13 +73,13 @@ class JobFolder:
             raise InputError(f"{self.path}: {error.strerror}; make room there and give the same command again to go on") from None
 
     def done(self, kind: str, number: int, found: dict[str, Any]) -> pa.Table:
-        """Marks a task as done; returns what it found, a small JSON value, as its result."""
+        """Mark a task as finished, and return its result, a small JSON value, as the task's table."""
         with self.disk_errors():
             storage.write_json(self.aid("done", _marker(kind, number)), found)
         return json_reply(found)
 
     def is_begun(self) -> bool:
-        """Whether a task is done."""
+        """Return whether any task is finished."""
         return bool(storage.list_folder(self.aid("done")))
 
 
@@ -90,14 +90,14 @@ def _marker(kind: str, number: int) -> str:
 @final
 @dataclass(frozen=True)
 class ResumableJob:
-    """What makes the folder."""
+    """Runner of the tasks that write the folder."""
 
     folder: JobFolder
     resumed: bool
-    """Whether an earlier call did some of its tasks; then it had also written what is there before tasks run."""
+    """Whether to skip finished tasks of an earlier call, which also wrote the files that precede tasks."""
 
     def finished(self, kind: str, items: Sequence[_Item]) -> dict[int, dict[str, Any]]:
-        """What tasks of these items found that are done, by the items' numbers."""
+        """Return the results of the finished tasks by item number."""
         there = set(storage.list_folder(self.folder.aid("done"))) if self.resumed else set()
         return {
             item.number: storage.read_json(self.folder.aid("done", name))
@@ -113,8 +113,8 @@ class ResumableJob:
         engine: Engine,
         progress: Callable[[int, int], None] = lambda done, items: None,
     ) -> Iterator[dict[str, Any]]:
-        """What the task, which ends with `JobFolder.done`, found of each item, in their order; what is done is not done
-        again. `progress` gets items done and all."""
+        """Run the task, which ends with `JobFolder.done`, on all items except finished ones, and yield the results in the items'
+        order. `progress` gets the numbers of finished and of all items."""
         found = self.finished(kind, items)
         made = engine.run(kind, task, [item for item in items if item.number not in found], block_bytes=1 << 16)
         for done, item in enumerate(items, start=1):
@@ -124,12 +124,12 @@ class ResumableJob:
 
 @contextmanager
 def resumable_job(out: str, made_of: dict[str, Any], *, last_file: str | None) -> Iterator[ResumableJob]:
-    """On leaving it without an error, the folder is at `out`. After an error it stays, so that the same call resumes it,
-    unless no task is done.
+    """Create the folder `out` with the tasks run in this context; it appears on exit without an error.
 
-    `last_file`: name of the file that the job writes last; None: no file of the folder says that it is complete, so that at a
-    URL its files are copied one after the other, and COMPLETE comes last. Raises InputError where `out` exists, is being made
-    right now, or was begun of something else than `made_of` (plain JSON values), or nobody knows of what.
+    After an error the partial folder stays for the same call to resume, unless no task is finished. `last_file` is the name of
+    the file that the job writes last. None: no file marks the folder as complete, so at a URL its files are copied sequentially,
+    and then COMPLETE. Raises InputError if `out` exists, is being written by another process, or was started with a different or
+    unknown `made_of`.
     """
     out = storage.absolute(out).rstrip("/")
     is_url, in_place = storage.is_url(out), storage.is_url(out) and last_file is not None
@@ -153,7 +153,7 @@ def resumable_job(out: str, made_of: dict[str, Any], *, last_file: str | None) -
 
 
 def _remove(path: str) -> None:
-    """Remove a folder to which tasks that are still ending may write. What cannot be removed is left, with a warning."""
+    """Remove a folder to which ending tasks may still write. Log a warning if it cannot be removed."""
     for _ in range(_REMOVALS):
         try:
             storage.remove_folder(path)
@@ -169,14 +169,14 @@ def _remove(path: str) -> None:
 def _locked(folder: JobFolder) -> Iterator[None]:
     with open(folder.aid(_LOCK), "ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the system however the process ends
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Released by the system however the process ends
         except BlockingIOError:
             raise InputError(f"{folder.path}: another process is writing there; wait for it or choose another place") from None
         yield
 
 
 def _begin(folder: JobFolder, made_of: dict[str, Any]) -> bool:
-    """Whether the folder was begun of the same; else it is empty then, but for what it is made of."""
+    """Return whether to resume a job with the same inputs; otherwise clear the folder and record them."""
     known = storage.exists(folder.aid(_MADE_OF))
     if not known and set(storage.list_folder(folder.path)) - {_AIDS}:
         raise InputError(
@@ -209,7 +209,7 @@ def _finish(folder: JobFolder, out: str) -> None:
         for name in names:
             storage.copy_file(storage.join(folder.path, name), storage.join(out, name))
         storage.write_json(storage.join(out, COMPLETE), {"files": names})
-        storage.remove_file(folder.aid(_MADE_OF))  # first: from now on nobody goes on with it
+        storage.remove_file(folder.aid(_MADE_OF))  # First: no call can resume the job from now on
         storage.remove_folder(folder.path)
         return
     for place, _, names in os.walk(folder.path):

@@ -1,4 +1,4 @@
-"""What lies at a path, a raw log or preprocessed data, and its index."""
+"""Detection of a raw log or preprocessed data at a path, and its index."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from rayrec.schema import Schema
 from rayrec.storage.cache import GZIP_MAGIC, head_of, is_gzip, remove_older, unpack, unpacked_path
 
 CHUNK_BYTES = 32 << 20
-"""Text one indexing task reads."""
+"""Bytes of text per indexing task."""
 CHUNKS_PER_TASK = 256
-"""Most small files that one indexing task reads."""
+"""Maximum number of small files per indexing task."""
 SNIFFED_FILES = 256
-"""Files of a store that one process opens to see whether they are gzip; more are opened by data tasks."""
+"""Maximum number of files in a store that one process checks for gzip. Data tasks check more."""
 
 
 def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[storage.File]:
-    """The files as text that can be split; gzip files are unpacked once, in parallel, into the cache folder, where the text of
-    older versions of them is removed."""
+    """Return the files as splittable text. Gzip files are unpacked once, in parallel, into the cache folder, replacing the text
+    of older versions."""
     packed = [file for file, is_packed in zip(files, _are_gzip(files, context.engine), strict=True) if is_packed]
     if not packed:
         return list(files)
@@ -59,7 +59,7 @@ def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[sto
 
 
 def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
-    """By the first bytes of each file: many files of a store are opened by data tasks."""
+    """Return whether each file is gzip, by its first bytes. Data tasks check many files of a store."""
     paths = [file.path for file in files]
     if not paths or not storage.is_url(paths[0]) or len(paths) <= SNIFFED_FILES:
         return list(storage.in_parallel(is_gzip, paths, of=paths[0] if paths else ""))
@@ -77,7 +77,7 @@ def _unpack_task(file: storage.File, *, folder: str) -> pa.Table:
 
 
 def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int) -> pa.Table:
-    """Indexes some chunks: a large one, or several small files whose requests to a store run in parallel."""
+    """Index some chunks: a large one, or several small files whose requests to a store run in parallel."""
     index = functools.partial(index_chunk, schema=schema, segment_bytes=segment_bytes)
     entries, total = [], Faults()
     for found, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
@@ -87,10 +87,9 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
 
 
 def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
-    """Parses the whole log once to number its rows and count its faults; about 5 million Criteo rows/s a core.
+    """Parse the full log once to number its rows and count its faults, at about 5 million Criteo rows/s per core.
 
-    With a cache folder, an index of the very same files is read back from there instead. The user is told where the log was
-    edited since it was indexed before.
+    With a cache folder, returns a cached index of the same files. Reports if the log was edited since it was last indexed.
     """
     cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
     if cached := cache.read():
@@ -112,7 +111,7 @@ def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: i
 
 
 class TextIndexer(Protocol):
-    """Indexes text files as `index_log` does, with its arguments."""
+    """Function that indexes text files, with the signature of `index_log`."""
 
     def __call__(
         self, files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
@@ -121,11 +120,11 @@ class TextIndexer(Protocol):
 
 @dataclass(frozen=True)
 class LogSource:
-    """The data at a path, looked at once; the only place that tells raw logs from preprocessed data."""
+    """Data at a path, inspected once. No other module distinguishes raw logs from preprocessed data."""
 
     path: str
     names: tuple[str, ...]
-    """Of the folder's files that are the log, in this order; empty: all of them."""
+    """Log files in the folder, in this order. Empty: all files."""
     is_preprocessed: bool
 
     @classmethod
@@ -133,16 +132,16 @@ class LogSource:
         return cls(path, tuple(names), storage.exists(storage.join(path, MANIFEST)))
 
     def require_raw(self, remedy: str = "give the raw log it was made from") -> None:
-        """Raises InputError for preprocessed data."""
+        """Check that the data is a raw log. Raises InputError."""
         if self.is_preprocessed:
             raise InputError(f"{self.path}: is preprocessed data; {remedy}")
 
     def dataset(self) -> PreprocessedDataset | None:
-        """The preprocessed data, opened; None for a raw log. Raises InputError if it is damaged."""
+        """Open the preprocessed data; None for a raw log. Raises InputError if it is damaged."""
         return open_preprocessed(self.path) if self.is_preprocessed else None
 
     def preprocessor(self) -> str | None:
-        """The folder of the Preprocessor that preprocessed data was made with."""
+        """Return the Preprocessor folder of preprocessed data; None for a raw log."""
         dataset = self.dataset()
         return None if dataset is None else dataset.preprocessor
 
@@ -152,20 +151,20 @@ class LogSource:
         return storage.list_files(self.path, names=self.names) if dataset is None else dataset.list_files()
 
     def raw_files(self) -> list[storage.File]:
-        """The files of a raw log. Raises InputError for preprocessed data, another program's too."""
+        """List the files of a raw log. Raises InputError for preprocessed data, including other programs' data."""
         self.require_raw()
         try:
             found = storage.list_files(self.path, names=self.names)
         except InputError:
-            if os.path.isdir(self.path):  # whose files have other names, since they are another program's
+            if os.path.isdir(self.path):  # Another program's files have other names
                 _refuse_foreign(self.path, storage.list_files(self.path))
             raise
         _refuse_foreign(self.path, found)
         return found
 
     def schema(self, schema: Schema) -> Schema:
-        """Return the schema with the `tokens` of the data: hexadecimal for text without a header, and for preprocessed data those
-        of its log. Only a schema whose delimiter is a tab changes."""
+        """Return the schema with the data's `tokens`: hexadecimal for text without a header, the log's value for preprocessed
+        data. A schema with another delimiter than a tab is returned unchanged."""
         if schema.tokens == "hexadecimal" or schema.delimiter != "\t":
             return schema
         try:
@@ -173,24 +172,26 @@ class LogSource:
             if folder is not None:
                 return schema.replace(tokens=Preprocessor.load(folder).schema.tokens)
             return with_tokens(schema, storage.list_files(self.path, names=self.names))
-        except InputError:  # of the path or the columns, whose next reader explains it
+        except InputError:  # The next reader explains a wrong path or column
             return schema
 
     def check_head(self, schema: Schema, *, max_bad_fraction: float = 0.0) -> None:
-        """Raises InputError if there is no file at the path, if all are empty, if the first table lacks a column of the schema,
-        if no line at the beginning of the first text file can be parsed, with the likely cause, or if many labels there, and
-        more than `max_bad_fraction`, are not 0 or 1. URLs are only checked to be well-formed: reading from a store twice costs
-        more than an early message is worth."""
+        """Check the beginning of the data, to report mistakes early. Raises InputError.
+
+        Errors: no files; only empty files; a missing column in the first table; no valid line at the beginning of the first text
+        file, with the likely cause; many labels there, and more than `max_bad_fraction`, other than 0 and 1. A URL is only
+        checked to be well-formed: reading from a store twice costs more than an early message is worth.
+        """
         if storage.is_url(self.path):
             storage.resolve(self.path)
         elif not self.is_preprocessed:
             check_first_rows(self.path, self.raw_files(), schema, max_bad_fraction)
 
     def is_labelled(self, schema: Schema) -> bool:
-        """Whether the rows have the label column of `schema`, told by the first file of a raw log that says so.
+        """Return whether the rows have the label column of `schema`, from the first conclusive file.
 
-        Text without a header: by the first line with the right number of columns. A log with no such line counts as labelled,
-        and its lines as faulty.
+        Text without a header: from the first line with the right number of columns. Without such a line, the log is labelled, and
+        its lines are invalid.
         """
         dataset = self.dataset()
         if dataset is not None:
@@ -206,8 +207,10 @@ class LogSource:
         max_bad_fraction: float | None = None,
         index_text: TextIndexer = index_log,
     ) -> LogIndex:
-        """The index; `index_text` indexes text whose index is not in the cache folder. Raises InputError for a share of faulty
-        rows above `max_bad_fraction`; of fewer the user is told."""
+        """Return the index; `index_text` indexes text if no index is cached.
+
+        Raises InputError if the fraction of invalid rows exceeds `max_bad_fraction`; fewer are reported in a note.
+        """
         index = self._index(schema, segment_bytes, context, index_text)
         if max_bad_fraction is not None:
             index.check(max_bad_fraction, self.path)
@@ -226,13 +229,13 @@ class LogSource:
             return cached
         plain = plain_files(found, context)
         index = index_text(plain, schema, segment_bytes=segment_bytes, context=context)
-        if plain != found:  # the next run need not look at the unpacked files
+        if plain != found:  # The next run need not inspect the unpacked files
             cache.write(index)
         return index
 
 
 def _refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
-    """Raises InputError for a folder of another program's preprocessed files."""
+    """Check that the files are not preprocessed by another program. Raises InputError."""
     names = [storage.name_of(file.path) for file in files]
     arrays = [name for name in names if name.endswith((".npy", ".npz"))]
     if arrays:
@@ -251,12 +254,12 @@ def _refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
 
 _HEAD_ROWS: Final = 1000
 _MANY_WRONG_LABELS: Final = 0.2
-"""Share of the first rows from which on wrong labels are no accident."""
+"""Fraction of wrong labels among the first rows that cannot be accidental."""
 
 
 def with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
     """Return a schema whose delimiter is a tab with tokens: hexadecimal, if the files are text without a header. Raises
-    InputError for a local text of which no line can be read so."""
+    InputError for a local text without a valid line."""
     found = [file for file in files if file.size_bytes]
     if not found or any(file.path.lower().endswith(SUFFIXES) for file in found):
         return schema
@@ -267,8 +270,8 @@ def with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
 
 
 def check_first_rows(path: str, files: Sequence[storage.File], schema: Schema, max_bad_fraction: float) -> None:
-    """Raises InputError if all files of the raw log at `path` are empty, and for the first one that is not, if it lacks a column,
-    if no line at its beginning can be parsed, or for many wrong labels there, more than `max_bad_fraction`."""
+    """Check the first file of the raw log at `path` that is not empty. Raises InputError if there is none, if it lacks a column,
+    if it begins with no valid line, or if many labels, more than `max_bad_fraction`, are wrong."""
     first = next((file for file in files if file.size_bytes), None)
     if first is None:
         raise InputError(f"{path}: no usable rows; {'its files are' if files[1:] else 'it is'} empty")
@@ -284,7 +287,7 @@ def check_first_rows(path: str, files: Sequence[storage.File], schema: Schema, m
 
 
 def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
-    """Return the good labels among the first rows, and the faults of the others."""
+    """Return the number of valid labels in the first rows, and the faults of the others."""
     label, head = schema.label, None
     if is_parquet(path):
         with open_parquet(path) as parquet:
@@ -303,7 +306,7 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
 
 
 def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
-    """Return the good rows at the beginning, and the faults of the others."""
+    """Return the number of valid rows at the beginning, and the faults of the others."""
     stop = min(HEAD_BYTES, file.size_bytes)
     entries, faults = index_chunk(Chunk(file.path, 0, stop, file.size_bytes), schema, HEAD_BYTES)
     rows = sum(entry.rows for entry in entries)
@@ -316,7 +319,7 @@ def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
 
 
 def has_label_column(files: Sequence[storage.File], schema: Schema) -> bool:
-    """Whether a raw log has the label column of `schema`, if that has one, told by its first file that says so."""
+    """Return whether a raw log has the label column of `schema`, or the schema has none, from the first conclusive file."""
     if schema.label is None:
         return True
     if is_table(files, schema):
@@ -332,7 +335,7 @@ def has_label_column(files: Sequence[storage.File], schema: Schema) -> bool:
 
 
 def _first_lines_of(path: str) -> list[bytes]:
-    """The complete lines at a file's start, of about 16 lines of the greatest length."""
+    """Return the complete lines in the first 16 * MAX_LINE_BYTES of a file."""
     most = 16 * MAX_LINE_BYTES
     text = head_of(path, most)
     whole = len(text) < most
@@ -340,7 +343,7 @@ def _first_lines_of(path: str) -> list[bytes]:
         try:
             text = zlib.decompressobj(wbits=31).decompress(text, most)
         except zlib.error:
-            return []  # said where the file is unpacked
+            return []  # Reported when the file is unpacked
         whole = whole and len(text) < most
     lines = text.split(b"\n")
     return lines if whole else lines[:-1]

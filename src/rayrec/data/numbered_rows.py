@@ -1,4 +1,4 @@
-"""Rows that can be read in any order, by number: images of idx files, blocks of tokens in shards."""
+"""Rows readable in any order by number: images of idx files, token blocks in shards."""
 
 import math
 import posixpath
@@ -15,21 +15,22 @@ from rayrec.storage.cache import gunzip
 
 
 class RowSource(Protocol):
-    """One set of rows, numbered from 0, as one process reads it."""
+    """Rows numbered from 0, as read by one process."""
 
     def __len__(self) -> int: ...
 
     @property
     def chunk_rows(self) -> Sequence[int]:
-        """Rows of each piece that is cheap to read as a whole, a shard for instance, in the order of their numbers."""
+        """Row counts of the parts that are cheap to read at once, such as shards, in the order of row numbers."""
         ...
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows int64 (n,) as named arrays (n, ...), in the order asked for. Raises InputError for damaged data."""
+        """Read the rows `indices`, int64 [n], as named arrays [n, ...], in the given order. Raises InputError for damaged
+        data."""
         ...
 
     def will_read(self, indices: np.ndarray) -> None:
-        """A hint that these rows are wanted soon; returns at once."""
+        """Hint that these rows will be read soon; returns at once."""
         ...
 
     def close(self) -> None: ...
@@ -37,7 +38,7 @@ class RowSource(Protocol):
 
 @final
 class ArrayRows:
-    """Rows in memory: named arrays (rows, ...) of equal length."""
+    """Rows in memory: named arrays [rows, ...] of equal length."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         lengths = {name: len(array) for name, array in arrays.items()}
@@ -68,16 +69,16 @@ _FETCH: Final = "rayrec fetch mnist --out {folder} fetches MNIST's"
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images and what they show."""
+    """Images and their labels."""
 
     images: np.ndarray
-    """(rows, height, width) uint8: 0 is the background."""
+    """Pixels, 0 for the background, uint8 [rows, height, width]."""
     labels: np.ndarray | None
-    """(rows,) uint8; None where they are not known."""
+    """Class of each image, uint8 [rows]. None if unknown."""
 
 
 def read_idx(path: str) -> np.ndarray:
-    """The uint8 array of an idx file, plain or gzip, local or a URL. Raises InputError where the file is missing or damaged."""
+    """Read the uint8 array of an idx file, plain or gzip, local or a URL. Raises InputError if it is missing or damaged."""
     if not storage.exists(path):
         raise InputError(f"{path}: no such file; {_again(path)}")
     data = storage.read_bytes(path)
@@ -100,7 +101,7 @@ def read_idx(path: str) -> np.ndarray:
 
 
 def _unpacked(data: bytes, path: str) -> bytes:
-    """At most a piece more than the head of the content says there is, however well that was compressed."""
+    """Unpack gzip, at most one piece more than the content's header declares, however well it was compressed."""
     content = bytearray()
     try:
         for piece in gunzip([data]):
@@ -108,7 +109,7 @@ def _unpacked(data: bytes, path: str) -> bytes:
             dimensions = content[3] if len(content) > 3 else 0
             sizes = np.frombuffer(bytes(content[4 : 4 + 4 * dimensions]), ">u4")
             if dimensions > 4 or len(content) > 4 + 4 * dimensions + math.prod(map(int, sizes)):
-                break  # too long, or no idx file: the caller says so
+                break  # Too long, or not an idx file: the caller raises the error
         return bytes(content)
     except EOFError:
         raise InputError(f"{path}: cut short, not a whole gzip file; {_again(path)}") from None
@@ -121,7 +122,7 @@ def _again(path: str) -> str:
 
 
 def read_images(path: str) -> np.ndarray:
-    """(rows, height, width) uint8 of an idx file. Raises InputError where it is missing, damaged, or holds no images."""
+    """Read an idx file as uint8 [rows, height, width]. Raises InputError if it is missing, damaged, or not images."""
     images = read_idx(path)
     if images.ndim != 3 or 0 in images.shape:
         raise InputError(f"{path}: has shape {images.shape}, not (rows, height, width); name the file of the images")
@@ -129,7 +130,7 @@ def read_images(path: str) -> np.ndarray:
 
 
 def read_labels(path: str, *, num_classes: int) -> np.ndarray:
-    """(rows,) uint8 of an idx file. Raises InputError where it is missing, damaged, or holds other than class numbers."""
+    """Read an idx file as uint8 [rows]. Raises InputError if it is missing, damaged, or has values other than class numbers."""
     labels = read_idx(path)
     if labels.ndim != 1:
         raise InputError(f"{path}: has shape {labels.shape}, not (rows,); name the file of the labels")
@@ -143,8 +144,8 @@ def read_labels(path: str, *, num_classes: int) -> np.ndarray:
 
 
 def find(folder: str, part: str, what: str) -> str | None:
-    """The path of a folder's file of `part` (train or t10k) that holds `what` (images or labels), plain before gzip, under
-    either spelling of its name; None where there is none. Raises InputError where both spellings are there."""
+    """Return the path of the `part` (train or t10k) and kind (`what`: images or labels) in a folder, plain before gzip, with
+    either spelling of the name; None if absent. Raises InputError if both spellings exist."""
     dimensions = 3 if what == "images" else 1
     names = [f"{part}-{what}{separator}idx{dimensions}-ubyte" for separator in "-."]
     found = [
@@ -157,8 +158,8 @@ def find(folder: str, part: str, what: str) -> str | None:
 
 
 def read_part(folder: str, part: str, *, num_classes: int) -> LabelledImages:
-    """The images and labels of `train` or `t10k` in a folder with MNIST's names. Raises InputError where a file is missing
-    or damaged, and where their counts differ."""
+    """Read the images and labels of `train` or `t10k` in a folder with MNIST's file names. Raises InputError if a file is missing
+    or damaged, or if their counts differ."""
     paths = {what: find(folder, part, what) for what in ("images", "labels")}
     for what, path in paths.items():
         if path is None:
@@ -167,13 +168,13 @@ def read_part(folder: str, part: str, *, num_classes: int) -> LabelledImages:
 
 
 def missing(folder: str, part: str, what: str) -> InputError:
-    """What to say of a folder without the file of `part` that holds `what`."""
+    """Return the error for a folder without the file of `part` and kind `what`."""
     dimensions = 3 if what == "images" else 1
     return InputError(f"{folder}: holds no {part}-{what}-idx{dimensions}-ubyte, plain or .gz; {_FETCH.format(folder=folder)}")
 
 
 def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> LabelledImages:
-    """Images and their labels. Raises InputError where a file is missing or damaged, and where their counts differ."""
+    """Read images and their labels. Raises InputError if a file is missing or damaged, or if their counts differ."""
     images, labels = read_images(images_path), read_labels(labels_path, num_classes=num_classes)
     if len(images) != len(labels):
         raise InputError(

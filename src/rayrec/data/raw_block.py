@@ -1,4 +1,4 @@
-"""Rows of a click log in the form in which every reader gives them: numbers, categories, lists of categories, labels."""
+"""Rows of a click log as read by all readers: numbers, categories, lists of categories, labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayrec.hashing import mix64
 from rayrec.schema import Schema
 
 _OFFSET: Final = np.uint64(0x5851F42D4C957F2D)
-"""Moves the one category whose key would be 0 to where no integer of a log is."""
+"""Offset that moves the one category with key 0 to a value that no integer in a log has."""
 
 
 def number_type(schema: Schema) -> np.dtype:
@@ -27,10 +27,10 @@ def category_type(schema: Schema) -> np.dtype:
 
 @dataclass(frozen=True)
 class RawList:
-    """One column of lists of categories."""
+    """Column of lists of categories."""
 
     categories: np.ndarray
-    """Categories of row after row, uint64."""
+    """Concatenated categories of the rows, uint64."""
     lengths: np.ndarray
     """Number of categories of each row, int32 [rows]."""
     weights: np.ndarray | None = None
@@ -55,37 +55,37 @@ class RawList:
 
 
 def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64: starts[0], starts[0] + 1 ... (lengths[0] of them), starts[1] and so on."""
+    """Return the ranges starts[i], ..., starts[i] + lengths[i] - 1 concatenated, int64."""
     ends = np.cumsum(lengths, dtype=np.int64)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class RawBlock:
-    """Rows as a log gives them.
+    """Rows with the values of a log.
 
-    Matrices have a row of the log each. Those of a log of hexadecimal tokens are row-major, since kernels take rows at random
-    places, and `missing` has a bit for each column. Other logs come and are encoded by columns: their matrices are
-    column-major, and `missing` is bool [rows, columns]. `is_missing` reads both.
+    Matrices have one row per log row. In a log of hexadecimal tokens they are row-major, because kernels gather random rows, and
+    `missing` has one bit per column. Other logs are read and encoded by column: their matrices are column-major, and `missing` is
+    bool [rows, columns]. `is_missing` reads both.
     """
 
     schema: Schema
     numbers: np.ndarray
-    """`number_type` [rows, columns of schema.dense], 0 where missing."""
+    """Values of schema.dense, 0 if missing, `number_type` [rows, columns]."""
     categories: np.ndarray
-    """`category_type` [rows, columns of schema.singles], 0 where missing."""
+    """Values of schema.singles, 0 if missing, `category_type` [rows, columns]."""
     missing: np.ndarray
-    """Columns of schema.dense and then of schema.singles that have no value: bits of uint64 [rows], or bool [rows, columns]."""
+    """Mask of missing values in schema.dense, then schema.singles: bits of uint64 [rows], or bool [rows, columns]."""
     lists: tuple[RawList, ...] = ()
-    """The columns of lists, in the order of schema.sparse."""
+    """List columns, in the order of schema.sparse."""
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Labels by name, float32 [rows], NaN where missing. Empty for an unlabelled log."""
     weights: np.ndarray | None = None
-    """float32 [rows]"""
+    """Weight of each row, float32 [rows]. None if the log has no weights."""
     times: np.ndarray | None = None
     """Microseconds since 1970-01-01 00:00 UTC, int64 [rows]."""
     files: tuple[tuple[str, int, int], ...] = ()
-    """Runs of rows of one file: (path, first row, row behind the last). Empty if not known."""
+    """Row ranges of the files: (path, first row, end). Empty if unknown."""
 
     @classmethod
     def empty(cls, schema: Schema) -> RawBlock:
@@ -102,25 +102,24 @@ class RawBlock:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.missing)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Total size of all arrays."""
         of_lists = [array for each in self.lists for array in (each.categories, each.lengths, each.weights)]
         arrays = (self.numbers, self.categories, self.missing, *of_lists, *self.labels.values(), self.weights, self.times)
         return sum(array.nbytes for array in arrays if array is not None)
 
     def column(self, name: str) -> np.ndarray | RawList:
-        """Return the values of a column of schema.dense or schema.sparse, 0 where missing: [rows], or the lists."""
+        """Return the values of a column of schema.dense or schema.sparse, 0 if missing: [rows], or lists."""
         place, first = self.schema.places.get(name), len(self.schema.dense)
         if place is None:
             return self.lists[[each for each in self.schema.sparse if each in self.schema.lists].index(name)]
         return self.numbers[:, place] if place < first else self.categories[:, place - first]
 
     def is_missing(self, name: str) -> np.ndarray:
-        """Return which rows have no value in a column of schema.dense or schema.sparse, bool [rows]."""
+        """Return which rows lack a value in a column of schema.dense or schema.sparse, bool [rows]."""
         place = self.schema.places.get(name)
         if place is None:
             column = self.column(name)
@@ -131,7 +130,7 @@ class RawBlock:
         return self.missing & np.uint64(1 << place) != 0
 
     def singles_missing(self) -> np.ndarray:
-        """Return which rows have no value in each column of schema.singles, bool [rows, columns]."""
+        """Return which rows lack a value in each column of schema.singles, bool [rows, columns]."""
         first = len(self.schema.dense)
         if self.missing.ndim == 2:
             return self.missing[:, first:]
@@ -139,7 +138,7 @@ class RawBlock:
         return self.missing[:, None] >> bits & np.uint64(1) != 0
 
     def take(self, rows: np.ndarray) -> RawBlock:
-        """Return the given rows (int64; any, also repeated), in that order. Their files are not known."""
+        """Return the given rows (int64; any, also repeated), in that order. Their files are unknown."""
         return replace(
             self,
             numbers=self._taken(self.numbers, rows),
@@ -153,11 +152,11 @@ class RawBlock:
         )
 
     def _taken(self, matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return rows of a matrix in its own layout."""
+        """Return rows of a matrix in the same memory layout."""
         return np.take(matrix.T, rows, axis=1).T if self.missing.ndim == 2 else matrix[rows]
 
     def cut(self, start: int, stop: int) -> RawBlock:
-        """Return rows [start, stop), without a copy of what is not in lists."""
+        """Return rows [start, stop); only lists are copied."""
         if (start, stop) == (0, self.rows):
             return self
         rows = slice(start, stop)
@@ -176,7 +175,7 @@ class RawBlock:
 
     @classmethod
     def concatenated(cls, blocks: Sequence[RawBlock]) -> RawBlock:
-        """Return the rows of one or more blocks of one schema, one block after the other."""
+        """Concatenate the rows of one or more blocks with one schema."""
         if len(blocks) == 1:
             return blocks[0]
         starts = np.cumsum([0, *(block.rows for block in blocks)]).tolist()
@@ -197,9 +196,11 @@ class RawBlock:
         )
 
     def group_keys(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """int64: for each of `rows` (int64; None: all), a key of its value in column `schema.group`: equal values have equal
-        keys, different ones different keys, and a missing value has 0. Keys are of the raw values, so that categories too rare
-        for the vocabulary are groups of their own."""
+        """Return the group keys of `rows` (int64; None: all), int64 [rows].
+
+        Equal values of column `schema.group` have equal keys, different values different keys, missing values 0. Keys come from
+        raw values, so that categories too rare for the vocabulary are separate groups.
+        """
         name = self.schema.group
         assert name is not None
         categories, missing = self.column(name), self.is_missing(name)

@@ -1,4 +1,4 @@
-"""How long each stage of making rows takes: measured where the rows are made, told where they are used."""
+"""Time of each stage of row production, measured in data tasks and reported where rows are used."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from typing import Final, TypeVar, final
 import pyarrow as pa
 
 STAGES: Final = ("read", "parse", "encode")
-"""Bytes from storage; text or columns to raw rows; raw rows to model inputs, permuted. Preprocessed rows are only read."""
+"""Stages: bytes from storage; text or columns to raw rows; raw rows to permuted model inputs. Preprocessed rows have only
+read."""
 _METADATA: Final = b"rayrec.stages"
 _local = threading.local()
 _Result = TypeVar("_Result")
@@ -20,22 +21,22 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """What it took to make a block of rows."""
+    """Times of producing a block of rows."""
 
     rows: int
     wall_s: Mapping[str, float]
-    """By stage."""
+    """Wall time by stage, in seconds."""
     cpu_s: Mapping[str, float]
-    """Of it, seconds in which the thread computed."""
+    """Seconds by stage in which the thread computed."""
     queue_s: Mapping[str, float]
-    """Of it, seconds in which it could have computed and had no CPU; for what is left it waited, which is for storage."""
+    """Seconds by stage in which the thread was runnable without a CPU. The rest is waiting for storage."""
     done_s: float
-    """Unix time when the rows were made."""
+    """Unix time at which the rows were complete."""
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Counts what happens within it, in this thread, for the `measured` around it; costs nothing to speak of without one."""
+    """Measure the time within the context, in this thread, for the enclosing `measured`. Costs nothing noticeable without one."""
     clock: _Clock | None = getattr(_local, "clock", None)
     if clock is None:
         yield
@@ -51,17 +52,17 @@ def stage(name: str) -> Iterator[None]:
 
 @final
 class _Clock:
-    """Of the thread that makes it. Opening the kernel's file takes longer than all else of a look, so it stays open meanwhile."""
+    """Clock of the current thread. Opening the kernel's file is the slowest part of a measurement, so it stays open."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
-        """Seconds gone, computed and queued, by stage."""
+        """Wall, CPU and queue seconds by stage."""
         self._schedstat: int | None = None
         with suppress(OSError):
             self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def now(self) -> tuple[float, float, float]:
-        """Seconds gone, computed, and queued for a CPU (0 where the kernel does not tell)."""
+        """Return wall, CPU and queue seconds (0 if the kernel does not report queueing)."""
         queue_s = 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
         return time.perf_counter(), time.thread_time(), queue_s
 
@@ -71,7 +72,7 @@ class _Clock:
 
 
 def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) -> tuple[_Result, BlockTimes]:
-    """What `make` returns, and the times of the stages in it."""
+    """Call `make` and return its result with the times of its stages."""
     _local.clock = clock = _Clock()
     try:
         made = make()
@@ -83,19 +84,19 @@ def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) 
 
 
 def with_times(table: pa.Table, times: BlockTimes) -> pa.Table:
-    """The table, the times in its metadata, as `times_of` finds them."""
+    """Return the table with the times in its metadata, for `times_of`."""
     return table.replace_schema_metadata({**(table.schema.metadata or {}), _METADATA: json.dumps(asdict(times)).encode()})
 
 
 def times_of(table: pa.Table) -> BlockTimes | None:
-    """None where nobody measured."""
+    """Return the times in a table's metadata; None if not measured."""
     text = (table.schema.metadata or {}).get(_METADATA)
     return None if text is None else BlockTimes(**json.loads(text))
 
 
 @final
 class StageAccount:
-    """Adds up the blocks that one worker takes in use. For any threads."""
+    """Thread-safe sum of the times of the blocks that one worker uses."""
 
     FIELDS: Final = (
         "cpus",
@@ -105,11 +106,11 @@ class StageAccount:
         "waited_block_s",
         *(f"{name}_{kind}" for name in STAGES for kind in ("wall_s", "cpu_s", "queue_s")),
     )
-    """What `take` gives: CPUs of the pipeline; rows and blocks taken in use; the seconds that rows and blocks lay ready,
-    summed over them (by the length of an interval this is the mean backlog of it); seconds of each stage."""
+    """Values that `take` returns: CPUs of the pipeline; rows and blocks used; seconds that rows and blocks waited after
+    completion, summed over them; seconds of each stage. Waiting seconds divided by an interval are its mean backlog."""
 
     def __init__(self, *, cpus: float) -> None:
-        """`cpus`: that may make this worker's rows at once."""
+        """Start with zero sums. `cpus` is the number of CPUs that may produce this worker's rows at once."""
         self.begin_s = time.monotonic()
         self._cpus = cpus
         self._lock = threading.Lock()
@@ -119,8 +120,8 @@ class StageAccount:
         return {**dict.fromkeys(self.FIELDS, 0.0), "cpus": self._cpus}
 
     def add(self, block: BlockTimes) -> None:
-        """A block is taken in use now."""
-        waited_s = max(0.0, time.time() - block.done_s)  # clocks of two nodes differ
+        """Add a block that is used from now on."""
+        waited_s = max(0.0, time.time() - block.done_s)  # Clocks of two nodes differ
         with self._lock:
             sums = self._sums
             sums["rows"] += block.rows
@@ -132,7 +133,7 @@ class StageAccount:
                     sums[f"{name}_{kind}"] += getattr(block, kind).get(name, 0.0)
 
     def take(self) -> list[float]:
-        """What came together since the last call, in the order of FIELDS."""
+        """Return the sums since the last call, in the order of FIELDS."""
         with self._lock:
             sums, self._sums = self._sums, self._nothing()
         return list(sums.values())

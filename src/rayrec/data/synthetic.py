@@ -1,4 +1,4 @@
-"""A synthetic click log in Criteo's format with a planted truth, so that quality and speed can be measured anywhere."""
+"""Synthetic click log in Criteo's format with a known ground truth, to measure quality and speed anywhere."""
 
 import contextlib
 import ctypes
@@ -21,12 +21,12 @@ from rayrec.native import call
 
 
 def day_starts(rows: int, days: int) -> list[int]:
-    """Where each day begins in the row order, and the end: near-equal days."""
+    """Return the first row of each day, and the row count: near-equal days."""
     return [-(-day * rows // days) for day in range(days + 1)]
 
 
 def block_spans(block: int, *, starts: list[int]) -> list[tuple[int, int]]:
-    """The days of a block of BLOCK_ROWS rows, as (day, number of its rows in this block)."""
+    """Return the days in a block of BLOCK_ROWS rows, as (day, row count within the block)."""
     first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, starts[-1])
     spans = []
     for day, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -37,9 +37,9 @@ def block_spans(block: int, *, starts: list[int]) -> list[tuple[int, int]]:
 
 
 def exact_auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
-    """Probability that a click scores above a non-click, ties counting half; None where one of the two is absent.
+    """Compute the probability that a click scores above a non-click, with half credit for ties. None if either class is absent.
 
-    One sort of 64-bit keys (float32 score in sortable form, label in the last bit), everything else in integers.
+    Sorts once by 64-bit keys (float32 score in sortable form, label in the last bit); the rest is integer arithmetic.
     """
     bits = (scores.astype(np.float32) + np.float32(0)).view(np.uint32)  # + 0 makes -0 equal to 0
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
@@ -59,9 +59,9 @@ def exact_auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
 
 
 def _logloss(logits: np.ndarray, targets: np.ndarray | None) -> float:
-    """Mean cross-entropy in nats against labels, or against the true probabilities themselves where targets is None."""
+    """Compute the mean cross-entropy in nats, against labels, or against the true probabilities if targets is None."""
     total = 0.0
-    for start in range(0, len(logits), 1 << 20):  # bounds the float64 copies
+    for start in range(0, len(logits), 1 << 20):  # Bounds the float64 copies
         part = logits[start : start + (1 << 20)].astype(np.float64)
         target = 1 / (1 + np.exp(-part)) if targets is None else targets[start : start + (1 << 20)]
         total += float(np.sum(np.logaddexp(0, part) - target * part))
@@ -69,7 +69,7 @@ def _logloss(logits: np.ndarray, targets: np.ndarray | None) -> float:
 
 
 def _quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-    """What the true probabilities score on these rows; None where it is not defined."""
+    """Compute the metrics of the true probabilities on these rows; None if undefined."""
     if not len(labels):
         return {"rows": 0, "label_rate": None, "auroc": None, "logloss": None, "normalized_entropy": None}
     rate = int(labels.sum(dtype=np.int64)) / len(labels)
@@ -85,7 +85,7 @@ def _quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
 
 
 def split_starts(dialect: str, starts: list[int]) -> tuple[int, int]:
-    """The rows at which validation and test begin: Kaggle's last of seven parts halved, or the last day halved."""
+    """Return the first rows of validation and test: halves of Kaggle's last seventh, or of the last day."""
     rows = starts[-1]
     validation = rows - rows // 7 if dialect == "kaggle" else starts[-2]
     return validation, rows - (rows - validation) // 2
@@ -115,7 +115,7 @@ def _truth(plan: Plant, logits: np.ndarray, labels: np.ndarray, starts: list[int
 
 
 class _NewFiles:
-    """Files written under temporary names and given their own all together, or removed without a trace."""
+    """Files written under temporary names, then renamed all together, or removed without a trace."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -127,7 +127,7 @@ class _NewFiles:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """A new file, on the disk when the block ends; `name` itself appears with `publish`."""
+        """Open a new file that is on the disk when the context ends; `publish` gives it its name."""
         parent = os.path.dirname(os.path.join(self._folder, name))
         if not os.path.isdir(parent):
             os.makedirs(parent)
@@ -138,12 +138,12 @@ class _NewFiles:
             os.fsync(file.fileno())
 
     def publish(self) -> None:
-        """Give the files written so far their names."""
+        """Rename the files written so far to their names."""
         while self._names:
             name = self._names[0]
             path = os.path.join(self._folder, name)
             self._folders.add(os.path.dirname(path))
-            if os.path.lexists(path):  # appeared while this log was made
+            if os.path.lexists(path):  # Appeared while this log was written
                 raise InputError(f"{path}: is there already and is never overwritten; name another folder")
             os.rename(self._temporary(name), path)
             self._named.append(path)
@@ -160,7 +160,7 @@ class _NewFiles:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         for folder in self._made:
-            with contextlib.suppress(OSError):  # of another log
+            with contextlib.suppress(OSError):  # Contains another log
                 os.rmdir(folder)
 
     def _temporary(self, name: str) -> str:
@@ -170,17 +170,17 @@ class _NewFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLog:
-    """A synthetic log; its rows depend on these fields alone. Raises InputError for values that cannot be used."""
+    """Settings of a synthetic log, which determine its rows. Raises InputError for invalid values."""
 
     rows: int
     dialect: str = "kaggle"
-    """kaggle: one file train.txt, all days in order of time; terabyte: a file day_<d> a day."""
+    """Format. kaggle: one file train.txt, all days in order of time; terabyte: one file day_<d> per day."""
     days: int = 7
     seed: int = 0
     drift: int = 1
-    """From one day to the next, the law changes as much as in so many days; 0: never."""
+    """Days of change in the ground truth from one day to the next. 0: no change."""
     first_date: str | None = None
-    """First day, such as 2026-01-31: a folder a day, dt=2026-01-31/train.txt."""
+    """First day, such as 2026-01-31, for one folder per day: dt=2026-01-31/train.txt. None: no folders."""
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:
@@ -191,7 +191,7 @@ class SyntheticLog:
             raise InputError(f"days: {self.days} days need at least as many rows, not {self.rows}")
 
     def file_names(self) -> list[str]:
-        """The files, of a day each or one. Raises InputError for dates that there are not."""
+        """Return the file names, one per day or a single one. Raises InputError for invalid dates."""
         if self.first_date is None:
             return ["train.txt"] if self.dialect == "kaggle" else [f"day_{day}" for day in range(self.days)]
         try:
@@ -210,12 +210,12 @@ def _check_number(name: str, value: object, least: int) -> None:
 
 
 def _write_full(file: BinaryIO, text: memoryview) -> None:
-    while text:  # an unbuffered write may stop short
+    while text:  # An unbuffered write may stop short
         text = text[file.write(text) :]
 
 
 def _block_text(plan: Plant, block: int, spans: list[tuple[int, int]], logits: np.ndarray, labels: np.ndarray) -> Any:
-    """The text of a block as (day, bytes) pieces; fills the block's stretch of `logits` and `labels`."""
+    """Return the text of a block as (day, bytes) pairs, and fill the block's range of `logits` and `labels`."""
     buffer = np.empty(sum(count for _, count in spans) * max_row_bytes(NUM_DENSE, NUM_SPARSE), dtype=np.uint8)
     pieces, at, row = [], 0, block * BLOCK_ROWS
     for day, rows in plan.rows(block, spans=spans):
@@ -230,11 +230,12 @@ def _block_text(plan: Plant, block: int, spans: list[tuple[int, int]], logits: n
 def generate(
     out: str, *, parallelism: int | None = None, progress: Callable[[int, int], None] | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Write a synthetic click log and `truth.json`, the best any model could reach on it; returns the latter's dict.
+    """Write a synthetic click log and `truth.json`, the best quality that any model could reach on it, and return the latter's
+    dict.
 
-    `settings`: the fields of SyntheticLog. The files appear complete or not at all, `truth.json` last. `parallelism`: threads
-    (default: the CPUs this process may use). `progress(rows done, rows)` is called after every block. Raises InputError where a
-    setting cannot be used or a file is already there.
+    `settings` are the fields of SyntheticLog. The files appear complete or not at all, `truth.json` last. `parallelism` is the
+    number of threads (default: the CPUs available to this process). `progress(rows done, rows)` is called after every block.
+    Raises InputError for invalid settings and existing files.
     """
     out = os.fspath(out)
     if "://" in out:
@@ -286,16 +287,16 @@ _TOKEN_BYTES = 9
 
 
 def max_row_bytes(num_dense: int, num_sparse: int) -> int:
-    """The longest a formatted row can be, newline included."""
+    """Return the maximum size of a formatted row, newline included."""
     return 2 + num_dense * _MAX_INTEGER_BYTES + num_sparse * _TOKEN_BYTES
 
 
 def format_rows(labels: np.ndarray, *, dense: np.ndarray, tokens: np.ndarray, missing: np.ndarray, out: np.ndarray) -> int:
-    """Write rows as `label, integers, 8-hex-digit tokens`, tab-separated, into `out`; returns the bytes written.
+    """Write rows as `label, integers, 8-hex-digit tokens`, tab-separated, into `out`; return the number of bytes written.
 
-    labels uint8 (rows), dense int32 (num_dense, rows), tokens uint32 (num_sparse, rows), out uint8 (capacity),
-    missing uint64 (rows) with bit d for dense column d and bit num_dense + s for sparse column s. All C-contiguous.
-    Raises ValueError where an array does not fit or the text does not fit `out`.
+    All arrays are C-contiguous: labels uint8 [rows], dense int32 [num_dense, rows], tokens uint32 [num_sparse, rows], out uint8
+    [capacity]. `missing` is uint64 [rows] with bit d for dense column d and bit num_dense + s for sparse column s. Raises
+    ValueError for an array of another type or shape, and if the text exceeds `out`.
     """
     rows, num_dense, num_sparse = len(labels), len(dense), len(tokens)
     wanted = (

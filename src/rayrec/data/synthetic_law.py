@@ -1,9 +1,9 @@
-"""The law of a synthetic log: what its columns look like, and the planted truth that its clicks follow.
+"""Distribution of a synthetic log: its columns, and the ground truth of its clicks.
 
-Every number of a row comes from one 32-bit draw: its upper 16 bits choose one of 65,536 equally likely slots of the
-column's inverse distribution, its lower 16 bits one of the neighbouring values that a slot far out in the tail holds.
-The slots also carry the value's share of the true logit, so a row costs a few table look-ups a column. The constants
-are rounded statistics of the genuine logs: cardinality, popularity of the top tokens, quantiles, missing rates.
+Every number in a row comes from one 32-bit draw. The upper 16 bits choose one of 65,536 equally likely slots of the column's
+inverse distribution. The lower 16 bits choose one of the neighbouring values in a slot far out in the tail. Slots also contain
+the value's contribution to the true logit, so a row costs a few table lookups per column. The constants are rounded statistics of
+the genuine logs: cardinality, popularity of the top tokens, quantiles, missing rates.
 """
 
 import statistics
@@ -16,40 +16,40 @@ import numpy as np
 
 from rayrec.hashing import GOLDEN, mix64
 
-VERSION = 1  # of the law: raised whenever the same arguments give other bytes
+VERSION = 1  # Raised whenever the same arguments produce other bytes
 BLOCK_ROWS = 65_536
-_CHUNK_ROWS = 8_192  # a chunk's columns stay in the second-level cache
+_CHUNK_ROWS = 8_192  # A chunk's columns stay in the L2 cache
 _SLOTS = 65_536
 NUM_DENSE, NUM_SPARSE = 13, 26
 _TARGET_AUROC = 0.80
-_CALIBRATION_CHUNKS = 24  # 196,608 rows: the label rate is then within 0.001
+_CALIBRATION_CHUNKS = 24  # 196,608 rows: label rate within 0.001
 
-# Cumulative probabilities at which the quantiles of a dense column are given.
+# Cumulative probabilities of the quantiles of a dense column.
 _QUANTILES = (0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1)
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one of the two genuine logs looks like: the constants a plant grows from."""
+    """Constants of one of the two genuine logs."""
 
     label_rate: float
     dense: tuple[tuple[int, ...], ...]
-    """Values at _QUANTILES of each dense column, among the values that are there and not negative."""
+    """Values at _QUANTILES of each dense column, without missing and negative values."""
     negative: dict[int, tuple[tuple[int, float], ...]]
-    """Dense column -> (negative value, share of the values), most negative first."""
+    """Dense column -> (negative value, fraction of the values), most negative first."""
     sparse: tuple[tuple[int, tuple[float, ...], float, float], ...]
-    """Cardinality (at most 100,000), shares of the top tokens, then exponent a and offset q of (rank + q)^-a."""
+    """Cardinality (at most 100,000), fractions of the top tokens, then exponent a and offset q of (rank + q)^-a."""
     missing: tuple[tuple[float, tuple[int, ...]], ...]
     """Rate, and the columns (dense 0-12, sparse 13-38) that are empty together."""
     linked: tuple[tuple[int, ...], ...]
     """Sparse columns that name the same thing, so that their common tokens occur together."""
     interacting: tuple[tuple[int, int], ...]
-    """Pairs of sparse columns, of few and popular tokens, whose latent vectors' dot product enters the logit."""
+    """Pairs of sparse columns with few, popular tokens. The dot product of their latent vectors adds to the logit."""
     shares: tuple[float, float, float]
-    """Of the logit's variance: dense columns, tokens, interactions. The rarer clicks are, the less tokens may carry,
-    or a model could not learn them from a million rows."""
+    """Fractions of the logit's variance for dense columns, tokens and interactions. The rarer clicks are, the less can come from
+    tokens: a model could not learn more from a million rows."""
     shrinkage_rows: float
-    """Occurrences in a million rows at which a token carries half its column's strength."""
+    """Occurrences in a million rows at which a token has half its column's strength."""
 
 
 DIALECTS = {
@@ -185,12 +185,12 @@ DIALECTS = {
 
 
 def _hash64(values: np.ndarray, salt: int, purpose: int) -> np.ndarray:
-    """SplitMix64 over uint64 values; each purpose has a stream of its own."""
+    """Hash uint64 values with SplitMix64, with a separate stream per purpose."""
     return mix64(values.astype(np.uint64) + np.uint64((salt + purpose * GOLDEN) % (1 << 64)))
 
 
 def _permute32(values: np.ndarray) -> np.ndarray:
-    """MurmurHash3's 32-bit finaliser: one-to-one, so that two tokens of a column never share a name."""
+    """Apply MurmurHash3's 32-bit finalizer, a bijection, so that two tokens of a column never share a name."""
     mixed = (values ^ values >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35)
     return mixed ^ mixed >> np.uint32(16)
@@ -207,7 +207,7 @@ def _normals(keys: np.ndarray, salt: int, purpose: int) -> np.ndarray:
 
 
 def _slots(edges: np.ndarray) -> np.ndarray:
-    """Packed slots (lowest value | width << 32) from the value at the lower edge of each slot and of the end."""
+    """Pack slots (lowest value | width << 32) from the value at the lower edge of each slot and at the end."""
     width = np.maximum(np.diff(edges), 1)
     assert edges.min() >= 0
     assert width.max() <= 1 << 16
@@ -217,21 +217,21 @@ def _slots(edges: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class _DenseColumn:
     slots: np.ndarray
-    """uint64 (65,536); values are stored 2 higher, so that -2 is the least."""
+    """Packed slots, uint64 [65,536]; values are stored + 2, because -2 is the least."""
     effects: np.ndarray
-    """float32 (65,537): share of the logit by slot; the last is that of a missing value, which counts as 0."""
+    """Logit contribution by slot, the last one for a missing value, which counts as 0, float32 [65,537]."""
 
 
 @dataclass(frozen=True)
 class _SparseColumn:
     slots: np.ndarray
-    """uint64 (65,536) of ranks, 0 the most popular."""
+    """Packed slots of ranks, 0 the most popular, uint64 [65,536]."""
     wide: bool
-    """Whether some slot holds several ranks."""
+    """Whether to draw within slots, because some contain several ranks."""
     popularity: np.ndarray
-    """float64 (cardinality): the share of each rank that `slots` really gives."""
+    """Probability of each rank in `slots`, float64 [cardinality]."""
     strength: np.ndarray
-    """float32 (cardinality): standard deviation of the weight of a token, next to nothing for a rare one."""
+    """Standard deviation of each token's weight, near 0 for a rare one, float32 [cardinality]."""
     salt: int
 
 
@@ -239,17 +239,19 @@ class _SparseColumn:
 class _DayTables:
     bias: float
     tokens: tuple[np.ndarray, ...]
-    """uint32 (cardinality + 1) a column; the last is the missing one."""
+    """Tokens of each column, the last one for a missing value, uint32 [cardinality + 1]."""
     weights: tuple[np.ndarray, ...]
-    """float32 (cardinality + 1) a column."""
+    """Token weights of each column, float32 [cardinality + 1]."""
     latents: dict[tuple[int, int], tuple[np.ndarray, ...]]
-    """(pair, sparse column) -> latent components, float32 (cardinality + 1) each."""
+    """(Pair, sparse column) -> latent components, float32 [cardinality + 1] each."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as columns: labels uint8 (n), logits float32 (n), dense int32 (13, n), tokens uint32 (26, n), missing
-    uint64 (n) with bit d for dense column d and bit 13 + s for sparse column s."""
+    """Rows by column, n in all. Bit d of `missing` is dense column d, bit 13 + s sparse column s.
+
+    Types: labels uint8 [n], logits float32 [n], dense int32 [13, n], tokens uint32 [26, n], missing uint64 [n].
+    """
 
     labels: np.ndarray
     logits: np.ndarray
@@ -270,7 +272,7 @@ def _dense_column(dialect: Dialect, column: int, strength: float, rng: np.random
     values[rest] = np.floor(np.expm1(logarithms) + 0.5)
     slots = _slots(values + 2)
     middle = values[:-1] + (np.maximum(np.diff(values), 1) - 1) / 2
-    position = np.log1p(np.maximum(np.append(middle, 0.0), 0))  # negative and missing values act as 0 does
+    position = np.log1p(np.maximum(np.append(middle, 0.0), 0))  # Negative and missing values act like 0
     centred = (position - position[:-1].mean()) / (position[:-1].std() + 1e-9)
     slope, bump = rng.choice([-1.0, 1.0], 2) * rng.uniform([0.7, 0.2], [1.3, 0.6])
     effects = strength * (slope * np.tanh(centred / 1.5) + bump * np.exp(-0.5 * centred**2))
@@ -298,10 +300,10 @@ def _sparse_column(
 
 
 def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which token holds each rank on a day, and its key: a rank's token may change places or be succeeded by a new one.
+    """Return the token at each rank on a day, and its key: a token may swap its rank or be replaced by a new one.
 
-    A quarter of the pairs of ranks (r, r with its second highest bit flipped) changes places every 8 days, and 1/32 of
-    the rare tokens is replaced each day; each rank's phase is its own.
+    Every 8 days, a quarter of the pairs of ranks (r, r with its second highest bit flipped) are swapped. Each day, 1/32 of the
+    rare tokens is replaced. Each rank has a separate phase.
     """
     cardinality = len(column.popularity)
     ranks = np.arange(cardinality, dtype=np.int64)
@@ -319,10 +321,10 @@ def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray
 
 
 class Plant:
-    """The law a synthetic log is drawn from: fixed by dialect, seed and drift, the same whatever the number of rows."""
+    """Distribution of a synthetic log, fixed by dialect, seed and drift, independent of the row count."""
 
     def __init__(self, dialect: str, seed: int, drift: int = 1) -> None:
-        """`drift`: from one day of the log to the next, the law changes as much as in so many days; 0: never."""
+        """Fit the distribution. `drift` is the days of change from one day of the log to the next; 0: none."""
         self.dialect, self.seed, self.drift = dialect, seed, drift
         self._law = law = DIALECTS[dialect]
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0,))))
@@ -331,7 +333,7 @@ class Plant:
         for group, (rate, columns) in enumerate(law.missing):
             self._missing_rate[list(columns)], self._missing_group[list(columns)] = rate, group
         present = 1 - self._missing_rate
-        # A column that is often missing says little, so it gets little to say.
+        # A column that is often missing contributes little.
         strengths = np.exp(0.5 * rng.standard_normal(NUM_DENSE + NUM_SPARSE)) * present
         self._dense = [_dense_column(law, d, strengths[d], rng) for d in range(NUM_DENSE)]
         salts = rng.integers(1 << 32, 1 << 62, NUM_SPARSE)
@@ -352,7 +354,7 @@ class Plant:
         self._calibrate()
 
     def _normalise(self, present: np.ndarray) -> None:
-        """Scale the three parts of the logit to their shares of its variance (taking the columns as independent)."""
+        """Scale the three parts of the logit to their fractions of its variance (assuming independent columns)."""
         tables = self._tables(0)
         dense = sum(present[d] * float(np.var(column.effects[:-1])) for d, column in enumerate(self._dense))
         sparse = sum(
@@ -380,7 +382,7 @@ class Plant:
         """Set scale and bias so that day 0 has the dialect's label rate and the target AUROC, on a fixed sample."""
         rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(1,))))
         chunks = [self._rows(self._draws(rng), 0).logits for _ in range(_CALIBRATION_CHUNKS)]
-        # Means of eight neighbours stand for all: the bisections below then take milliseconds.
+        # Means of eight neighbours represent all, so that the bisections below take milliseconds.
         shape = np.sort(np.concatenate(chunks).astype(np.float64)).reshape(-1, 8).mean(axis=1)
 
         def bias_for(scale: float) -> float:
@@ -398,12 +400,12 @@ class Plant:
             skip_below = np.cumsum(1 - click) - (1 - click) / 2
             auroc = float(np.sum(click * skip_below) / (np.sum(click) * np.sum(1 - click)))
             low, high = (scale, high) if auroc < _TARGET_AUROC else (low, scale)
-        scale = round((low + high) / 2, 4)  # rounded: the last bits of exp may differ between machines
+        scale = round((low + high) / 2, 4)  # Rounded: the last bits of exp may differ between machines
         self._bias = round(bias_for(scale), 4)
         self._rescale(scale, scale, scale**0.5)
 
     def _tables(self, day: int) -> _DayTables:
-        """The tables of a day, made once (some 50 ms) and kept while it is among the eight latest."""
+        """Return the tables of a day, built once (about 50 ms) and cached while among the eight latest."""
         with self._lock:
             tables = self._days.get(day)
             if tables is None:
@@ -424,12 +426,12 @@ class Plant:
             names = _permute32(keys.astype(np.uint32) + np.uint32(column.salt & 0xFFFFFFFF))
             names = _permute32(names ^ np.uint32((column.salt >> 16) & 0xFFFFFFFF))
             tokens.append(np.append(names, np.uint32(0)))
-            # Beyond twice the last rank with any strength not even a change of places brings one in.
+            # A swap moves no token with strength beyond twice the last such rank.
             head = min(2 * int(np.count_nonzero(column.strength)), cardinality)
             strength = column.strength[holder[:head]] * np.float32(self._sparse_scale)
             weight = np.zeros(cardinality + 1, dtype=np.float32)
             weight[:head] = strength * _normals(keys[:head], column.salt, 3)
-            # One token in 16 swings by a third of its strength over four weeks.
+            # One token in 16 oscillates by a third of its strength over four weeks.
             chance = _hash64(keys[:head], column.salt, 4)
             angle = (chance >> np.uint64(32)).astype(np.float64) * (2 * np.pi / (1 << 32)) + 2 * np.pi * day / 28
             weight[:head] += np.where((chance & np.uint64(15)) == 0, 0.35 * strength * np.sin(angle), 0)
@@ -448,7 +450,7 @@ class Plant:
         return _DayTables(self._bias + wobble, tuple(tokens), tuple(weights), latents)
 
     def _draws(self, rng: np.random.Generator) -> np.ndarray:
-        """uint32 (draws, chunk rows), straight from the bit generator, whose stream numpy never changes."""
+        """Return uint32 [draws, chunk rows], straight from the bit generator, whose stream NumPy never changes."""
         raw = rng.bit_generator.random_raw(self._num_draws * _CHUNK_ROWS // 2)
         return raw.view(np.uint32).reshape(self._num_draws, _CHUNK_ROWS)
 
@@ -492,12 +494,12 @@ class Plant:
         for pair, (left, right) in enumerate(self._law.interacting):
             for one, other in zip(tables.latents[pair, left], tables.latents[pair, right], strict=True):
                 logits += np.take(one, ranks[left], mode="clip") * np.take(other, ranks[right], mode="clip")
-        # float32 keeps 24 bits of the draw; a label rate off by 2^-24 is nothing.
+        # float32 keeps 24 bits of the draw; an error of 2^-24 in the label rate is negligible.
         labels = draws[0].astype(np.float32) * np.float32(2.0**-32) * (1 + np.exp(-logits)) < 1
         return Rows(labels.view(np.uint8), logits, dense, tokens, missing)
 
     def rows(self, block: int, *, spans: list[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
-        """Pieces (day, rows) of a block, in order; `spans` are its days as (day, number of rows)."""
+        """Yield (day, rows) of a block, in order. `spans` are its days as (day, row count)."""
         rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(2, block))))
         used = _CHUNK_ROWS
         for day, count in spans:

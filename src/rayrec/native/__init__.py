@@ -1,4 +1,4 @@
-"""The compiled kernels, reached through ctypes (which releases the GIL while they run)."""
+"""Compiled kernels, called through ctypes, which releases the GIL while they run."""
 
 import ctypes
 import importlib.util
@@ -8,7 +8,7 @@ from typing import Any
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The shared library holding every kernel of kernels.h."""
+    """Load the shared library with all kernels of kernels.h."""
     spec = importlib.util.find_spec("rayrec.native._kernels")
     if spec is None or spec.origin is None:
         raise ImportError(
@@ -18,8 +18,8 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: Any, returns: type = ctypes.c_int64) -> int:
-    """Call a kernel. Passes an array as the address of its contiguous items, None as NULL, an int as int64 and a float as double,
-    and values of ctypes as they are."""
+    """Call a kernel. Passes arrays as the address of their contiguous items, None as NULL, int as int64, float as double, and
+    ctypes values unchanged."""
     function = getattr(library(), name)
     function.restype = returns
     result: int = function(*map(_converted, arguments))
@@ -39,14 +39,16 @@ def _converted(argument: Any) -> Any:
     return argument
 
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # From glibc's malloc.h
 
 
 @lru_cache(maxsize=1)
 def keep_freed_memory() -> None:
-    """Lets glibc keep and reuse what arrays of some megabytes free, instead of returning it to the kernel and faulting
-    every page in again for the next one. Worth a third of the speed of training on CPU; other C libraries have no
-    `mallopt` and are left alone. Acts on this process, for good."""
+    """Let glibc keep and reuse the memory of freed arrays of some megabytes, for the rest of this process.
+
+    By default it returns their pages to the kernel, which faults every page in again for the next array. Raises the speed of
+    training on CPU by a third. Other C libraries have no `mallopt` and are left unchanged.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
