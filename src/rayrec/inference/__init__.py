@@ -1,1 +1,1 @@
-"""Scores, metrics and exports of checkpoints."""
+"""Scoring, evaluation and export of checkpoints."""

@@ -1,4 +1,4 @@
-"""Several click models on the same rows of a labelled log: metrics with intervals, what each costs, and which differ."""
+"""Comparison of click models on the same rows of a labelled log: metrics with intervals, costs and differences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENSEMBLE: Final = "ensemble"
 _RAW_FIELDS: Final = (
     "label", "dense", "sparse", "tokens", "lists", "weight", "integers", "optional", "delimiter", "list_delimiter", "nan",
 )  # fmt: skip
-"""Of a schema: what decides which lines of a log are rows, and what their columns are."""
+"""Schema fields that determine the rows of a log and their columns."""
 
 
 def compare(
@@ -48,17 +48,23 @@ def compare(
     gates: ComparisonGates | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Scores every labelled row of an input with each of two or more click models -> `rows`, `label_rate`, `models` (a dict each,
-    in the order given, then the ensemble, then baselines: `name`, `checkpoint`, the metrics of
-    `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, `multiply_adds` a row of the network, `rows_per_s`, of
-    a baseline `trained_rows`), `differences` (of each two models: `model`
-    less `other`, which is before it; metric -> difference, low, high, p_value, method), `resampling` and `failures` (of
-    `gates`, a line each). `configs` are those of the checkpoints' config.yaml. What is not defined is None. Plain JSON values.
+    """Score every labelled row with each of two or more click models, and compare their metrics.
 
-    Every model reads and parses the log once, one model after the other; each loads its weights only then, and `rows_per_s` is
-    of all that. Memory on the driver: 5 bytes a row, 4 more a model, 8 more with a group, and about 70 a row and model while
-    intervals are computed. Raises InputError for a single model, models of something else than clicks, another raw
-    schema or other rows, and what `evaluate` refuses.
+    Models are scored sequentially. Each reads and parses the log and loads its weights, which `rows_per_s` includes. Memory on
+    the driver: 5 bytes per row, plus 4 per model, plus 8 with a group, and about 70 per row and model to compute intervals.
+
+    Args:
+        configs: Configuration of each checkpoint, as in its config.yaml.
+
+    Returns:
+        JSON values, None if undefined: `rows`, `label_rate`, `resampling`, `models`, `differences` and `failures` (a line per
+        failed gate). `models` has the given models, then ensemble and baselines, each with `name`, `checkpoint`, the metrics of
+        `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, the network's `multiply_adds` per row,
+        `rows_per_s`, and for baselines `trained_rows`. `differences` has each pair of models, `model` minus the earlier `other`
+        (metric -> difference, low, high, p_value, method).
+
+    Raises:
+        InputError: For a single model, models without clicks, different raw schemas or rows, and as in `evaluate`.
     """
     options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
     if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
@@ -68,7 +74,7 @@ def compare(
     if len(checkpoints) < 2 and (gates != ComparisonGates() or options.ensemble):
         raise InputError("compare: gates and --ensemble are of two checkpoints or more; give another one")
     _check_schemas(checkpoints, configs)
-    # All are opened before the first scores: what is wrong with the last one is known before hours of scoring.
+    # Opens all before scoring the first, so that errors of the last one show up before hours of scoring.
     jobs = [
         ScoringRequest(checkpoint, path, config, options, console).open(evaluating=True, spare_cpus=0)
         for checkpoint, config in zip(checkpoints, configs, strict=True)
@@ -103,7 +109,7 @@ def compare(
 @dataclass(frozen=True)
 class _Model:
     logits: np.ndarray
-    """float32 (rows,)"""
+    """Logit of each row, float32 [rows]."""
     described: dict[str, Any]
 
 
@@ -122,7 +128,7 @@ def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -
 
 
 def _names(checkpoints: Sequence[str]) -> list[str]:
-    """The last component of each path where that tells them apart, else the paths."""
+    """Return the last component of each path if they differ, else the paths."""
     short = [storage.name_of(checkpoint.rstrip("/")) for checkpoint in checkpoints]
     names = short if len(set(short)) == len(short) else list(checkpoints)
     if ENSEMBLE in names or len(set(names)) < len(names):
@@ -147,7 +153,7 @@ def _num_parameters(checkpoint: Checkpoint) -> int:
     return sum(
         math.prod(entry["shape"])
         for name, entry in tensors.items()
-        if name.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))  # not indices that the network keeps
+        if name.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))  # Skips index buffers
     )
 
 
@@ -159,7 +165,7 @@ def _multiply_adds(config: TrainConfig, workload: ClickWorkload, checkpoint: Che
 
 
 def _ensemble(models: Sequence[_Model]) -> _Model:
-    """The mean of the logits, and what the models cost together, one after the other."""
+    """Return the mean of the logits, and the summed costs of the models."""
     logits = np.zeros(len(models[0].logits))
     for model in models:
         logits += model.logits
@@ -232,15 +238,15 @@ def _result(
 
 
 def _reversed(found: Difference) -> Difference:
-    return replace(found, difference=0 - found.difference, low=0 - found.high, high=0 - found.low)  # 0 in place of -0
+    return replace(found, difference=0 - found.difference, low=0 - found.high, high=0 - found.low)  # Avoids -0
 
 
 def _failures(gates: ComparisonGates, first: str, last: str, gain: Difference) -> list[str]:
-    """What gates say of the AUROC of the last model less that of the first."""
+    """Return failed gates on the AUROC difference of the last and first model, a line each."""
     failures = []
     least, most = gates.min_auroc_gain, gates.max_p_value
     said = f"{last} gains {gain.difference:+.5f} AUROC over {first}"
-    if least is not None and not gain.difference >= least:  # also where it is nan
+    if least is not None and not gain.difference >= least:  # NaN fails too
         failures.append(f"gates.min_auroc_gain: {said}, less than {least}")
     if most is not None and not gain.p_value <= most:
         failures.append(f"gates.max_p_value: {said} with p = {gain.p_value:.3g}, more than {most}")

@@ -1,4 +1,4 @@
-"""Configuration of scoring, evaluation and exports."""
+"""Configuration of scoring, evaluation and export."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringConfig(Config):
-    """How rows are scored."""
+    """Settings of scoring."""
 
     batch_rows: int | None = None
-    """Rows the model takes at once; None: a click model 8192, others as many as in evaluations while training."""
+    """Rows per batch. None: 8192 for click models, for others as in evaluations during training."""
     device: Device = "cpu"
-    """cuda: each scoring process gets one GPU."""
+    """Compute device. With cuda, each scoring process gets one GPU."""
     max_bad_fraction: float | None = None
-    """Share of faulty lines above which a log is refused; None: as in training."""
+    """Maximum share of invalid lines in a log. None uses the value from training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ResampledConfig(ScoringConfig):
-    """How rows are scored, and how sure metrics are."""
+    """Settings of scoring and of metric intervals."""
 
     group: str | None = None
-    """Column such as the user: also report how well rows are ordered within its values (gauc, NDCG, recall); None: the schema's,
-    if any."""
+    """Column such as the user, for ranking metrics within its values (GAUC, NDCG, recall). None uses the schema's, if any."""
     confidence: float | None = None
-    """Tell intervals that hold the true metric with this probability, such as 0.95; None: none."""
+    """Confidence level of metric intervals, such as 0.95. None omits intervals."""
     resamples: int = 1000
     """Number of bootstrap resamples for intervals and comparisons."""
     seed: int = 0
-    """Of these draws."""
+    """Random seed of the resamples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,24 +45,24 @@ class _ResampledConfig(ScoringConfig):
 
     @property
     def resampling(self) -> Resampling:
-        """With the default confidence where two checkpoints are compared and none is given."""
+        """Resampling, with the default confidence if none is set."""
         confidence = Resampling.confidence if self.confidence is None else self.confidence
         return Resampling(confidence=confidence, resamples=self.resamples, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(_ResampledConfig):
-    """How rows are scored, and what is reported of a click model in addition to its metrics over all rows."""
+    """Settings of an evaluation, with additional reports for click models."""
 
     ranking_k: tuple[int, ...] = ()
-    """With a group: rank k of ndcg_at_K, recall_at_K and hit_rate_at_K, may be given several times; none: 10."""
+    """Rank k of ndcg_at_K, recall_at_K and hit_rate_at_K, with a group. Repeatable, default 10."""
     slice_by: tuple[str, ...] = ()
-    """Tell metrics also by slices: day, COLUMN (its values), frequency:COLUMN (how often its value was trained on); may be given
-    several times."""
+    """Slice for additional metrics: day, COLUMN (its values) or frequency:COLUMN (number of training rows with its value).
+    Repeatable."""
     slice_top: int = 10
-    """Of a column's values, those with the most rows that are told one by one; the others are told together."""
+    """Number of the most frequent values of a column with separate slices. All others share one."""
     compare: str | None = None
-    """Another checkpoint of a click model, scored on the same rows: whether the two differ."""
+    """Another click model checkpoint to compare with on the same rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,28 +74,28 @@ class EvaluationConfig(_ResampledConfig):
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Ranks k of the metrics at k."""
+        """Ranks k of the ranking metrics."""
         return self.ranking_k or DEFAULT_KS
 
     @property
     def asks_for_more(self) -> bool:
-        """Whether more than metrics over all rows is asked for."""
+        """Request for more than metrics over all rows."""
         return bool(self.slice_by) or self.confidence is not None or self.compare is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig(_ResampledConfig):
-    """How rows are scored with each of several click models, and how sure their differences are."""
+    """Settings of a comparison of click models."""
 
     confidence: float = 0.95
-    """Probability with which intervals hold the true metric."""
+    """Confidence level of intervals."""
     ensemble: bool = False
-    """Compare the mean of the models' logits too, as one more model."""
+    """Whether to add the mean of the models' logits as another model."""
     baselines: tuple[Literal["lightgbm", "logistic"], ...] = ()
-    """Compare models that are no networks too, trained on the first model's training rows: lightgbm (gradient-boosted trees on
-    numbers and smoothed rates of clicks) and logistic (regression on hashed categories)."""
+    """Baselines to add, trained on the first model's training rows: lightgbm (gradient-boosted trees on numbers and smoothed
+    click rates) and logistic (regression on hashed categories)."""
     baseline_rows: int = 1_000_000
-    """The last training rows that baselines are trained on; they are held in memory."""
+    """Number of the last training rows to train baselines on, kept in memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,37 +107,37 @@ class ComparisonConfig(_ResampledConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonGates(Config):
-    """What the last model (the ensemble, if it is asked for) must gain over the first."""
+    """Required gain of the last model, or the ensemble if requested, over the first."""
 
     min_auroc_gain: float | None = None
-    """Least AUROC of the last model less that of the first; may be negative, for a loss that is allowed."""
+    """Minimum AUROC of the last model minus AUROC of the first. Negative values allow a loss."""
     max_p_value: float | None = None
-    """Largest p-value of that difference."""
+    """Maximum p-value of that difference."""
 
 
 LARGEST_LOGIT_DIFFERENCE: Final = 1e-5
-"""Of an fp32 export from its checkpoint, on any row."""
+"""Maximum difference between the logits of an fp32 export and its checkpoint, on any row."""
 LARGEST_AUROC_LOSS: Final[dict[Quantization, float]] = {"fp32": 1e-4, "fp16": 1e-4, "int8": 1e-4, "int4": 2e-3}
-"""By how tables are stored: how far AUROC may be from the checkpoint's on the same rows."""
+"""Maximum AUROC difference between an export and its checkpoint on the same rows, by quantization."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Config):
-    """How a click model is exported. For other models everything must be as it is here."""
+    """Settings of a click model export. Other models need the defaults."""
 
     quantize: Literal["int8", "int4", "fp16"] | None = None
-    """How the embedding tables are stored; None: as they are, fp32."""
+    """Quantization of the embedding tables. None keeps fp32."""
     parity_path: str | None = None
-    """Labelled log whose rows the export is compared with the checkpoint on; None: what the run evaluated on."""
+    """Labelled log for the comparison with the checkpoint. None uses the run's evaluation rows."""
     parity_rows: int = 50_000
-    """Rows compared, spread over the log."""
+    """Number of rows to compare, spread over the log."""
     max_auroc_loss: float | None = None
-    """How far the AUROC may be from the checkpoint's; None: 0.0001, with int4 0.002."""
+    """Maximum AUROC difference from the checkpoint. None: 0.0001, with int4 0.002."""
     ignore_parity: bool = False
-    """Export also where the comparison fails, and where the run's log cannot be read (rows drawn at random are compared then);
-    report.json says what failed."""
+    """Whether to export even if the comparison fails or the run's log is unreadable (random rows are compared then). report.json
+    has the failure."""
     triton: bool = False
-    """Write a model repository for Triton as well, in folder triton."""
+    """Whether to also write a model repository for Triton, in folder triton."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

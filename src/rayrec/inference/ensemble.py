@@ -1,4 +1,4 @@
-"""Several trained click models as one: a checkpoint that is evaluated, predicted with, exported and served as any other."""
+"""Ensemble of trained click models as one checkpoint, for evaluation, prediction, export and serving."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ if TYPE_CHECKING:
 
 
 def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainConfig]) -> dict[str, Any]:
-    """Writes the checkpoint of a model whose logit is the mean of those of two or more click models, into folder `out`, which
-    appears complete or not at all -> `out`, `checkpoints` (the folder of each), `models` (the kind of each), `weight_bytes`.
-    Plain JSON values.
+    """Write a checkpoint whose logit is the mean over two or more click models, atomically into folder `out`.
 
-    The models may be of different kinds and widths, but must have been trained with one Preprocessor and precision. `configs` are
-    those of the checkpoints' config.yaml. There is no optimizer state in the checkpoint: it cannot be trained further.
-    Memory: a few blocks of 16 MiB. Raises InputError for what does not fit together, damage, and where `out` exists.
+    The models may differ in kind and width, but not in Preprocessor and precision. The checkpoint has no optimizer state, so it
+    cannot be trained further. Memory: a few blocks of 16 MiB.
+
+    Args:
+        configs: Configuration of each checkpoint, as in its config.yaml.
+
+    Returns:
+        JSON values: `out`, `checkpoints` (folders), `models` (kinds), `weight_bytes`.
+
+    Raises:
+        InputError: If models do not fit together or are damaged, or `out` exists.
     """
     if len(checkpoints) < 2:
         raise InputError("ensemble: needs two checkpoints or more")

@@ -1,4 +1,4 @@
-"""Metrics of a checkpoint on a labelled log: over all rows, by slices, with intervals, and compared with another checkpoint."""
+"""Metrics of a checkpoint on a labelled log: total, by slices, with intervals, and compared with another checkpoint."""
 
 from __future__ import annotations
 
@@ -38,18 +38,27 @@ def evaluate(
     other: TrainConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Scores every labelled row of an input exactly once -> the workload's metrics (a click model's: auroc, logloss,
-    normalized_entropy, calibration, expected_calibration_error, label_rate, and with a group those of
-    `rayrec.metrics.ranking.ranking_metrics`), rows, what the workload adds, and checkpoint.
+    """Score every labelled row of an input exactly once, and compute metrics.
 
-    Of a click model `options` may ask for more: `intervals` (metric -> [low, high]), `slices` (by what -> a list of slices, each
-    with value, rows and the same as all rows) and `compared` (the other checkpoint's metrics on the same rows, and
-    `differences`: metric -> difference, low, high, p_value, method, first checkpoint less second). `config` and `other` are
-    those of the checkpoints' config.yaml. What is not defined is None: an auroc of one class, say. Plain JSON values.
+    Memory on the driver, per row: 5 bytes, plus 13 with a group, plus up to 20 per slice, plus about 100 to compute intervals and
+    200 for a comparison.
 
-    Memory on the driver: 5 bytes a row; with a group 13 more; with slices up to 20 more each, with intervals about 100 more and
-    with a comparison 200 while they are computed. Raises InputError for an unusable checkpoint or input, damaged weights, an
-    input without labels, a slice that it does not have, and where more is asked for of another model than one of clicks.
+    Args:
+        config: Configuration of the checkpoint, as in its config.yaml.
+        other: Configuration of the checkpoint `options.compare`.
+
+    Returns:
+        JSON values, None if undefined (such as auroc of a single class): rows, checkpoint, and the workload's metrics and
+        additions. Click models have auroc, logloss, normalized_entropy, calibration, expected_calibration_error, label_rate, and
+        with a group the metrics of `rayrec.metrics.ranking.ranking_metrics`.
+
+        For click models, `options` may add `intervals` (metric -> [low, high]) and `slices` (slice_by -> slices, each with value,
+        rows and the same metrics). `compared` has the metrics of the other checkpoint and `differences`, first minus second
+        (metric -> difference, low, high, p_value, method).
+
+    Raises:
+        InputError: For an unusable checkpoint or input, damaged weights, an input without labels, an unknown slice, and options
+            that only click models support.
     """
     options, console = options or EvaluationConfig(), console or Console()
     request = ScoringRequest(checkpoint, path, config, options, console)
@@ -61,7 +70,7 @@ def evaluate(
     _check_clicks(opened, config, options)
     compared: ScoringJob | None = None
     others: ScoredRows | None = None
-    if options.compare is not None:  # what is wrong with it is told before all rows are scored
+    if options.compare is not None:  # Opened before scoring, so that errors show up early
         assert other is not None
         asked = ScoringRequest(options.compare, path, other, options, console)
         compared = asked.open(evaluating=True, spare_cpus=0)
@@ -99,7 +108,7 @@ def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationCo
 
 
 def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = ()) -> ScoredRows:
-    """The scores of all rows of a click model, and of `keys` what each row's value is."""
+    """Score all rows of a click model. Keeps the values of the columns `keys` too."""
     kept = ScoredRows(keys)
     for table in opened.tables(console, what=f"score step {opened.checkpoint.step:,} (rows)"):
         kept.update(table)
@@ -112,7 +121,7 @@ def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = (
 
 @dataclass(frozen=True)
 class _Measured:
-    """The metrics of some rows; the same for all and for a slice."""
+    """Scored rows, all or those of a slice."""
 
     logits: np.ndarray
     others: np.ndarray | None
@@ -173,8 +182,8 @@ def _evaluation(
 
 @final
 class ScoredRows:
-    """The scores of a click model over a labelled log: 5 bytes a row, 13 where rows have groups; for each key 4 bytes a row
-    (8 for numbers), and its different texts once a block."""
+    """Scores of a click model over a labelled log. Memory per row: 5 bytes, 13 with groups, plus 4 per key (8 for numbers), plus
+    the distinct texts of each block."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._logits: list[np.ndarray] = []
@@ -183,10 +192,10 @@ class ScoredRows:
         self._keys: dict[str, list[pa.Array]] = {key: [] for key in keys}
         self.rows = 0
         self.checksums = (0, 0)
-        """Of the rows' numbers and of their labels: the same for the same rows, however they come."""
+        """CRC-32 of the row numbers and of the labels. Block sizes do not affect it."""
 
     def update(self, table: pa.Table) -> None:
-        # Copies: what comes lies in the object store, which would have to hold all of it.
+        # Copies, because tables are in the object store, which could not contain all of them.
         logits = numpy_of(table.column("logit")).astype(np.float32)
         labels = numpy_of(table.column("label")).astype(np.uint8)
         self._logits.append(logits)
@@ -201,21 +210,21 @@ class ScoredRows:
 
     @property
     def logits(self) -> np.ndarray:
-        """float32 (rows)"""
+        """Logit of each row, float32 [rows]."""
         return np.concatenate([np.empty(0, np.float32), *self._logits])
 
     @property
     def labels(self) -> np.ndarray:
-        """uint8 (rows)"""
+        """Label of each row, uint8 [rows]."""
         return np.concatenate([np.empty(0, np.uint8), *self._labels])
 
     @property
     def groups(self) -> np.ndarray | None:
-        """int64 (rows); None where rows have no groups."""
+        """Group key of each row, int64 [rows]. None without groups."""
         return np.concatenate(self._groups) if self._groups else None
 
     def key(self, name: str) -> pa.ChunkedArray:
-        """One value a row, null where missing."""
+        """Return the value of each row, null if missing."""
         return pa.chunked_array(self._keys[name])
 
 
@@ -229,20 +238,22 @@ def _copied(values: pa.Array) -> pa.Array:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows whose metrics are told together."""
+    """Rows of one slice."""
 
     name: str
     rows: np.ndarray
-    """int64, rising: their numbers"""
+    """Ascending row numbers, int64 [rows]."""
 
 
 def slices_of(by: str, values: pa.ChunkedArray, *, most: int) -> list[RowSlice]:
-    """The slices of some rows, each row in one, empty ones left out.
+    """Assign each row to one slice, and return the nonempty slices. Sorts the rows; memory: 12 bytes per row.
 
-    day: the log's files or sevenths, in their order. COLUMN: the `most` values with the most rows (of as many, those that are
-    first in order), then OTHERS and MISSING. frequency:COLUMN: rows whose value was counted in 1, 2-9, 10-99, ... rows when the
-    vocabulary was made, those it does not hold, then MISSING.
-    `values` holds one a row, null where missing. Memory: 12 bytes a row; time: that of sorting.
+    day: the log's files or sevenths, in order. COLUMN: the `most` values with the most rows (of equal ones the first), then
+    OTHERS and MISSING. frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, values not in the
+    vocabulary, then MISSING.
+
+    Args:
+        values: Value of each row, null if missing.
     """
     codes, names = _encoded(values)
     if by == DAY or by.startswith(FREQUENCY):
@@ -256,13 +267,12 @@ def slices_of(by: str, values: pa.ChunkedArray, *, most: int) -> list[RowSlice]:
 
 
 def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
-    """int32 (rows): which of the names each row has, -1 where missing; and the names, in order of the values, or as they are
-    of stretches of the log."""
+    """Return the name index of each row, -1 if missing, int32 [rows], and the names, in their original order."""
     if pa.types.is_dictionary(values.type):
         encoded = values.unify_dictionaries().combine_chunks()
     else:
         encoded = values.dictionary_encode().combine_chunks()
-    if isinstance(encoded, pa.ChunkedArray):  # without rows there is no chunk
+    if isinstance(encoded, pa.ChunkedArray):  # Without rows, there are no chunks
         encoded = pa.concat_arrays(encoded.chunks)
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
     distinct = encoded.dictionary
@@ -270,12 +280,12 @@ def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
 
 
 def _name(value: object, kind: pa.DataType) -> str:
-    """As the log has it."""
+    """Format a value as in the log."""
     return f"{value:08x}" if pa.types.is_uint32(kind) else str(value)
 
 
 def _looked_up(codes: np.ndarray, group_of: np.ndarray, missing: int) -> np.ndarray:
-    """int (rows): the group of each row's value; `missing` where it has none."""
+    """Return the group of each row's value, `missing` without one, int [rows]."""
     return np.append(group_of, missing)[codes]  # -1 is the last one
 
 

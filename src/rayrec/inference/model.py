@@ -1,4 +1,4 @@
-"""A trained click model that scores rows, from a checkpoint or an export: the one way to scores outside of training."""
+"""Trained click model that scores rows, from a checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class ServedModel:
-    """A trained click model with the very Preprocessor it was trained with; used by any number of threads at once."""
+    """Trained click model with its Preprocessor. Thread-safe."""
 
     preprocessor: Preprocessor
     version: str
-    """Changes with the weights and how they are stored, such as step_00001000-1a2b3c4d5e6f-int8."""
+    """Id of the weights and their quantization, such as step_00001000-1a2b3c4d5e6f-int8."""
     source: str
     """Folder of the checkpoint or export."""
     kind: Literal["checkpoint", "export"]
@@ -47,7 +47,7 @@ class ServedModel:
 
     @property
     def quantization(self) -> Quantization:
-        """How the tables' values are stored."""
+        """Quantization of the embedding tables."""
         return self.scorer.quantization
 
     @property
@@ -55,20 +55,24 @@ class ServedModel:
         return self.scorer.weight_bytes
 
     def score(self, rows: EncodedRows) -> np.ndarray:
-        """float32 (rows,): the logits of rows that `preprocessor.encode` gave, labelled or not."""
+        """Return the logits of encoded rows, labelled or not, float32 [rows]."""
         return self.scorer.score(rows)
 
 
 def open_served(
     path: str, *, config: TrainConfig | None = None, own: type[ClickModelConfig] | None = None, device: Device = "cpu"
 ) -> ServedModel:
-    """The click model of a checkpoint's folder, a run's (the checkpoint its summary names, else the newest) or an export's,
-    local or a URL.
+    """Open the click model of a checkpoint, a run (the checkpoint in its summary, else the newest) or an export.
 
-    A checkpoint's own config.yaml says how it was trained, or `config`. `own`: the class of the network's settings, where it is
-    not one of rayrec's. Nothing is unpickled, and a file chooses among rayrec's networks and no other code; every checksum is
-    verified. Memory: the weights once. Raises InputError for anything else, another kind of model, damage, and where a pickle
-    lies there too.
+    Verifies every checksum. Unpickles nothing and runs no code from files. Memory: the weights once.
+
+    Args:
+        path: Local folder or URL.
+        config: Training configuration. None reads the checkpoint's config.yaml.
+        own: Config class of a network that is not one of rayrec's.
+
+    Raises:
+        InputError: For other models or folders, damage, and folders with pickle files.
     """
     if is_export(path):
         exported, scorer = open_export(path, device=device, own=own)
@@ -90,7 +94,7 @@ def open_served(
 
 
 def version_of(checkpoint: Checkpoint) -> str:
-    """Short id of a checkpoint's weights: its step, and 12 hex digits of a SHA-256 over the checksums of all weights."""
+    """Return an id of the checkpoint's weights: its step, and 12 hex digits of the SHA-256 over all weight checksums."""
     tensors = checkpoint.manifest()["tensors"]
     sums = {
         name: [(chunk["offsets"], chunk["sizes"], chunk["sha256"]) for chunk in entry["chunks"]]
@@ -102,8 +106,7 @@ def version_of(checkpoint: Checkpoint) -> str:
 
 
 def source_of(path: str) -> str:
-    """The folder of a checkpoint or an export, absolute or a URL, the same for all replicas; of a run, its checkpoint to use.
-    Raises InputError if there is none."""
+    """Resolve a checkpoint, run or export to its folder, absolute or a URL. Raises InputError if a run has no checkpoint."""
     if is_export(path):
         return storage.absolute(path)
     return open_checkpoint(path).path

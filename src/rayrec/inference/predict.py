@@ -1,4 +1,4 @@
-"""Scores rows of any workload with a checkpoint: as a Dataset, or as Parquet files."""
+"""Predictions of a checkpoint for any workload, as a Dataset or as Parquet files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 def predict(
     checkpoint: str, path: str, *, config: TrainConfig, options: ScoringConfig | None = None, console: Console | None = None
 ) -> ray.data.Dataset:
-    """The predictions for an input, in its order: `row` int64 and the workload's own columns; a click model's are `score` and
-    `logit` float32 and, where there is one, `label`.
+    """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the Dataset is read.
 
-    `row` is the 0-based position in the input, its files one after the other; a faulty line has a position but no
-    prediction. The input is opened now (a log is indexed); it is scored when the Dataset is read, each time again. `config` is
-    that of the checkpoint's config.yaml. Raises InputError for an unusable
-    checkpoint or input; what is damaged later fails the read.
+    Args:
+        config: Configuration of the checkpoint, as in its config.yaml.
+
+    Returns:
+        Dataset with `row`, the int64 position over all files of the input, from 0, and the workload's columns. Click models
+        have `score` and `logit`, float32, and `label` if present. Invalid lines have a position but no prediction.
+
+    Raises:
+        InputError: For an unusable checkpoint or input. Later damage fails the read.
     """
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
@@ -46,12 +50,17 @@ def predict_to(
     options: ScoringConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Writes what `predict` gives as part-00000.parquet, part-00001.parquet, ... into folder `out`, which appears
-    complete or not at all. After a kill, the same call resumes where it stopped, and the files' bytes do not show it.
+    """Write the predictions of `predict` as part-00000.parquet, part-00001.parquet, ... atomically into folder `out`.
 
-    Returns rows, what the workload reports of them, out, checkpoint, and rows_per_s of this call, from the start of scoring to
-    the last file. Raises InputError for an unusable checkpoint or input, damaged weights, where `out` exists, and where an
-    unfinished call had other inputs.
+    After a kill, the same call resumes, and writes the same bytes.
+
+    Returns:
+        rows, the workload's description of them, out, checkpoint, and rows_per_s, measured from the start of scoring to the last
+        file.
+
+    Raises:
+        InputError: For an unusable checkpoint or input, damaged weights, if `out` exists, and if an incomplete call had other
+            inputs.
     """
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)
@@ -75,7 +84,7 @@ def predict_to(
 
 
 def _made_of(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
-    """All that the files' bytes depend on."""
+    """Return everything that determines the bytes of the files."""
     weights = json.dumps(opened.checkpoint.manifest(), sort_keys=True)
     return {
         "checkpoint": hashlib.sha256(weights.encode()).hexdigest()[:16],
@@ -89,6 +98,6 @@ def _made_of(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
 
 
 def _files(path: str) -> list[storage.File]:
-    """With size and time, so that an input that was changed is noticed."""
+    """List the input files with size and time, to detect changes."""
     is_folder = storage.exists(path) and storage.size_of(path) is None
     return storage.files_in(path) if is_folder else storage.list_files(path)

@@ -1,7 +1,7 @@
-"""Numbered Parquet files of predictions; a killed process resumes them.
+"""Numbered Parquet files of predictions, resumable after a kill.
 
-A file is written when all its rows are there. Until then they are in a journal, an entry a table: the number of bytes
-that follow, their CRC-32, and the table as an Arrow stream. An entry that was cut short ends the journal.
+A file is written once all its rows are complete. Until then a journal contains them, with an entry per table: byte count, CRC-32,
+and the table as an Arrow stream. An incomplete entry ends the journal.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from rayrec import storage
 from rayrec.data.job import JobFolder
 
 PART_ROWS = 1 << 20
-"""Rows of one file, about 12 MB of click scores."""
+"""Rows per file, about 12 MB of click scores."""
 GROUP_ROWS = 1 << 17
-"""Rows of one row group: the same however the rows came, so that the same rows make the same bytes."""
+"""Rows per row group, independent of the incoming tables, so that equal rows produce equal bytes."""
 _HEADER = struct.Struct("<QI")
 
 
 @final
 class Parts:
-    """Writes part-00000.parquet, part-00001.parquet, ... into a folder; a context, behind which the journal is closed.
+    """Writer of part-00000.parquet, part-00001.parquet, ... in a folder. A context manager, which closes the journal.
 
-    In a folder with some files it resumes: at a URL after the last complete file, in a local folder after the
-    last table.
+    It resumes in a folder with files: at a URL after the last complete file, in a local folder after the last table.
     """
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder, self._exit = folder, ExitStack()
         names = set(storage.list_folder(folder.path))
         self._number = next(number for number in itertools.count() if _name(number) not in names)
-        """Of the file that is next."""
+        """Number of the next file."""
         self._is_local = not storage.is_url(folder.path)
         self._place = folder.aid() if self._is_local else self._exit.enter_context(storage.Scratch("journal"))
         os.makedirs(self._place, exist_ok=True)
         self._journal = self._new_journal()
         self.rows = self._rows_of_files() + self._journal.rows
-        """Written so far, including earlier calls."""
+        """Rows written so far, including earlier calls."""
 
     def __enter__(self) -> Parts:
         return self
@@ -67,7 +66,7 @@ class Parts:
                 self._end_part()
 
     def finish(self) -> None:
-        """Writes what is left as the last file."""
+        """Write the remaining rows as the last file."""
         if self._journal.rows:
             self._end_part()
 
@@ -75,7 +74,7 @@ class Parts:
         return _Journal(os.path.join(self._place, f"journal-{self._number:05d}"))
 
     def _rows_of_files(self) -> int:
-        """All but the newest are full; that one may be what `finish` wrote, and tells itself."""
+        """Return the number of rows in complete files. All but the last one are full."""
         if not self._number:
             return 0
         filesystem, inner = storage.resolve(storage.join(self._folder.path, _name(self._number - 1)))
@@ -108,14 +107,14 @@ def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
                 if writer is None:
                     dictionaries = _repeating(joined.schema)
                     writer = opened.enter_context(pq.ParquetWriter(path, joined.schema, use_dictionary=dictionaries))
-                # One chunk: where chunks end must not show in the file.
+                # A single chunk, because chunk boundaries would change the bytes of the file.
                 writer.write_table(joined.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
                 waiting = [joined.slice(GROUP_ROWS)]
                 num_waiting = len(waiting[0])
 
 
 def _repeating(schema: pa.Schema) -> list[str]:
-    """Columns whose values repeat; of others a dictionary would only be tried and thrown away."""
+    """Return the columns with repeated values, which profit from a dictionary."""
     return [
         field.name for field in schema if field.name == "label" or (field.name != "row" and not pa.types.is_floating(field.type))
     ]
@@ -123,7 +122,7 @@ def _repeating(schema: pa.Schema) -> list[str]:
 
 @final
 class _Journal:
-    """Tables in a local file that a killed process leaves readable."""
+    """Local file of tables, readable after a kill."""
 
     def __init__(self, path: str) -> None:
         self.path, self.rows = path, 0
@@ -149,7 +148,7 @@ class _Journal:
             yield _table(data)
 
     def _entries(self) -> Iterator[tuple[int, bytes]]:
-        """Where each whole entry ends, and its table."""
+        """Yield the end offset and table bytes of each complete entry."""
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             while len(header := file.read(_HEADER.size)) == _HEADER.size:

@@ -1,15 +1,15 @@
-"""The result of an evaluation or a comparison as a table for people; programs read the JSON that it is made of."""
+"""Console tables of evaluation and comparison results."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 _TEXT = ("checkpoint", "preprocessor")
 _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "calibration")
-"""Of slices."""
+"""Metrics of slices."""
 
 
 def evaluation_text(found: dict[str, Any]) -> str:
-    """The result of `evaluate` as text: a line per metric with its interval and comparison, then a table for each slice."""
+    """Format the result of `evaluate`: a line per metric with interval and comparison, then a table per slice_by."""
     return "\n".join(line for block in _blocks(found) for line in block)
 
 
@@ -60,7 +60,7 @@ _COSTS = (("parameters", "parameters"), ("multiply_adds", "multiply-adds"), ("ro
 
 
 def comparison_text(found: dict[str, Any]) -> str:
-    """The result of `compare` as text: a line a model, then a line for each two of them."""
+    """Format the result of `compare`: a line per model, then a line per pair of models."""
     metrics = [name for name in (*_COLUMNS[2:], "gauc") if name in found["models"][0]]
     header = [f"{found['rows']:,} rows, label rate {found['label_rate']:.5f}"]
     for name in metrics:
@@ -120,7 +120,7 @@ def _number(value: float | None, *, signed: bool = False) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned: names to the left, all else to the right."""
+    """Align the first column left, and all others right."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return [
         "  ".join(

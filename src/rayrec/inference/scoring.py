@@ -1,4 +1,4 @@
-"""Opens a checkpoint and rows, plans the pool that scores them, in this process or on Ray, and gives the scores in order."""
+"""Scoring of an input with a checkpoint, by a pool of threads or Ray actors, with scores in order."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 _PROCESS_BYTES = 1 << 30
-"""Memory of a scoring process beside its weights: torch and Ray, a block's rows, its columns and activations."""
+"""Memory of a scoring process in addition to its weights: torch, Ray, a block's rows, columns and activations."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The processes that score, or the threads of one."""
+    """Number and resources of scoring processes, or of threads in this one."""
 
     num_actors: int
     cpus_per_actor: float
@@ -48,10 +48,14 @@ class Pool:
 def plan_pool(
     nodes: Sequence[Node], *, weight_bytes: int, blocks: int, spare_cpus: int, device: Device, shared_weights: bool = False
 ) -> Pool:
-    """How many processes score, and with how many cores each: as many as memory lets hold the weights. Pure.
+    """Plan the number of scoring processes and their cores: as many processes as memory for the weights allows. Pure.
 
-    `spare_cpus` stay free for whatever the caller's Dataset does next, if there are that many. `shared_weights`: the members are
-    threads, one a core, that share the weights. Raises InputError if no node can hold the weights or, for "cuda", has a GPU.
+    Args:
+        spare_cpus: Number of cores to keep free for later stages of the caller's Dataset, if possible.
+        shared_weights: Whether the members are threads, one per core, that share the weights.
+
+    Raises:
+        InputError: If the weights fit on no node or, for "cuda", there is no GPU.
     """
     if device == "cuda":
         num_gpus = int(sum(node.resources.get("GPU", 0) for node in nodes))
@@ -87,19 +91,19 @@ def plan_pool(
 
 
 def _cpus_each(cpus: float, fitting: int) -> float:
-    """Cores of each of as many processes as fit on a node, one a core at most."""
+    """Return the cores per process if as many as fit run on a node, one per core at most."""
     return math.ceil(int(cpus) / min(fitting, int(cpus))) if cpus >= 1 else cpus
 
 
 def weight_bytes(checkpoint: Checkpoint) -> int:
-    """Size of all weights, without optimizer state."""
+    """Return the size of all weights, without optimizer state."""
     tensors = checkpoint.manifest()["tensors"]
     return sum(chunk["bytes"] for name, entry in tensors.items() if name.startswith("model.") for chunk in entry["chunks"])
 
 
 @final
 class _ScoringProcess:
-    """One scoring process. The model is loaded with the first block, so that a damaged one fails as a task does."""
+    """Scoring process. Loads the model with the first block, so that a damaged model fails like a task."""
 
     def __init__(self, load: Callable[[Device], Callable[[int], pa.Table]], device: Device, threads: int) -> None:
         import torch
@@ -116,15 +120,15 @@ class _ScoringProcess:
         return self._load(self._device)
 
     def __call__(self, numbers: pa.Table) -> pa.Table:
-        """The scores of the blocks whose numbers come in column `block`."""
+        """Score the blocks with the numbers in column `block`."""
         return pa.concat_tables([self._score(number.as_py()) for number in numbers.column("block")])
 
 
 def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0) -> ray.data.Dataset:
-    """A Dataset with one block of scores a block of rows, in order, from block `first_block` on. Nothing runs until it is read.
+    """Return a lazy Dataset with the scores of each block of rows, in order, from block `first_block`.
 
-    Its input, the blocks' numbers, lies in the object store already: the pool needs no task to feed it, so it may hold
-    all CPUs of a cluster, and a single one is enough.
+    Its input, the block numbers, is already in the object store. No task feeds the pool, so the pool may use all CPUs of a
+    cluster, even a single one.
     """
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
@@ -148,7 +152,7 @@ def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block:
 
 
 def scored_tables(scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0) -> Iterator[pa.Table]:
-    """A table of scores a block of rows, in order, from block `first_block` on; the same as processes on Ray make."""
+    """Yield the scores of each block of rows, in order, from block `first_block`. Equal to those of Ray processes."""
     import torch
 
     threads = torch.get_num_threads()
@@ -157,7 +161,7 @@ def scored_tables(scoring: Scoring, *, pool: Pool, device: Device, first_block: 
 
     def scored(number: int) -> pa.Table:
         if not hasattr(own, "score"):
-            torch.set_num_threads(max(1, int(pool.cpus_per_actor)))  # of operators that this thread calls
+            torch.set_num_threads(max(1, int(pool.cpus_per_actor)))  # Applies to operators of this thread
             own.score = shared or scoring.load(device)
         return own.score(number)
 
@@ -169,24 +173,24 @@ def scored_tables(scoring: Scoring, *, pool: Pool, device: Device, first_block: 
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """Rows that are scored once they are read."""
+    """Opened input, checkpoint and pool. Reading the scores starts the work."""
 
     scoring: Scoring
     checkpoint: Checkpoint
     pool: Pool
     device: Device
     on_ray: bool
-    """Whether the pool's members are processes on Ray; else they are threads of this one."""
+    """True if the pool consists of Ray processes, False for threads."""
 
     def dataset(self, first_block: int = 0) -> ray.data.Dataset:
-        """The scores of the blocks from one on."""
+        """Return the scores from a block on."""
         assert self.on_ray
         num_actors = max(1, min(self.pool.num_actors, self.scoring.num_blocks - first_block))
         pool = dataclasses.replace(self.pool, num_actors=num_actors)
         return scored_dataset(self.scoring, first_block=first_block, pool=pool, device=self.device)
 
     def tables(self, console: Console, *, what: str = "score (rows)", first_row: int = 0) -> Iterator[pa.Table]:
-        """The scores from row `first_row` on, in order, whole blocks being scored; progress goes to the console."""
+        """Yield the scores from a row on, in order, with progress on the console."""
         first_block, begin = self.scoring.block_of(first_row)
         skip, done = first_row - begin, first_row
         with console.preparing():
@@ -210,7 +214,7 @@ class ScoringJob:
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """What a caller wants scored, and how."""
+    """Checkpoint, input and settings of a scoring job."""
 
     checkpoint: str
     path: str
@@ -227,15 +231,21 @@ class ScoringRequest:
         ranking_k: tuple[int, ...] = (),
         as_dataset: bool = False,
     ) -> ScoringJob:
-        """`spare_cpus` stay free for whatever the caller does with the scores meanwhile; `as_dataset`: the caller wants a
-        Dataset, which only Ray has. Raises InputError for an unusable checkpoint or input, and damaged weights."""
+        """Open the checkpoint and the input.
+
+        Args:
+            spare_cpus: Number of cores to keep free for the caller.
+            as_dataset: Whether to create a Dataset, which needs Ray.
+
+        Raises:
+            InputError: For an unusable checkpoint or input, and damaged weights.
+        """
         batch_rows, device = self.options.batch_rows, self.options.device
         if batch_rows is not None and batch_rows < 1:
             raise InputError(f"batch_rows: {batch_rows} must be at least 1")
         checkpoint = open_checkpoint(self.checkpoint)
         refuse_pickles(checkpoint.path, checkpoint.manifest()["files"])
-        # Here, not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaves its actors, and the CPUs
-        # they hold, behind.
+        # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.
         verify(checkpoint, "model.")
         on_ray = as_dataset or not is_in_process(self.config.cluster.address)
         engine = cache(self._engine_on_ray if on_ray else self._engine_here)

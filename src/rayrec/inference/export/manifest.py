@@ -1,4 +1,4 @@
-"""The manifest of an exported click model: its format, its files, and what it says of the model."""
+"""Manifest of an exported click model: format, files and model description."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rayrec.models.scoring_tables import QUANTIZATIONS, Quantization, RowFormat
 FORMAT: Final = "rayrec-export"
 VERSION: Final = 1
 TABLES: Final = "tables.safetensors"
-"""A tensor a vocabulary, named as it, which is the sparse column's name unless columns share one: (num_embeddings,
-RowFormat.width)."""
+"""File with a tensor per vocabulary, named like it, [num_embeddings, RowFormat.width]. Vocabularies are named like the sparse
+column, unless columns share one."""
 DENSE: Final = "dense.safetensors"
-"""The weights of the model's network, float32."""
+"""File with the network weights, float32."""
 PROGRAM: Final = "dense.pt2"
-"""The network between plain tensors as torch.export gives it, for others; never read here."""
+"""File with the network as a torch.export program, for other programs. Never read here."""
 REPORT: Final = "report.json"
 README: Final = "README.md"
 ENCODER: Final = "encode.py"
-"""From raw rows to the model's inputs without rayrec, for others; never run here."""
+"""Program that encodes raw rows without rayrec, for other programs. Not run when an export is opened."""
 
 REMEDY: Final = "export the checkpoint again"
-"""What errors of a damaged export advise."""
+"""Fix in error messages of damaged exports."""
 
 
 class _VerifiedFile(DataFile):
@@ -49,13 +49,13 @@ class _Manifest(TypedDict):
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What an export is of."""
+    """Model and Preprocessor of an export."""
 
     model: ClickModelConfig
     precision: Literal["fp32", "bf16"]
     quantization: Quantization
     checkpoint_version: str
-    """`version_of` the checkpoint."""
+    """Result of `version_of` the checkpoint."""
     preprocessor: Preprocessor
 
     @property
@@ -67,7 +67,7 @@ class ExportedModel:
         return RowFormat(self.quantization, self.model.table_width)
 
     def tables(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        """Type and shape of each table as it is stored, by its vocabulary."""
+        """Return stored dtype and shape of each table, by vocabulary."""
         row_format = self.row_format
         dtype = torch.from_numpy(np.empty(0, row_format.dtype)).dtype
         sizes = zip(self.preprocessor.inputs.vocabularies, self.preprocessor.num_embeddings, strict=True)
@@ -75,7 +75,7 @@ class ExportedModel:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """What the manifest says of the model; other readers need no Preprocessor for it."""
+        """Model description in the manifest, readable without a Preprocessor."""
         inputs = self.preprocessor.inputs
         stored: dict[str, Any] = {
             "model": self.model.to_dict(),
@@ -87,9 +87,9 @@ class ExportedModel:
             "num_dense": len(inputs.dense),
             "num_embeddings": list(self.preprocessor.num_embeddings),
         }
-        if inputs.vocabularies != inputs.sparse:  # the table of each feature, where features share one
+        if inputs.vocabularies != inputs.sparse:  # Features share tables
             stored["tables"] = list(inputs.vocabularies)
-        if sequences := self.model.sequences(ModelInputs.of(inputs)):  # whose embeddings the network takes one by one
+        if sequences := self.model.sequences(ModelInputs.of(inputs)):  # Features without pooled embeddings
             stored["sequences"] = list(sequences)
         if self.model.table_width != self.model.embedding_dim:
             stored["width"] = self.model.table_width
@@ -99,8 +99,8 @@ class ExportedModel:
     def of(
         cls, path: str, stored: Mapping[str, Any], preprocessor: Preprocessor, *, own: type[ClickModelConfig] | None = None
     ) -> ExportedModel:
-        """The inverse of `described`, of the export in folder `path`. `own`: the class of a model that is not rayrec's. Raises
-        InputError for a model that is neither rayrec's nor `own`, and for another Preprocessor."""
+        """Parse `described` of the export in folder `path`. `own` is the class of a custom model. Raises InputError for a model
+        that is neither rayrec's nor `own`, and for a different Preprocessor."""
         place = storage.join(path, MANIFEST)
         try:
             exported = cls(
@@ -115,19 +115,19 @@ class ExportedModel:
             exported.row_format.check()
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{place}: is not the manifest of an export ({error}); {REMEDY}") from None
-        if {**exported.described, "model": stored["model"]} != stored:  # settings may be fewer than there are today
+        if {**exported.described, "model": stored["model"]} != stored:  # Older models may have fewer settings
             raise InputError(f"{path}: its Preprocessor is not the one its manifest names; {REMEDY}")
         return exported
 
 
 def manifest_of(exported: ExportedModel, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The manifest of an export; `files`: the `bytes` and `sha256` of every other file by its path in the folder."""
+    """Build the manifest of an export. `files` has `bytes` and `sha256` of every other file, by relative path."""
     return seal({"format": FORMAT, "version": VERSION, "model": exported.described, "files": files})
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """The manifest of an export: `model` (`ExportedModel.described`) and `files`. Raises InputError where it is damaged or of
-    another version."""
+    """Read a manifest: `model` (`ExportedModel.described`) and `files`. Raises InputError if it is damaged or has another
+    version."""
     manifest = load_manifest(path, remedy=REMEDY)
     if manifest.get("version", VERSION) != VERSION:
         raise InputError(f"{path}: export version {manifest['version']}, this rayrec reads {VERSION}; {REMEDY}")

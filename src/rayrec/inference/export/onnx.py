@@ -1,4 +1,4 @@
-"""An exported click model, tables included, as one ONNX graph."""
+"""ONNX graph of an exported click model, tables included."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _EXAMPLE_ROWS = 4
 
 
 class _WholeModel(nn.Module):
-    """ids int64 (rows, ids of all columns side by side) and, if the model has dense columns, dense float32 (rows, num_dense) ->
-    logits (rows, 1)."""
+    """Model with tables: ids of all columns, int64 [rows, ids], and dense features, if any, float32 [rows, num_dense] -> logits
+    [rows, 1]."""
 
     def __init__(
         self, model: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
@@ -43,7 +43,7 @@ class _WholeModel(nn.Module):
         width = {"int8": dim, "int4": dim // 2}.get(row_format.quantization, dim)
         for number, table in enumerate(tables):
             self.register_buffer(f"values_{number}", table[:, :width].contiguous())
-            if packed:  # ONNX cannot see floats in bytes
+            if packed:  # ONNX cannot reinterpret bytes as floats
                 kind = torch.float32 if row_format.quantization == "int8" else torch.float16
                 self.register_buffer(
                     f"affine_{number}", table[:, width:].clone(memory_format=torch.contiguous_format).view(kind).float()
@@ -71,10 +71,10 @@ class _WholeModel(nn.Module):
 
 
 def write_onnx(preprocessor: Preprocessor, scorer: ClickScorer, path: str) -> None:
-    """Writes an export's model into local file `path`, its weights beside it in `path`.data (a graph alone ends at 2 GiB).
+    """Write an export's model to local file `path`, and its weights to `path`.data (a graph is limited to 2 GiB).
 
-    Memory: the weights twice more. Raises InputError where the extra `onnx` is not installed, and for models that inputs of a
-    fixed width cannot feed: with columns of any number of ids a row.
+    Memory: two more copies of the weights. Raises InputError if the extra `onnx` is not installed, and for models with list
+    columns, which inputs of fixed width cannot represent.
     """
     require(extra="onnx")
     import torch.onnx
@@ -104,7 +104,7 @@ def write_onnx(preprocessor: Preprocessor, scorer: ClickScorer, path: str) -> No
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what PyTorch's exporter logs: operators of packages that are not here, uses it deprecates."""
+    """Suppress the log of PyTorch's exporter, about missing packages and deprecations."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -117,7 +117,7 @@ def _quietly() -> Iterator[None]:
 
 
 def id_widths(preprocessor: Preprocessor) -> list[int]:
-    """Ids a row has in each sparse column. Raises InputError for a model that `write_onnx` refuses."""
+    """Return the number of ids per row of each sparse column. Raises InputError for a model that `write_onnx` rejects."""
     widths = []
     for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:
@@ -127,7 +127,7 @@ def id_widths(preprocessor: Preprocessor) -> list[int]:
 
 
 def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
-    """Encoded rows as the graph's inputs."""
+    """Convert encoded rows to inputs of the graph."""
     columns = [np.asarray(column, np.int64).reshape(len(rows), -1) for column in rows.ids]
     dense = {DENSE: rows.dense} if rows.dense.shape[1] else {}
     return {IDS: np.concatenate(columns, axis=1), **dense}

@@ -1,4 +1,4 @@
-"""Compares an export's scores with those of its checkpoint: the rows, the comparison, and the limits."""
+"""Comparison of an export's scores with its checkpoint: rows, differences and limits."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 _SPEED_S: Final = 0.5
-"""Seconds that a model is measured for."""
+"""Seconds to measure a model's speed for."""
 _DRAWN_ROWS: Final = 2000
-"""Rows of drawn raw values."""
+"""Number of rows of random raw values."""
 _DRAWN_BAG: Final = 3
-"""Most ids a drawn row has in a column of any number."""
+"""Maximum number of ids per random row in a list column."""
 
 Score = Callable[[EncodedRows], np.ndarray]
 
@@ -49,27 +49,27 @@ class ParityRows:
     """Rows to compare two models on."""
 
     origin: str
-    """What they are, for people."""
+    """Description of the rows for messages."""
     batches: tuple[EncodedRows, ...]
     fault: str | None = None
-    """Why they cannot show what an export is worth."""
+    """Reason why the rows cannot prove the quality of an export. None if they can."""
     parts: tuple[Part, ...] = ()
-    """Ranges of the log that contain the rows; none for drawn rows."""
+    """Ranges of the log that contain the rows. Empty for random rows."""
 
     @property
     def rows(self) -> int:
         return sum(len(batch) for batch in self.batches)
 
     def score(self, score: Score) -> np.ndarray:
-        """float32 (rows,): logits."""
+        """Return the logits, float32 [rows]."""
         return np.concatenate([score(batch) for batch in self.batches])
 
     def labels(self) -> np.ndarray | None:
-        """float32 (rows,); None for drawn rows."""
+        """Return the labels, float32 [rows], None for random rows."""
         return np.concatenate([batch.label for batch in self.batches]) if self.batches[0].labels else None
 
     def rows_per_s(self, score: Score) -> float:
-        """Of one caller with one batch, the best of about half a second: what else the machine does makes it only slower."""
+        """Measure the speed of one caller with one batch, the best within half a second, because other load only slows it."""
         batch, best_s, end = self.batches[0], math.inf, time.perf_counter() + _SPEED_S
         while (start := time.perf_counter()) < end or best_s == math.inf:
             score(batch)
@@ -78,11 +78,11 @@ class ParityRows:
 
 
 def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: ExportConfig, cache: str) -> ParityRows:
-    """The rows an export is compared on: of `settings.parity_path`; else of the log the run evaluated on (its test rows, where
-    there are enough, or those of --eval-data.path). Where that cannot be read and `settings.ignore_parity` says that it need not,
-    drawn ones, and `fault` says why. Folder `cache` keeps the index.
+    """Read the rows to compare an export on: from `settings.parity_path`, else from the run's evaluation log (--eval-data.path,
+    or the test rows if there are enough). If the log is unreadable and `settings.ignore_parity` is set, returns random rows with
+    a `fault`. Folder `cache` stores the index.
 
-    Raises InputError where there are no such rows, and where parity_path is unusable or holds no labels.
+    Raises InputError if there are no rows, or parity_path is unusable or has no labels.
     """
     if settings.parity_path is not None:
         path = settings.parity_path
@@ -92,7 +92,7 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {path}")
     try:
         return _of_the_run(config, preprocessor, settings, cache)
-    except (InputError, OSError) as error:  # moved, removed or unavailable: only the checkpoint must be there
+    except (InputError, OSError) as error:  # The log may be moved, removed or unavailable
         path = config.eval_data.path or config.train_data.path or "none"
         fault = f"no rows of the run's log, {path}, which cannot be read ({' '.join(str(error).split())})"
         if not settings.ignore_parity:
@@ -114,7 +114,7 @@ def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: Expor
     start, stop = sets[name]
     if stop - start >= settings.parity_rows:
         return _read(index, (start, stop), preprocessor, settings, origin=f"{name} rows of {config.train_data.path}")
-    # Training rows compare two models as well as any, and of few rows an AUROC is noise.
+    # Training rows are as good for a comparison, and an AUROC of few rows is noise.
     return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {config.train_data.path}")
 
 
@@ -126,7 +126,7 @@ def _read(
 
 
 def spread(found: Sequence[Part], *, rows: int) -> list[Part]:
-    """At most `rows` rows, from segments at even distances. Pure."""
+    """Choose at most `rows` rows from evenly spaced segments. Pure."""
     total = sum(part.stop - part.start for part in found)
     wanted = max(1, math.ceil(len(found) * min(1.0, rows / total)))
     chosen = [found[place * len(found) // wanted] for place in range(wanted)]
@@ -140,7 +140,7 @@ def spread(found: Sequence[Part], *, rows: int) -> list[Part]:
 
 
 def drawn_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> ParityRows:
-    """Rows without labels: dense features from a normal distribution, ids of all the tables' rows alike."""
+    """Generate rows without labels: normal dense features, uniform ids."""
     rng = np.random.default_rng(seed)
     batches = []
     for start in range(0, rows, BATCH_ROWS):
@@ -158,13 +158,13 @@ def drawn_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> Parit
 
 
 class _DrawnLengths:
-    """Lengths of lists, the same for lists that are aligned."""
+    """Random lengths of lists, equal for aligned lists."""
 
     def __init__(self, rng: np.random.Generator, schema: Schema, rows: int) -> None:
         self.rows, self._rng, self._schema, self._drawn = rows, rng, schema, dict[str, np.ndarray]()
 
     def of(self, name: str) -> np.ndarray:
-        """int64 (rows)."""
+        """Return the length of a list in each row, int64 [rows]."""
         first = self._schema.feature(name).aligned_with or name
         if first not in self._drawn:
             self._drawn[first] = self._rng.integers(0, _DRAWN_BAG + 1, self.rows)
@@ -181,10 +181,10 @@ def _drawn_ids(
 
 
 def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) -> dict[str, Any]:
-    """Compare the inputs that an export's `encode.py` (its Encoder) makes with the Preprocessor's, on the raw values of `rows`,
-    or on drawn ones if there are none, as in preprocessed data.
+    """Compare the Encoder of an export's `encode.py` with the Preprocessor, on the raw values of `rows`, or on random values if
+    there are no raw ones, as in preprocessed data.
 
-    Returns `rows`, `origin`, and `failure`: the first difference, None if there is none.
+    Returns `rows`, `origin`, and `failure`: the first difference, None without one.
     """
     drawn = not rows.parts or rows.parts[0].segment.is_preprocessed
     found = (
@@ -202,7 +202,7 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
 
 
 RawValues = tuple[RawBlock, list[dict[str, Any]]]
-"""Rows as the Preprocessor takes them, and the same ones as an Encoder does."""
+"""Rows as input of the Preprocessor, and as input of an Encoder."""
 
 
 def _raw_rows(parts: Sequence[Part], encoder: Any, preprocessor: Preprocessor) -> Iterator[RawValues]:
@@ -226,14 +226,14 @@ def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
     names = [name for name in (*schema.dense, *schema.sparse) if name in table.column_names]
     values = table.select(names)
     for place, field in enumerate(values.schema):
-        if pa.types.is_timestamp(field.type):  # a time of Python has no nanoseconds
+        if pa.types.is_timestamp(field.type):  # Python's datetime has no nanoseconds
             kind = pa.timestamp("us", field.type.tz)
             values = values.set_column(place, field.name, values.column(place).cast(kind, safe=False))
     return raw, values.to_pylist()
 
 
 def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
-    """Raw values of every column: numbers, known and other categories, empty fields."""
+    """Generate raw values of every column: numbers, known and unknown categories, missing values."""
     schema, rng = preprocessor.schema, np.random.default_rng(0)
     hexadecimal, of_lists = schema.tokens == "hexadecimal", _DrawnLengths(rng, schema, _DRAWN_ROWS)
 
@@ -262,7 +262,7 @@ def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
 
 
 def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, values: list[dict[str, Any]]) -> str | None:
-    """The first difference between what an Encoder makes of rows and what the Preprocessor does."""
+    """Return the first difference between the results of an Encoder and the Preprocessor, None if they are equal."""
     expected, inputs = preprocessor.encode(raw), preprocessor.inputs
     try:
         dense, ids = encoder.encode(values)
@@ -270,7 +270,7 @@ def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, va
         return f"it refuses a row ({error})"
     for number, name in enumerate(inputs.dense):
         pair = dense[:, number], expected.dense[:, number]
-        # Logarithms of NumPy and of the C library differ in their last bit.
+        # Logarithms of NumPy and the C library differ in the last bit.
         different = ~np.isclose(*pair, rtol=1e-6, atol=1e-6, equal_nan=True)
         if different.any():
             row = int(different.argmax())
@@ -285,28 +285,28 @@ def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, va
 
 @dataclass(frozen=True)
 class Comparison:
-    """An export's logits beside its checkpoint's, on the same rows."""
+    """Differences between logits of an export and its checkpoint, on the same rows."""
 
     rows: int
     origin: str
     max_logit_difference: float
     max_relative_difference: float
-    """As a share of the logit, or of 1 where that is larger."""
+    """Maximum of difference / max(1, |logit|)."""
     mean_logit_difference: float
     auroc_checkpoint: float
     auroc_export: float
 
     @property
     def auroc_difference(self) -> float:
-        """Unsigned; NaN where all rows are of one class."""
+        """Absolute difference, NaN if all rows have the same label."""
         return abs(self.auroc_checkpoint - self.auroc_export)
 
     def to_dict(self) -> dict[str, Any]:
         return json_values({**vars(self), "auroc_difference": self.auroc_difference})
 
     def failure(self, quantization: Quantization, *, auroc_limit: float, relative: bool = False) -> str | None:
-        """What is beyond its limit, in words; None: nothing. `relative`: a large logit may differ by more, for who adds up
-        float32 in another order cannot do better. Pure."""
+        """Describe the first exceeded limit, None if there is none. `relative` admits larger differences of large logits, which
+        depend on the order of float32 sums. Pure."""
         if not math.isfinite(self.max_logit_difference):
             return "logits that are not finite"
         largest = self.max_relative_difference if relative else self.max_logit_difference
@@ -320,8 +320,7 @@ class Comparison:
 
 
 def compare(origin: str, labels: np.ndarray | None, checkpoint: np.ndarray, export: np.ndarray) -> Comparison:
-    """`checkpoint` and `export`: float32 (rows,) logits. Without labels they are drawn from the checkpoint's scores, by a fixed
-    seed."""
+    """Compare logits, float32 [rows]. Missing labels are sampled from the checkpoint's scores, with a fixed seed."""
     differences = np.abs(checkpoint.astype(np.float64) - export.astype(np.float64))
     if not np.isfinite(differences).all():
         return Comparison(len(checkpoint), origin, math.inf, math.inf, math.inf, math.nan, math.nan)

@@ -1,9 +1,9 @@
-"""Turns raw rows of a click log into the inputs of the model in this folder. It needs NumPy and nothing else.
+"""Encoder of raw click log rows as inputs of the model in this folder. Needs only NumPy.
 
     encoder = Encoder("preprocessor")
     dense, ids = encoder.encode([{"age": 3, "user": "u1", "tags": ["a", "b"]}, {"age": None}])
 
-This file is part of an export of rayrec and imports nothing from it.
+This file is part of a rayrec export and does not import rayrec.
 """
 
 import json
@@ -22,7 +22,7 @@ from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens,
 from rayrec.hashing import xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
-"""int64 (rows), int64 (rows, ids a row), or for lists the ids of row after row and how many each row has."""
+"""Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids and the number of ids in each row."""
 
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]{8}")
 _CANONICAL = re.compile(r"0|-?[1-9][0-9]*")
@@ -39,10 +39,10 @@ _FEATURE = {"name", "vocabulary", "max_length", "weights", "aligned_with"}
 
 
 class Encoder:
-    """The Preprocessor of an export: `folder` is its folder `preprocessor`."""
+    """Preprocessor of an export. `folder` is its folder `preprocessor`."""
 
     def __init__(self, folder: str) -> None:
-        """Raises ValueError for settings that this version of the file does not know."""
+        """Load the Preprocessor. Raises ValueError for settings that are unknown to this version of the file."""
         with open(os.path.join(folder, "preprocessor.json"), encoding="utf-8") as file:
             stored = json.load(file)
         tokens = np.load(os.path.join(folder, "tokens.npy"), allow_pickle=False)
@@ -69,14 +69,14 @@ class Encoder:
         for name, values in zip(names, stored["sparse"], strict=True):
             column = _column(SparseColumn, name, values)
             vocabulary = self._features.get(name, {}).get("vocabulary") or name
-            if vocabulary not in vocabularies:  # the first of the columns that share it
+            if vocabulary not in vocabularies:  # The first column that uses it
                 vocabularies[vocabulary] = tokens[first : first + (column.num_tokens or 0)]
                 first += len(vocabularies[vocabulary])
             self._sparse.append((column, _look_up_in(vocabularies[vocabulary], column)))
 
     def parse(self, lines: Iterable[str]) -> list[dict[str, str]]:
-        """Rows of tab-separated lines without a header, with the label or without, for `encode`; of other schemas csv.DictReader
-        gives such rows, if blanks around values are stripped. Raises ValueError for a line with another number of columns."""
+        """Parse tab-separated lines without a header, labelled or not, into rows for `encode`. For other schemas use
+        csv.DictReader, and strip blanks around values. Raises ValueError for a line with a wrong number of columns."""
         columns = [*self.schema["dense"], *self.schema["sparse"]]
         ignored = [name for name in (self.schema.get("label"), self.schema.get("weight")) if name]
         rows = []
@@ -88,9 +88,12 @@ class Encoder:
         return rows
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, list[Ids]]:
-        """float32 (rows, dense columns) and the ids of each sparse column. A value that is absent, None or empty is missing. A
-        category is text, an integer or a date, a list a list of these or text with the schema's list_delimiter; a date or time
-        in a column of numbers is its seconds since 1970. Raises ValueError for anything else, with the row and the column."""
+        """Encode rows. Returns dense features, float32 [rows, dense columns], and the ids of each sparse column.
+
+        A value that is absent, None or empty is missing. Categories are text, integers or dates. Lists are lists of categories,
+        or text with the schema's list_delimiter. A date or time in a column of numbers becomes its seconds since 1970.
+
+        Raises ValueError with row and column for anything else."""
         names = self.schema["dense"]
         numbers = [self._numbers(rows, name) for name in names]
         categories = [self._categories(rows, name) for name in self.schema["sparse"]]
@@ -138,7 +141,7 @@ class Encoder:
         return value
 
     def _categories(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The tokens, which are missing, and for lists how many each row has."""
+        """Return tokens, a mask of missing ones, and for lists the number of tokens in each row."""
         values = [_plain(row.get(name)) for row in rows]
         lengths = None
         if name in self.schema["lists"]:
@@ -158,7 +161,7 @@ class Encoder:
         return np.array([token or 0 for token in tokens], dtype), missing, lengths
 
     def _lists(self, rows: Sequence[Mapping[str, Any]], name: str) -> list[list[int | None]]:
-        """The tokens of each row's list; None: missing."""
+        """Return the tokens of each row's list, None if missing."""
         lists = [self._items(_plain(row.get(name)), name, number) for number, row in enumerate(rows)]
         return [[self._token(_plain(item), name, row) for item in items] for row, items in enumerate(lists)]
 
@@ -180,7 +183,7 @@ class Encoder:
             return _text_token(value.isoformat(), self._booleans)
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)
-        if isinstance(value, int) and -(2**63) <= value < 2**64:  # True and False too
+        if isinstance(value, int) and -(2**63) <= value < 2**64:  # Includes True and False
             return _text_token(str(int(value)), self._booleans)
         if isinstance(value, str) and name in self.schema.get("integers", ()):
             return _whole_token(value, f"row {row}: {name} is not a whole number: {value!r}")
@@ -205,7 +208,7 @@ def _places(tokens: Sequence[int | None]) -> list[int]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON would have it; dates stay dates."""
+    """Convert a value to its JSON type. Dates stay dates."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bytes):
@@ -214,7 +217,7 @@ def _plain(value: Any) -> Any:
 
 
 def _seconds(value: date) -> float:
-    """Return the seconds from 1970-01-01 00:00 to a date or time, in UTC unless it has another zone."""
+    """Return the seconds since 1970-01-01 00:00 of a date or time, in UTC unless it has another zone."""
     time = value if isinstance(value, datetime) else datetime(value.year, value.month, value.day)
     time = time if time.tzinfo else time.replace(tzinfo=UTC)
     return (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) / 10**6
@@ -232,7 +235,7 @@ def _column(cls: Any, name: str, values: dict[str, Any]) -> Any:
 
 
 def _look_up_in(known: np.ndarray, column: SparseColumn) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from tokens to their ids in a vocabulary, whose tokens are in the order of their ids."""
+    """Return a function from tokens to ids. `known` has the vocabulary's tokens in the order of their ids."""
     order = np.argsort(known)
     ordered, ids = known[order], column.ids()[order] if len(known) else order
 

@@ -1,4 +1,4 @@
-"""Opens an exported click model without TorchRec, Ray or anything executable: every file is read once and verified."""
+"""Reader of exported click models, without TorchRec, Ray or executable files. Reads and verifies every file once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PIECE_BYTES = 64 << 20
 
 
 def is_export(path: str) -> bool:
-    """Whether a folder calls itself an export; what is in it is not looked at."""
+    """Return whether a folder has the manifest of an export. Checks nothing else."""
     place = storage.join(path, MANIFEST)
     if not storage.exists(place):
         return False
@@ -41,16 +41,15 @@ def is_export(path: str) -> bool:
 def open_export(
     path: str, *, device: Device = "cpu", own: type[ClickModelConfig] | None = None
 ) -> tuple[ExportedModel, ClickScorer]:
-    """Loads an export, local or a URL, of one of rayrec's models or of `own`. Every file is read once and its checksum verified;
-    nothing in it is executed.
+    """Load an export, local or a URL, with a rayrec model or `own`. Verifies all checksums and executes nothing.
 
-    Raises InputError for damage, missing files, weights that are not those of the manifest, and pickles that are not in it.
+    Raises InputError for damaged or missing files, weights that do not match the manifest, and pickles outside of it.
     """
     manifest = read_manifest(path)
     files = manifest["files"]
     refuse_pickles(path, files)
     for name in files:
-        if name not in (TABLES, DENSE):  # these are verified as they are read
+        if name not in (TABLES, DENSE):  # Verified when they are read
             verify_file(path, name, files)
     preprocessor = Preprocessor.load(storage.join(path, PREPROCESSOR_FOLDER))
     exported = ExportedModel.of(path, manifest["model"], preprocessor, own=own)
@@ -60,7 +59,7 @@ def open_export(
     )
     dense_wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in model.network.state_dict().items()}
     weights = read_tensors(path, DENSE, files, dense_wanted)
-    # Copies are aligned as torch's own: its matrix products round otherwise where they are not.
+    # Copies have torch's alignment. Without it, matrix products round differently.
     model.network.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
     tables = read_tensors(path, TABLES, files, exported.tables())
     of_features = [tables[vocabulary] for vocabulary in preprocessor.inputs.vocabularies]
@@ -68,7 +67,7 @@ def open_export(
 
 
 def verify_file(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises InputError where a file of an export is missing or not as it was written."""
+    """Check a file of an export. Raises InputError if it is missing or changed."""
     digest, place = hashlib.sha256(), _place(path, name, files)
     for piece in storage.read_stream(place):
         digest.update(piece)
@@ -86,7 +85,7 @@ def _place(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _aligned(size_bytes: int) -> np.ndarray:
-    """uint8 (size_bytes) from the start of a cache line on: a row of 64 bytes then lies in one, not in two."""
+    """Allocate uint8 [size_bytes], aligned to a cache line, so that rows of 64 bytes do not straddle two."""
     room = np.empty(size_bytes + 63, np.uint8)
     start = -room.ctypes.data % 64
     return room[start : start + size_bytes]
@@ -95,8 +94,8 @@ def _aligned(size_bytes: int) -> np.ndarray:
 def read_tensors(
     path: str, name: str, files: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one safetensors file of an export, which must be exactly those `wanted` (dtype and shape). They share one
-    piece of memory, of the file's size. Raises InputError for damage and for other tensors."""
+    """Read one safetensors file of an export. The tensors share one buffer of the file's size. Raises InputError for damage, and
+    if names, dtypes or shapes differ from `wanted`."""
     place = _place(path, name, files)
     data = _aligned(files[name]["bytes"])
     digest = hashlib.sha256()

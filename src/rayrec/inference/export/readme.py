@@ -1,4 +1,4 @@
-"""README.md of an export: its files, and how to score with them."""
+"""README.md of an export: its files, and code that scores with them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def score(dense, ids):
     with torch.inference_mode():
         return program(torch.from_numpy(dense), torch.from_numpy(np.concatenate(pooled, axis=1)), *one_by_one).numpy()
 '''
-"""Scores with what an export holds by means of PyTorch, NumPy and safetensors alone."""
+"""Code that scores encoded rows with only PyTorch, NumPy and safetensors."""
 
 
 FROM_RAW: Final = """\
@@ -66,11 +66,11 @@ encoder = Encoder(f"{FOLDER}/preprocessor")
 rows = [{}, {}]  # a column that is absent is missing; encoder.parse(lines) gives such rows of a tab-separated log
 print(score(*encoder.encode(rows)))
 """
-"""Behind LOADER: scores raw rows, with NumPy in the place of rayrec."""
+"""Code that follows LOADER and scores raw rows without rayrec."""
 
 
 def readme(exported: ExportedModel) -> str:
-    """The text of an export's README.md."""
+    """Return the text of an export's README.md."""
     is_label = exported.model.LABELLED
     gives, calls = "a logit; the probability of a click is 1 / (1 + exp(-logit))", _WITHOUT_RAYREC
     if not is_label:
@@ -126,7 +126,7 @@ and from raw rows:
 
 
 def _calls(exported: ExportedModel, outputs: Sequence[str]) -> str:
-    """How to call the program of a model without labels."""
+    """Describe the inputs of the program of a model without labels."""
     model, inputs = exported.model, ModelInputs.of(exported.preprocessor.inputs)
     sequences, width = model.sequences(inputs), model.table_width
     tables = model.full_tables(inputs) if model.TRAINS_ON_TABLES else ()

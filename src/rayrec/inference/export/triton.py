@@ -1,6 +1,6 @@
-"""An exported click model as a model repository for NVIDIA's Triton Inference Server.
+"""Model repository of an exported click model for NVIDIA's Triton Inference Server.
 
-Triton gets ONNX rather than TorchScript or a Python backend: its standard image runs ONNX without PyTorch or Python, and the
+It contains ONNX instead of TorchScript or a Python backend: Triton's standard image runs ONNX without PyTorch or Python. The
 export checks the scores in the runtime that Triton embeds.
 """
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 MODEL_NAME: Final = "click_model"
 MAX_BATCH_ROWS: Final = 8192
 _LARGEST_DIFFERENCE: Final = 1e-4
-"""Of logits from those of the export, as a share of the logit or of 1: runtimes add up in other orders. bf16 models get 100 times
-as much."""
+"""Maximum logit difference from the export, relative to max(1, |logit|), because runtimes add up in different orders. bf16 models
+are allowed 100 times as much."""
 
 
 def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, *, rows: ParityRows) -> dict[str, Any]:
-    """Writes click_model/config.pbtxt and click_model/1/model.onnx (with model.onnx.data) into `folder`, and scores `rows` with
-    ONNX Runtime. Returns what there is to report. Raises InputError where an ONNX graph cannot be made or scores otherwise."""
+    """Write click_model/config.pbtxt and click_model/1/model.onnx (with model.onnx.data) into `folder`, and compare the scores of
+    ONNX Runtime on `rows`. Returns the report. Raises InputError if the ONNX graph cannot be built or scores differently."""
     preprocessor = exported.preprocessor
     graph = storage.join(folder, MODEL_NAME, "1", "model.onnx")
     write_onnx(preprocessor, scorer, graph)
@@ -57,8 +57,7 @@ def _difference(graph: str, rows: ParityRows, expected: np.ndarray) -> float:
 
 
 def config_pbtxt(version: str, *, num_dense: int, num_ids: int) -> str:
-    """Triton's ModelConfig in protobuf's text format. The batch is no part of `dims`; `dynamic_batching` joins requests that
-    wait while another runs."""
+    """Return Triton's ModelConfig as protobuf text. `dims` omit the batch. `dynamic_batching` merges waiting requests."""
     inputs = [f'{{ name: "{IDS}" data_type: TYPE_INT64 dims: [ {num_ids} ] }}']
     if num_dense:
         inputs.insert(0, f'{{ name: "{DENSE}" data_type: TYPE_FP32 dims: [ {num_dense} ] }}')

@@ -1,4 +1,4 @@
-"""Exports a trained model as a folder that other tools read; a click model's export needs neither TorchRec nor Ray to score."""
+"""Export of trained models as folders for other tools. Click model exports score without TorchRec and Ray."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ if TYPE_CHECKING:
 
 
 def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportConfig | None = None) -> dict[str, Any]:
-    """Writes the model of a checkpoint (or of a run: the one to use) into folder `out`, which appears complete or not at all;
-    its content depends on the workload. Returns the workload's report, out and checkpoint.
+    """Export the model of a checkpoint or run, atomically into folder `out`. Returns the workload's report, out and checkpoint.
 
-    Raises InputError for an unusable checkpoint, a model that cannot be exported so, a click model whose export would score
-    otherwise, and where `out` exists.
+    Raises InputError for an unusable checkpoint, an unsupported model, a click model whose export would score differently, and if
+    `out` exists.
     """
     settings = settings or ExportConfig()
     opened = open_checkpoint(checkpoint)
@@ -70,12 +69,12 @@ def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportCo
 
 
 _CHUNK_ROWS = 1 << 18
-"""Rows of a table that are quantised and written at once."""
+"""Number of table rows that are quantised and written at once."""
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """What the checkpoint makes of the rows to compare on."""
+    """Scores, speed and size of the checkpoint on the rows to compare."""
 
     logits: np.ndarray
     rows_per_s: float
@@ -83,32 +82,32 @@ class _Reference:
 
 
 def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig) -> dict[str, Any]:
-    """Writes a checkpoint's model into the empty local folder `out`; returns what report.json says.
+    """Export a click model into the empty local folder `out`. Returns the content of report.json.
 
-    Memory: the checkpoint's weights once, then one table of them, then the export's. Raises InputError for damaged weights,
-    values that the quantisation cannot hold, no rows to compare on, and an export that scores otherwise than its checkpoint.
+    Memory: first the checkpoint's weights, then one table of them, then the export's weights. Raises InputError for damaged
+    weights, values beyond the quantisation's range, missing rows to compare, and an export that scores differently.
     """
     model, precision = click_settings(checkpoint, config)
     preprocessor = load_preprocessor(checkpoint.path)
-    if weights := preprocessor.schema.list_weights:  # which the programs of an export cannot apply
+    if weights := preprocessor.schema.list_weights:  # Not supported by the programs of an export
         raise InputError(
             f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), which exports do not apply; serve the "
             "checkpoint itself"
         )
     exported = ExportedModel(model, precision, settings.quantization, version_of(checkpoint), preprocessor)
     exported.row_format.check()
-    if settings.triton:  # refused before there is much done
+    if settings.triton:  # Checked before the slow part
         if not model.LABELLED:
             raise InputError(f"export: --triton needs a model of clicks, got {type(model).__name__}. Leave --triton out.")
         require(extra="onnx")
         id_widths(preprocessor)
-    # The weights, which take long to read and verify, come behind the rows, which may not be there.
+    # Reads rows, which may be missing, before weights, which take long to read and verify.
     rows = parity_rows(config, preprocessor, settings=settings, cache=cache_folder(checkpoint.path))
     encoder_parity = _write_encoder(out, preprocessor, rows, settings)
     served = open_served(checkpoint.path, config=config)
     score = served.scorer.values
     reference = _Reference(rows.score(score), rows.rows_per_s(score), served.weight_bytes)
-    del served, score  # its weights; the export's are to take their place
+    del served, score  # Frees memory for the weights of the export
     _write_program(_write_weights(checkpoint, out, exported), storage.join(out, PROGRAM), preprocessor.num_embeddings)
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
     files = _seal(out, exported, {})
@@ -122,7 +121,7 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
 
 
 def encoder_program() -> str:
-    """Return the text of `encode.py`: `plain_encoder` with the modules of rayrec that it needs, their imports merged."""
+    """Return the text of `encode.py`: `plain_encoder` and the rayrec modules that it needs, with merged imports."""
     heads: dict[str, None] = {"from __future__ import annotations": None}
     bodies = []
     for module in (hashing, rules, plain_encoder):
@@ -141,7 +140,7 @@ def encoder_program() -> str:
 
 
 def _write_encoder(out: str, preprocessor: Preprocessor, rows: ParityRows, settings: ExportConfig) -> dict[str, Any]:
-    """Writes the Preprocessor and `encode.py`, and compares the latter with the former. Raises InputError if they differ."""
+    """Write the Preprocessor and `encode.py`, and compare their results. Raises InputError if they differ."""
     preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
     program = storage.join(out, ENCODER)
     storage.write_bytes(program, encoder_program().encode())
@@ -159,7 +158,7 @@ def _write_encoder(out: str, preprocessor: Preprocessor, rows: ParityRows, setti
 
 
 def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) -> PlainModel:
-    """Tables as they are read, one at a time, and the network's weights; returns the model that holds the latter."""
+    """Write the tables, one at a time, and the network weights. Returns the model with the latter."""
     row_format, dense = exported.row_format, {}
     model = empty_model(exported.model, preprocessor=exported.preprocessor, precision=exported.precision)
     vocabulary_of = {PREFIX + weight: model.inputs.table_of[feature] for feature, weight in model.table_weights().items()}
@@ -175,7 +174,7 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
                 yield np.ascontiguousarray(packed).data
 
     tables, entries, begin = exported.tables(), [], 0
-    for vocabulary in (vocabulary_of[name] for name in sorted(vocabulary_of)):  # as full_tensors gives them
+    for vocabulary in (vocabulary_of[name] for name in sorted(vocabulary_of)):  # In the order of full_tensors
         dtype, shape = tables[vocabulary]
         size_bytes = shape[0] * shape[1] * dtype.itemsize
         entries.append((vocabulary, dtype, shape, begin, size_bytes))
@@ -193,7 +192,7 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
     examples = [torch.zeros(BATCH_ROWS, inputs.num_dense), torch.zeros(BATCH_ROWS, width)]
     of_sequences: list[dict[int, Any]] = []
     first = dict(inputs.aligned)
-    lists = [first.get(name, name) for name in model.sequences]  # aligned ones have as many ids
+    lists = [first.get(name, name) for name in model.sequences]  # Aligned lists share the number of ids
     for name in lists:
         examples += [torch.zeros(2 * BATCH_ROWS, dim), torch.full((BATCH_ROWS,), 2, dtype=torch.int64)]
         of_sequences += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}, {0: rows}]
@@ -212,7 +211,7 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
 
 
 def _seal(out: str, exported: ExportedModel, known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Writes the manifest over all that is in the folder; returns size and checksum of every file, those `known` unread."""
+    """Write the manifest of all files in the folder. Returns size and checksum of every file, without reading `known` ones."""
     files = dict(known)
     for inside, _, names in os.walk(out):
         for name in names:
@@ -227,11 +226,11 @@ def _seal(out: str, exported: ExportedModel, known: dict[str, dict[str, Any]]) -
 def _compare(
     out: str, exported: ExportedModel, scorer: ClickScorer, rows: ParityRows, reference: _Reference, settings: ExportConfig
 ) -> dict[str, Any]:
-    """What there is to report of an export. Raises InputError where it differs from its checkpoint by more than allowed."""
+    """Compare an export with its checkpoint, and return the report. Raises InputError if a difference exceeds its limit."""
     program = torch.export.load(storage.join(out, PROGRAM)).module()
 
     def score_by_program(batch: EncodedRows) -> np.ndarray:
-        """The program's logits, on what the exported tables give."""
+        """Return the program's logits with the exported tables."""
         with torch.inference_mode():
             return flat_values(program(*scorer.inputs(batch)))
 
@@ -269,8 +268,8 @@ def _compare(
 
 
 def _failure(comparisons: dict[str, Comparison], exported: ExportedModel, settings: ExportConfig) -> str | None:
-    """Of the folder as rayrec reads it, then of the program in it. In bf16 the latter rounds in other places than the fused
-    layers do, so there its AUROC alone counts."""
+    """Return the first failure of the export, then of its program, None without one. In bf16 only the program's AUROC counts,
+    because it rounds at other places than the fused layers."""
     failure = comparisons["export"].failure(exported.quantization, auroc_limit=settings.auroc_limit)
     if failure:
         return failure
