@@ -1,1 +1,1 @@
-"""Datasets, one file each: schema, reading and splits."""
+"""Public datasets: schemas, splits, published files and their download."""

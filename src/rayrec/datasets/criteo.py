@@ -1,4 +1,4 @@
-"""Criteo's click logs: Kaggle Display Advertising (one file) and the 1TB click logs (a file a day), same columns."""
+"""Criteo click logs with the same columns: Kaggle Display Advertising (one file) and the 1TB logs (one file per day)."""
 
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.published_files import RemoteFile
@@ -7,17 +7,17 @@ from rayrec.schema import Schema
 SCHEMA = Schema(
     label="label", dense=tuple(f"int_{i}" for i in range(13)), sparse=tuple(f"cat_{i}" for i in range(26)), tokens="hexadecimal"
 )
-"""Label, 13 integers, 26 categories of 8 hexadecimal digits; any feature may be empty."""
+"""Schema: label, 13 integers, 26 categories of 8 hexadecimal digits. Any feature may be empty."""
 
 KAGGLE_SPLIT = Split(kind="sevenths")
-"""train.txt holds seven days in order of time."""
+"""Split of train.txt, which has seven days in time order."""
 
 TERABYTE_SPLIT = Split(kind="last_file")
-"""day_0 to day_23; the last day is held out."""
+"""Split of day_0 to day_23, with the last day held out."""
 
 _TERMS = "Criteo publishes its click logs under CC BY-NC-SA 4.0: not for commercial use; see https://ailab.criteo.com"
 
-# Size: Content-Length of go.criteo.net and figshare article 5732310, which gives the md5 too.
+# Size: Content-Length of go.criteo.net, and figshare article 5732310, which also has the md5.
 _KAGGLE_ARCHIVE = RemoteFile(
     name="criteo-research-kaggle-display-advertising-challenge-dataset.tar.gz",
     url="https://go.criteo.net/criteo-research-kaggle-display-advertising-challenge-dataset.tar.gz",
@@ -27,7 +27,7 @@ _KAGGLE_ARCHIVE = RemoteFile(
     md5="df9b1b3766d9ff91d5ca3eb3d23bed27",
 )
 
-# md5 of the members: the instructions of the challenge's winners (kaggle-2014-criteo). Sizes are known to 0.01 GiB only.
+# md5 of the members: instructions of the challenge winners (kaggle-2014-criteo). Sizes are rounded to 0.01 GiB.
 KAGGLE_FILES = (
     RemoteFile(
         name="train.txt",
@@ -44,10 +44,10 @@ KAGGLE_FILES = (
         archive=_KAGGLE_ARCHIVE,
     ),
 )
-"""train.txt, and test.txt, which has no labels (39 columns)."""
+"""Files train.txt and test.txt. The latter has no labels (39 columns)."""
 
-# Rows: mlcommons/training recommendation_v2 (TorchRec's ROWS_PER_DAY). KiB on disk (`du`) and md5, of the .gz and of what
-# it holds: mlcommons/inference recommendation/dlrm/pytorch/README.md, measured in 2020 on a copy Criteo has moved since.
+# Rows: mlcommons/training recommendation_v2 (TorchRec's ROWS_PER_DAY). KiB on disk (`du`) and md5 of the .gz and its content:
+# mlcommons/inference recommendation/dlrm/pytorch/README.md, measured in 2020 on a copy that Criteo has moved since.
 _DAYS = (
     # rows, KiB of day_N.gz, its md5, KiB of day_N, its md5
     (195_841_983, 15927304, "6cef23542552c3195e9e6e2bdbc4c235", 48603344, "331703bf14b9a699324d589efd676962"),
@@ -90,7 +90,7 @@ FULL_DAYS = tuple(
     )
     for day, (rows, kib, md5, unpacked_kib, unpacked_md5) in enumerate(_DAYS)
 )
-"""The 1TB click logs: 24 days, of which the first 23 are usually for training."""
+"""Files of the 1TB click logs: 24 days, of which usually the first 23 are for training."""
 
 SMALL_DAYS = (*FULL_DAYS[:4], FULL_DAYS[23])
-"""Four days for training, and the same last day (Intel e2eAIOK's `criteo_small`)."""
+"""Files of four training days and the same last day (`criteo_small` of Intel e2eAIOK)."""

@@ -1,7 +1,7 @@
-"""Downloads a file over HTTP: resumes where it stopped, tries again, and never joins two versions of a file.
+"""Resumable HTTP download with retries, which never joins two versions of a file.
 
-The bytes go to NAME.partial. NAME.partial.json beside it says which version of the file they are of (RFC 9110: `Range`
-with `If-Range`), so that a later process can go on, and a file that changed meanwhile starts again.
+Bytes go to NAME.partial. NAME.partial.json identifies their file version (RFC 9110: `Range` with `If-Range`), so that a later
+process can resume, or restart if the file changed.
 """
 
 import base64
@@ -25,27 +25,27 @@ from rayrec.config import Config, InputError
 
 CHUNK_BYTES = 1 << 20
 _TRY_AGAIN = {408, 425, 429, 500, 502, 503, 504}
-"""HTTP statuses that pass."""
+"""HTTP statuses of temporary failures."""
 _PROGRESS_BYTES = 64 << 20
-"""An attempt that brought this much starts the count of failures again: a long download may be cut off many times."""
+"""Number of bytes after which an attempt resets the failure count, because a long download may be cut off many times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig(Config):
-    """What to do when a download fails."""
+    """Retry policy of downloads."""
 
     attempts: int = 4
-    """Maximum number of attempts in a row."""
+    """Maximum number of consecutive attempts."""
     first_wait_s: float = 1.0
-    """Before the second attempt; doubled before each further one."""
+    """Wait before the second attempt, in seconds, doubled before each further attempt."""
     longest_wait_s: float = 60.0
-    """Also of a wait the server asks for."""
+    """Maximum wait, in seconds, including a wait requested by the server."""
     timeout_s: float = 60.0
-    """Without a byte, after which a connection counts as broken."""
+    """Maximum time without a byte, in seconds, before a connection counts as broken."""
 
 
 class Failed(Exception):
-    """One attempt did not bring the file; `final`: another at the same URL would not either."""
+    """Failed download attempt. `final`: further attempts at this URL would fail too."""
 
     def __init__(self, why: str, *, final: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(why)
@@ -54,23 +54,23 @@ class Failed(Exception):
 
 
 class Stopped(Exception):
-    """Another download failed, or the user interrupted; the partial file stays."""
+    """Download stopped by another failure or by the user. The partial file stays."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """Which version of a file a server sent, as far as it says."""
+    """File version, as far as the server identifies it."""
 
     url: str
     validator: str | None
-    """A strong ETag, else Last-Modified."""
+    """Strong ETag, else Last-Modified."""
     size_bytes: int | None
     md5: str | None
-    """Of the whole file, from the server (Google Cloud Storage)."""
+    """Checksum of the whole file from the server (Google Cloud Storage)."""
 
 
 class Digests:
-    """Number and checksums of bytes that come in pieces."""
+    """Incremental byte count and checksums."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -91,14 +91,14 @@ class Digests:
 
 
 class Partial:
-    """NAME.partial and the digests of its bytes, which are counted while they are written."""
+    """Partial file NAME.partial, with digests updated while writing."""
 
     def __init__(self, path: str) -> None:
-        """Takes up what an earlier process left at path.partial, if it is known which version that is of."""
+        """Open the partial file and resume it if its version is known."""
         self.path = f"{path}.partial"
         self.version: Version | None = None
         self.resumed = False
-        """Whether the bytes came in more than one piece."""
+        """Whether the bytes come from several requests."""
         self.digests = Digests()
         with contextlib.suppress(OSError, ValueError, TypeError):
             with open(self._state_path, encoding="utf-8") as file:
@@ -123,11 +123,11 @@ class Partial:
         return self.version is not None and self.size_bytes == self.version.size_bytes
 
     def restart(self, version: Version | None) -> None:
-        """Empties the file, for the bytes of `version` or of one not known yet."""
+        """Empty the file for a version, or for an unknown one."""
         self.digests = Digests()
         self.version, self.resumed = version, False
         with writing_to(self.path):
-            # The data is emptied first: at no time does a version stand beside bytes of another.
+            # The data is emptied first, so that a version is never paired with bytes of another.
             with open(self.path, "wb"):
                 pass
             with open(self._state_path, "w", encoding="utf-8") as file:
@@ -139,7 +139,7 @@ class Partial:
         self.digests.add(chunk)
 
     def finish(self, target: str | None) -> None:
-        """Renames the complete file to `target`; without one, removes it."""
+        """Rename the complete file to `target`, or remove it if `target` is None."""
         with writing_to(target or self.path):
             if target is None:
                 os.remove(self.path)
@@ -152,7 +152,7 @@ class Partial:
 
 @contextlib.contextmanager
 def writing_to(path: str) -> Iterator[None]:
-    """Errors of the disk become the user's to fix."""
+    """Convert disk errors to InputError."""
     try:
         yield
     except OSError as error:
@@ -161,10 +161,10 @@ def writing_to(path: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Download:
-    """One file on its way to `partial`.
+    """Download of one file to `partial`.
 
-    `accept` looks at what the server is about to send and `verify` at all that came; either raises Failed to reject it.
-    `advance` receives the number of bytes that are there.
+    `accept` checks the offered version and `verify` the complete file. Both raise Failed to reject it. `advance` is called with
+    the number of bytes received.
     """
 
     url: str
@@ -176,7 +176,7 @@ class Download:
     stop: threading.Event
 
     def run(self) -> None:
-        """Bring the partial file to its end. Raises Failed, and Stopped soon after `stop` is set."""
+        """Complete the partial file. Raises Failed, or Stopped soon after `stop` is set."""
         partial, failures = self.partial, 0
         while True:
             before = partial.size_bytes
@@ -190,7 +190,7 @@ class Download:
                 except Failed as error:
                     whole = not partial.resumed
                     partial.restart(None)
-                    # What came in pieces may have been joined wrongly; what came in one is what the server has.
+                    # A file from several requests may be joined wrongly. One from a single request is the server's content.
                     raise Failed(str(error), final=whole) from None
             except Failed as error:
                 failures = 1 if partial.size_bytes - before >= _PROGRESS_BYTES else failures + 1
@@ -202,7 +202,7 @@ class Download:
 
     def _attempt(self, usable: bool) -> None:
         """Send one request. Raises Failed."""
-        # identity: a server that compressed on the way would make lengths, ranges and checksums those of something else.
+        # With compressed transfer, lengths, ranges and checksums would not be those of the file.
         headers = {"User-Agent": "rayrec", "Accept-Encoding": "identity"}
         old = self.partial.version
         if usable and old and self.partial.size_bytes and old.size_bytes is not None and old.validator:
@@ -212,7 +212,7 @@ class Download:
             with urllib.request.urlopen(request, timeout=self.retries.timeout_s) as response:
                 self._receive(response)
         except urllib.error.HTTPError as error:
-            if error.code == 416:  # the file is shorter than it was
+            if error.code == 416:  # The file became shorter.
                 self.partial.restart(None)
                 raise Failed("its size changed") from None
             wait = error.headers.get("Retry-After", "")
@@ -234,7 +234,7 @@ class Download:
             if old is None or place is None or int(place[1]) != partial.size_bytes:
                 partial.restart(None)
                 raise Failed("sends another part than asked for")
-            # Not every server heeds If-Range; a version that is not the one begun must not be joined to it.
+            # Some servers ignore If-Range. Another version must not be joined.
             changed = version.validator is not None and version.validator != old.validator
             if changed or int(place[2]) != old.size_bytes:
                 partial.restart(None)
@@ -267,7 +267,7 @@ def _failed(reason: Any) -> Failed:
 
 def _version(url: str, headers: email.message.Message, *, whole: bool) -> Version:
     etag, modified = headers.get("ETag"), headers.get("Last-Modified")
-    if etag and etag.startswith("W/"):  # only says that it means the same
+    if etag and etag.startswith("W/"):  # Weak ETag: equivalent content, but not equal bytes.
         etag = None
     length = headers.get("Content-Length", "")
     size = int(length) if whole and length.isdecimal() else None
@@ -275,9 +275,9 @@ def _version(url: str, headers: email.message.Message, *, whole: bool) -> Versio
 
 
 def _google_md5(headers: email.message.Message) -> str | None:
-    """`x-goog-hash: crc32c=…,md5=…` in one header or several; composite objects have no md5."""
+    """Parse `x-goog-hash: crc32c=…,md5=…` from one header or several. Composite objects have no md5."""
     if headers.get("x-goog-stored-content-encoding", "identity") != "identity":
-        return None  # the hash is of what is stored, which is unpacked on the way
+        return None  # The hash is of the stored bytes, which are unpacked in transfer.
     for hashes in headers.get_all("x-goog-hash", []):
         for one in hashes.split(","):
             kind, _, value = one.strip().partition("=")

@@ -1,4 +1,4 @@
-"""Fetches the files of a published data set into a folder, complete and checked."""
+"""Download of a published dataset's files into a folder, complete and checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rayrec.datasets.published_files import RemoteFile
 from rayrec.quantities import size_text
 
 LENGTH_TOLERANCE = 0.25
-"""Share by which a length may differ from one known roughly: other compression, not a file cut short."""
+"""Maximum relative difference from an approximate size. Allows other compression, but not truncation."""
 
 UNCHECKED = {
     "length": "only its length could be checked: neither its publisher nor the server gives a checksum",
@@ -37,7 +37,7 @@ UNCHECKED = {
 
 
 def check_offer(file: RemoteFile, version: Version) -> None:
-    """Refuses before a byte is fetched what cannot be the published file. Raises Failed."""
+    """Check before fetching that the offered version can be the published file. Raises Failed."""
     size, about = version.size_bytes, file.expected_bytes
     if size is not None and about is not None:
         slack = 0.0 if file.size_bytes is not None else LENGTH_TOLERANCE * about
@@ -48,7 +48,7 @@ def check_offer(file: RemoteFile, version: Version) -> None:
 
 
 def check_bytes(file: RemoteFile, path: str, digests: Digests, version: Version | None) -> str:
-    """What a whole file was checked by, the best there is. Raises Failed where it is not the published one."""
+    """Check a complete file with the best information available, and return its kind. Raises Failed on a mismatch."""
     size, sha256, md5 = digests.size_bytes, digests.sha256, digests.md5
     if file.size_bytes is not None and size != file.size_bytes:
         raise Failed(f"has {size:,} bytes, {file.size_bytes:,} are published")
@@ -73,7 +73,7 @@ def check_bytes(file: RemoteFile, path: str, digests: Digests, version: Version 
 
 
 def _md5_unpacked(path: str) -> str | None:
-    """The md5 of what a .gz file holds, None where it is damaged."""
+    """Compute the md5 of a .gz file's content. None if it is damaged."""
     md5 = hashlib.md5(usedforsecurity=False)
     try:
         with gzip.open(path, "rb") as file:
@@ -87,7 +87,7 @@ def _md5_unpacked(path: str) -> str | None:
 def check_present(
     file: RemoteFile, folder: str, record: dict[str, Any] | None, *, verify: bool, note: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """The result for a file that is there already. Raises InputError where it is another than it should be."""
+    """Check a file in the folder and return its result. None if not present. Raises InputError if it is not the expected file."""
     path = os.path.join(folder, file.name)
     if not os.path.isfile(path):
         return None
@@ -118,13 +118,13 @@ def check_present(
 
 
 def result_of(name: str, digests: Digests, url: str | None, status: str, verified: str) -> dict[str, Any]:
-    """What `fetch` returns of a file, and records."""
+    """Return the entry of a file in the result of `fetch` and in its record."""
     known = {"name": name, "bytes": digests.size_bytes, "sha256": digests.sha256}
     return {**known, "url": url, "status": status, "verified": verified}
 
 
 def require_space(folder: str, what: str, needed_bytes: int, *, freed_bytes: int = 0) -> None:
-    """Raises InputError where a folder's disk has less room than that."""
+    """Check the free space of a folder's disk. Raises InputError."""
     free = shutil.disk_usage(folder).free + freed_bytes
     if needed_bytes > free:
         raise InputError(
@@ -135,7 +135,7 @@ def require_space(folder: str, what: str, needed_bytes: int, *, freed_bytes: int
 
 @dataclass(frozen=True)
 class _Call:
-    """What all transfers of a call of `fetch` share."""
+    """State shared by all transfers of a `fetch` call."""
 
     folder: str
     base_url: str | None
@@ -149,9 +149,9 @@ class _Call:
 
 
 def _extract(archive: str, wanted: Sequence[RemoteFile], call: _Call, *, url: str) -> list[dict[str, Any]]:
-    """Writes the wanted members of a tar file into the folder; nothing else in it can name a place to write to.
+    """Extract the wanted members of a tar file into the folder. No path in the archive is used for writing.
 
-    Raises InputError where the archive is damaged, and where a member is missing, no regular file, or not the published.
+    Raises InputError if the archive is damaged, or a member is missing, not a regular file, or not the published one.
     """
     missing = {file.name: file for file in wanted}
     results = []
@@ -167,7 +167,7 @@ def _extract(archive: str, wanted: Sequence[RemoteFile], call: _Call, *, url: st
                 if not missing:
                     break
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk; gzip's and bz2's own have no number
+        if isinstance(error, OSError) and error.errno is not None:  # Disk error: gzip and bz2 set no errno.
             raise
         raise InputError(f"{archive}: damaged, no whole tar file ({error}); remove it to fetch it again") from None
     if missing:
@@ -208,11 +208,11 @@ PUBLISHED: dict[str, tuple[RemoteFile, ...]] = {
     "criteo_full": criteo.FULL_DAYS,
     "mnist": mnist.FILES,
 }
-"""The files of every data set that can be fetched."""
+"""Files of every dataset that can be fetched."""
 
 
 def files_of(name: str) -> tuple[RemoteFile, ...]:
-    """The files of a data set. Raises InputError for an unknown name, with the nearest one."""
+    """Return the files of a dataset. Raises InputError for an unknown name, with the nearest match."""
     if name not in PUBLISHED:
         near = difflib.get_close_matches(name, PUBLISHED, n=1)
         raise InputError(
@@ -222,7 +222,7 @@ def files_of(name: str) -> tuple[RemoteFile, ...]:
 
 
 RECORD = "fetched.json"
-"""In the folder: bytes, sha256, url and what was checked of each file; data readers leave .json files out."""
+"""Record in the folder: bytes, sha256, url and kind of check of each file. Data readers skip .json files."""
 
 
 def fetch(
@@ -236,13 +236,22 @@ def fetch(
     progress: Callable[[str, int, int | None], None] = lambda what, done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Fetches what is not there yet, `parallelism` files at a time, and returns for each file name, bytes, sha256, url,
-    status (`fetched` or `present`) and what it was `verified` by.
+    """Fetch missing files, and return name, bytes, sha256, url, status (`fetched` or `present`) and `verified` for each file.
 
-    A file appears under its name only when it is whole and checked: by the published sha256 or md5, else by the server's
-    own, else by its length alone, which is noted. An interrupted call leaves NAME.partial, where the next one goes on.
-    Files that are there are checked by size, with `verify` by checksum too. `base_url` stands in for the published
-    place. Raises InputError where a file cannot be fetched, is not the published one, or does not fit on the disk.
+    A file gets its name only when it is complete and checked: by the published sha256 or md5, else by the server's checksum, else
+    by its length alone, with a note. After an interruption, the next call resumes NAME.partial.
+
+    Args:
+        files: Files to fetch.
+        folder: Local target folder.
+        base_url: Mirror to use instead of the published URLs.
+        verify: Whether to compare checksums, not only sizes, of files that are present.
+        parallelism: Number of concurrent transfers.
+        retries: Retry policy.
+        progress: Called with a name, the bytes done and the total bytes, or None if unknown.
+        note: Called with messages for the user.
+
+    Raises InputError if a file cannot be fetched, is not the published one, or does not fit on the disk.
     """
     if storage.is_url(folder):
         raise InputError(f"{folder}: files are fetched to a local folder; choose one with --out and copy it from there")
@@ -282,7 +291,7 @@ def fetch(
 
 
 def _in_parallel(run: Callable[[RemoteFile], None], files: Sequence[RemoteFile], parallelism: int, stop: threading.Event) -> None:
-    """Runs all; the first that fails, or an interrupt, stops the others, whose partial files stay."""
+    """Run all transfers. A failure or interrupt stops the others, whose partial files stay."""
 
     def run_unless_stopped(file: RemoteFile) -> None:
         if stop.is_set():
@@ -290,7 +299,7 @@ def _in_parallel(run: Callable[[RemoteFile], None], files: Sequence[RemoteFile],
         try:
             run(file)
         except BaseException:
-            stop.set()  # here, before this thread takes the next file
+            stop.set()  # Before this thread takes the next file.
             raise
 
     with ThreadPoolExecutor(max_workers=parallelism) as pool:
@@ -306,11 +315,11 @@ def _in_parallel(run: Callable[[RemoteFile], None], files: Sequence[RemoteFile],
 
 
 def _transfer(file: RemoteFile, wanted: Sequence[RemoteFile], partial: Partial, call: _Call) -> list[dict[str, Any]]:
-    """Fetches a file, and out of an archive the wanted members, after which the archive is removed."""
+    """Fetch a file, or an archive whose wanted members are extracted before it is removed."""
     folder, reported, url = call.folder, call.reported, call.url_of(file)
     path = os.path.join(folder, file.name)
     if file not in wanted and check_present(file, folder, None, verify=True, note=call.note):
-        return _extract(path, wanted, call, url=path)  # the user's, who keeps it
+        return _extract(path, wanted, call, url=path)  # The user's archive is kept.
     verified = ""
     reported.advance(file, partial.size_bytes)
 
@@ -346,7 +355,7 @@ def _transfer(file: RemoteFile, wanted: Sequence[RemoteFile], partial: Partial, 
 def _check_space(
     folder: str, transfers: Sequence[RemoteFile], partials: dict[str, Partial], wanted: dict[str, list[RemoteFile]]
 ) -> None:
-    """Counts what is known; what is not is checked when a server says it."""
+    """Check the disk space for all known sizes. Unknown ones are checked when a server reports them."""
     needed = 0
     for file in transfers:
         needed += max((file.expected_bytes or 0) - partials[file.name].size_bytes, 0)
@@ -357,7 +366,7 @@ def _check_space(
 
 
 class _Progress:
-    """Bytes of all files together."""
+    """Progress in bytes over all files."""
 
     def __init__(self, files: Sequence[RemoteFile], progress: Callable[[str, int, int | None], None]) -> None:
         self._lock = threading.Lock()
@@ -378,13 +387,13 @@ class _Progress:
 
 
 class _Records:
-    """fetched.json, written again after each file."""
+    """Records in fetched.json, rewritten after each file."""
 
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, RECORD)
         self._lock = threading.Lock()
         self._by_name: dict[str, dict[str, Any]] = {}
-        # A record that is missing or damaged costs a checksum of what is there, nothing else.
+        # If the record is missing or damaged, files are only checksummed again.
         with contextlib.suppress(InputError, KeyError, TypeError):
             self._by_name = {
                 record["name"]: record
@@ -405,7 +414,7 @@ class _Records:
 
 @contextlib.contextmanager
 def _alone_in(folder: str) -> Iterator[None]:
-    """Two that append to one partial file would spoil it. Raises InputError where another fetch runs."""
+    """Lock the folder, because two processes must not append to one partial file. Raises InputError if another fetch runs."""
     with writing_to(folder):
         lock = open(os.path.join(folder, ".fetch.lock"), "wb")  # noqa: SIM115
     with lock:

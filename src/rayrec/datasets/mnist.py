@@ -1,4 +1,4 @@
-"""MNIST's four files of handwritten digits: where they are and how to tell them."""
+"""MNIST files: URLs, sizes and checksums."""
 
 from rayrec.datasets.published_files import RemoteFile
 
@@ -21,4 +21,4 @@ TEST_IMAGES = _file("t10k-images-idx3-ubyte.gz", 1_648_877, "9fb629c4189551a2d02
 TEST_LABELS = _file("t10k-labels-idx1-ubyte.gz", 4_542, "ec29112dd5afa0611ce80d1b7f02629c", 10_000, 8 + 10_000)
 
 FILES = (TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS)
-"""In the idx format: a big-endian head of 16 or 8 bytes, then a byte a pixel or label."""
+"""Files in idx format: a big-endian header of 16 or 8 bytes, then one byte per pixel or label."""

@@ -1,4 +1,4 @@
-"""What is known of the files of published data sets, and which of them a folder holds."""
+"""Metadata of published dataset files, and checks of which ones a folder contains."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from rayrec.quantities import size_text
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteFile(Config):
-    """A published file, and what was published of it; None: nothing was."""
+    """Published file and its metadata. None means not published."""
 
     name: str
-    """In the folder it is fetched to."""
+    """File name in the target folder."""
     url: str = ""
-    """Published address; empty if it comes out of `archive`."""
+    """Published URL. Empty for a member of `archive`."""
     page: str = ""
-    """Where a person finds it."""
+    """Web page that describes the file."""
     terms: str = ""
-    """Under which it is published."""
+    """License terms."""
     size_bytes: int | None = None
     about_bytes: int | None = None
-    """Size to within a few percent (from disk usage or rounded), where no exact one is published."""
+    """Approximate size to within a few percent (disk usage or rounded), if no exact size is published."""
     sha256: str | None = None
     md5: str | None = None
     unpacked_md5: str | None = None
-    """Of what a .gz file holds: a file compressed again has another checksum, and the same rows."""
+    """Checksum of a .gz file's content, which stays equal if the file is compressed again."""
     unpacked_about_bytes: int | None = None
     rows: int | None = None
     archive: RemoteFile | None = None
-    """The tar file it is a member of."""
+    """Tar file that contains this file."""
 
     @property
     def plain_name(self) -> str:
-        """Without .gz."""
+        """Name without .gz."""
         return self.name.removesuffix(".gz")
 
     @property
     def expected_bytes(self) -> int | None:
-        """As exactly as it is known."""
+        """Best known size."""
         return self.about_bytes if self.size_bytes is None else self.size_bytes
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Names under which a folder may hold the same rows, the fastest to read first."""
+        """File names that may contain the same rows, fastest to read first."""
         plain = self.plain_name
         parquet = dict.fromkeys((f"{plain}.parquet", f"{plain.removesuffix('.txt')}.parquet"))
         return (plain, f"{plain}.gz", *parquet)
@@ -58,7 +58,7 @@ class RemoteFile(Config):
         return self.page or (self.archive.page if self.archive else "")
 
     def bytes_of(self, name: str) -> int | None:
-        """About how large the variant `name` is."""
+        """Return the approximate size of the variant `name`. None if unknown."""
         if name == self.name:
             return self.expected_bytes
         return self.unpacked_about_bytes if name == self.plain_name else None
@@ -66,19 +66,19 @@ class RemoteFile(Config):
 
 @dataclass(frozen=True)
 class FolderReport:
-    """Which of the wanted files are there."""
+    """Wanted files found in a folder."""
 
     present: dict[str, str]
-    """Path by the wanted file's plain name, in the order wanted."""
+    """Paths by plain name, in the wanted order."""
     missing: tuple[RemoteFile, ...]
     repeated: tuple[tuple[str, ...], ...]
-    """Paths that hold the same rows, a tuple for each wanted file that is there more than once."""
+    """Paths with the same rows, one tuple per file that is present more than once."""
     unlike_published: tuple[str, ...]
-    """A line for each file whose size is far from the published one: cut short, or a sample."""
+    """Message for each file whose size differs widely from the published one: truncated, or a sample."""
 
 
 def check_folder(paths_present: Iterable[storage.File], wanted: Sequence[RemoteFile]) -> FolderReport:
-    """Finds wanted files among those that are there, plain, as .gz or as .parquet. Looks at names and sizes alone."""
+    """Find wanted files, plain, as .gz or as .parquet, by name and size only."""
     by_name = {posixpath.basename(file.path): file for file in paths_present}
     present: dict[str, str] = {}
     repeated, unlike = [], []
@@ -99,13 +99,12 @@ def check_folder(paths_present: Iterable[storage.File], wanted: Sequence[RemoteF
 def require_files(
     path: str, wanted: Sequence[RemoteFile], *, fetch_name: str, note: Callable[[str], None] | None = None
 ) -> list[str]:
-    """The paths of the wanted files in a folder, one for each, in the order wanted.
+    """Return one path per wanted file in a folder, in the wanted order.
 
-    Files of an unlikely size are noted, not refused: they may be samples on purpose. Raises InputError where files are
-    missing, with their sizes, where they are published and the `rayrec fetch FETCH_NAME` that fetches them; and where
-    one is there twice, for both would be read.
+    Notes files of an unlikely size, which may be intentional samples. Raises InputError if files are missing, with their sizes,
+    pages and the `rayrec fetch FETCH_NAME` command, or if a file is present twice, because both would be read.
     """
-    # list_files refuses a folder that holds nothing; here that is a folder in which all files are missing.
+    # list_files raises for an empty folder. Here, all files are missing from it.
     there: list[storage.File] = []
     if storage.exists(path):
         try:
@@ -125,7 +124,7 @@ def require_files(
 
 
 def missing_text(files: Sequence[RemoteFile]) -> str:
-    """What is missing, how large it is, and where it is published; each file by itself where they are few."""
+    """Describe missing files with sizes and pages, individually if there are few."""
     where = " and ".join(dict.fromkeys(page for file in files if (page := file.published_at)))
     if len(files) <= 5:
         what = ", ".join(f"{file.plain_name} ({_size_of((file,))})" for file in files)
@@ -135,7 +134,7 @@ def missing_text(files: Sequence[RemoteFile]) -> str:
 
 
 def _size_of(files: Sequence[RemoteFile]) -> str:
-    """Sums over files; a sum of which a part is not published is not given."""
+    """Describe the total rows and sizes of files. Omits totals with unpublished parts."""
     rows = _sum([file.rows for file in files])
     texts = [f"{rows:,} rows" if rows is not None else "number of rows not published"]
     packed = _sum([file.expected_bytes for file in files])
@@ -157,7 +156,7 @@ def _sum(values: Sequence[int | None]) -> int | None:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Names in one line, runs of numbers as `day_4 to day_22`."""
+    """Join names in one line, with consecutive numbers as `day_4 to day_22`."""
     runs: list[list[str]] = []
     for name in names:
         if runs and _numbered(name) == _numbered(runs[-1][-1], step=1):

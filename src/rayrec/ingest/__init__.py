@@ -1,1 +1,1 @@
-"""How rows reach a training loop: order, stream, batches, engines of a cluster. Stays empty: RayDP's Python has no torch."""
+"""Input pipeline of the training loop: order, stream, batches, cluster engines. Stays empty: RayDP's Python has no torch."""

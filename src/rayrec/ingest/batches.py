@@ -1,4 +1,4 @@
-"""Batches of one worker: of click logs, sliced from a stream of encoded rows, and of numbered rows of any kind."""
+"""Batches of one worker: slices of a click log's encoded rows, or numbered rows of any kind."""
 
 import functools
 import math
@@ -24,26 +24,28 @@ from rayrec.schema import Schema
 
 Plan_contra = TypeVar("Plan_contra", bound=EpochPlan, contravariant=True)
 Targets = Callable[[EncodedRows], np.ndarray]
-"""What labelled rows are to be scored as: float32 (rows), from 0 to 1."""
+"""Function that replaces the labels of rows by targets from 0 to 1, float32 [rows]."""
 
 
 class BatchReader(Protocol[Plan_contra]):
-    """Reads the rows of a worker's steps."""
+    """Reader of one worker's batches."""
 
     stages: StageAccount
-    """What the stages of reading take."""
+    """Time per reading stage."""
 
     def batches(self, plans: Plans[Plan_contra], share: Share) -> Iterator[Batch]:
-        """Begin to read, and return a batch for each step. A worker's share of a step may be smaller than its neighbour's, even
-        empty, at the end of an epoch; `loss_weight` makes up for it."""
+        """Start reading and return one batch per step.
+
+        At the end of an epoch, workers may receive fewer rows than others, or none. `loss_weight` compensates.
+        """
         ...
 
     def stop(self) -> None:
-        """Ends reading."""
+        """Stop reading."""
         ...
 
     def close(self) -> None:
-        """Ends reading and lets go of the rows."""
+        """Stop reading and release the rows."""
         ...
 
 
@@ -52,7 +54,7 @@ class BatchReader(Protocol[Plan_contra]):
 
 @final
 class ArrayBatches:
-    """Batches of numbered rows, which a thread reads ahead."""
+    """Batches of numbered rows, prefetched in a thread."""
 
     def __init__(self, source: RowSource, *, ahead: int = 2) -> None:
         self._source, self._num_ahead = source, max(1, ahead)
@@ -84,7 +86,7 @@ class ArrayBatches:
                 yield measured(functools.partial(self._read, taken, plan.epoch, share), rows_of=len)
 
     def _announced(self, windows: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Each window, announced to the source while the one before is in use."""
+        """Yield the windows, announcing each to the source while the previous one is in use."""
         present = next(windows, None)
         if present is not None:
             self._source.will_read(present)
@@ -106,7 +108,7 @@ class ArrayBatches:
 
 
 class _Numbers:
-    """Takes batches off windows of row numbers, across their borders."""
+    """Splitter of row number windows into batches, across window boundaries."""
 
     def __init__(self, windows: Iterator[np.ndarray]) -> None:
         self._windows = windows
@@ -128,7 +130,7 @@ class _Numbers:
 
 @final
 class ClickBatches:
-    """Batches of a click log, sliced from its encoded rows."""
+    """Batches of a click log, sliced from encoded rows."""
 
     def __init__(
         self,
@@ -140,10 +142,17 @@ class ClickBatches:
         tables: Mapping[str, int] | None = None,
         pinned: int = 0,
     ) -> None:
-        """`inputs`: columns of the model's inputs; `unpooled`: sparse ones of them that go into `Batch.sequence_features`,
-        `tables`: further keys there, whose first row has that many ids, from 0 on.
-        `targets`: what rows are to be scored as; None: their labels. `pinned`: so many batches are cut by a thread and copied to
-        pinned memory, from which they travel to a GPU while it computes; 0: `next` cuts them, in pageable memory."""
+        """Configure the reader.
+
+        Args:
+            source: Source of encoded rows.
+            inputs: Input columns of the model.
+            targets: Function that computes training targets. None uses the labels.
+            unpooled: Sparse columns for `Batch.sequence_features`.
+            tables: Additional keys there, with the number of ids (0, 1, ...) in their first row.
+            pinned: Number of batches that a thread prepares in pinned memory, for asynchronous copies to a GPU. 0 makes batches
+                on `next`, in pageable memory.
+        """
         self._source, self._inputs, self._targets, self._unpooled = source, inputs, targets, unpooled
         self._num_pinned, self._tables = pinned, tables
         self._rows: RowStream | None = None
@@ -159,7 +168,7 @@ class ClickBatches:
         return self._pinned
 
     def stop(self) -> None:
-        """Ends the data tasks."""
+        """Stop the data tasks."""
         for thread in (self._pinned, self._rows):
             if thread is not None:
                 thread.close()
@@ -184,7 +193,7 @@ class ClickBatches:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The pieces of all epochs, as often as they are iterated; none for rows that no step wants."""
+    """Re-iterable pieces of all epochs, without rows after the last step."""
 
     plans: Plans[BlockPlan]
 
@@ -194,7 +203,7 @@ class _Pieces:
 
 
 class Slicer:
-    """Cuts a stream of encoded rows into batches; one copy a row."""
+    """Slicer of an encoded row stream into batches, with one copy per row."""
 
     def __init__(
         self,
@@ -206,10 +215,11 @@ class Slicer:
         tables: Mapping[str, int] | None = None,
         pin_constants: bool = False,
     ) -> None:
-        """`inputs`: the model's columns; `targets` changes the rows' first label. `unpooled`: sparse columns that go into
-        `Batch.sequence_features`, `tables`: further keys there, whose first row has that many ids, from 0 on. `pin_constants`:
-        lengths and offsets that are the same in every batch are pinned once, and not in each batch, of which they are more than
-        half."""
+        """Configure the slicer with the arguments of `ClickBatches`. `targets` replaces the first label.
+
+        `pin_constants` pins lengths and offsets that are equal in all batches once, instead of in each batch. They are more than
+        half of a batch.
+        """
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
         self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
         self._weighted = bool(inputs.list_weights)
@@ -222,7 +232,7 @@ class Slicer:
         self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
-        """The next `count` rows, which belong to an epoch."""
+        """Return the next `count` rows, which belong to epoch `epoch`, as a batch."""
         slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]] = []
         done = 0
         while done < count:
@@ -241,7 +251,7 @@ class Slicer:
         ids = self._ids(slices, count)
 
         def joined(values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type) -> np.ndarray | None:
-            """Numbers of the rows of all slices; None if the rows have none."""
+            """Concatenate values of all slices. Returns None if the rows have no such values."""
             parts = [(values_of(rows), start, stop) for rows, _, start, stop in slices]
             there = [values[start:stop] for values, start, stop in parts if values is not None]
             if len(there) < max(len(parts), 1):
@@ -256,7 +266,7 @@ class Slicer:
 
         labels = {name: label(name) for name in self._labels}
         if self._targets is not None and count:
-            # Batch by batch: a model's last digits depend on the rows it takes together, and these are the same in every run.
+            # Per batch, because the last digits of a model's outputs depend on the batch, and batches are the same in every run.
             labels[self._labels[0]] = self._targets(EncodedRows(dense, ids, labels))
         return Batch(
             {DENSE: torch.from_numpy(dense)},
@@ -273,8 +283,10 @@ class Slicer:
         )
 
     def _sequences(self, ids: Sequence[Ids], count: int) -> KeyedJaggedTensor | None:
-        """The ids of the unpooled features and of the full tables. Without rows it has one of empty lists, since TorchRec cannot
-        exchange embeddings one by one for none."""
+        """Return the ids of unpooled features and full tables.
+
+        An empty batch gets one row of empty lists, because TorchRec cannot exchange unpooled embeddings of zero rows.
+        """
         if not self._unpooled and not self._tables:
             return None
         if not self._tables and count:
@@ -290,14 +302,14 @@ class Slicer:
         return sparse_features(keys, columns, max(count, 1))
 
     def _features(self, ids: Sequence[Ids], numbers: Sequence[int], count: int) -> KeyedJaggedTensor | None:
-        """The ids of some features, by their numbers."""
+        """Return the ids of the features with these numbers."""
         if not numbers:
             return None
         if len(numbers) == len(ids):
             features = sparse_features(self._keys, ids, count, self._constant, weighted=self._weighted)
             if self._pin_constants and count in self._constant:
                 lengths, offsets = self._constant[count]
-                self._constant[count] = lengths.pin_memory(), offsets.pin_memory()  # what is pinned is not copied again
+                self._constant[count] = lengths.pin_memory(), offsets.pin_memory()  # Pinned tensors are not copied again.
             return features
         keys = [self._keys[number] for number in numbers]
         return sparse_features(keys, [ids[number] for number in numbers], count, weighted=self._weighted)
@@ -305,7 +317,7 @@ class Slicer:
     def _ids(
         self, slices: list[tuple[EncodedRows, list[np.ndarray | None], int, int]], count: int
     ) -> Sequence[np.ndarray | Bags]:
-        """The ids of the slices' rows; columns of so many ids a row lie in one array, one after the other."""
+        """Concatenate the ids of the slices. Fixed-width columns share one buffer, column by column."""
         first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
         if any(isinstance(column, Bags) for column in first):
             return [
@@ -338,7 +350,7 @@ def _row_numbers(slices: Sequence[np.ndarray | None], epoch: int) -> RowNumbers 
 
 
 class OneArray(list[np.ndarray]):
-    """Columns that are views of one array, in which they follow each other."""
+    """Columns that are adjacent views of one array."""
 
     def __init__(self, values: np.ndarray, columns: Sequence[np.ndarray]) -> None:
         super().__init__(columns)
@@ -372,8 +384,10 @@ def sparse_features(
     *,
     weighted: bool = False,
 ) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of `rows` rows; `weighted`: with weights, 1 for ids without one. `constant` keeps, by the
-    number of rows, lengths and offsets of columns that have the same number of ids in every row."""
+    """Build a KeyedJaggedTensor of `rows` rows.
+
+    `constant` caches the lengths and offsets of fixed-width columns by row count. `weighted` adds weights, 1 for columns without.
+    """
     sizes = [len(column.values) if isinstance(column, Bags) else column.size for column in columns]
     if isinstance(columns, OneArray):
         values = columns.values
@@ -403,7 +417,7 @@ def sparse_features(
 
 
 def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
-    """float32 (ids of all columns)."""
+    """Concatenate the weights of all columns, float32 [ids]."""
     given = [column.weights if isinstance(column, Bags) else None for column in columns]
     return np.concatenate(
         [np.ones(size, np.float32) if weights is None else weights for weights, size in zip(given, sizes, strict=True)]

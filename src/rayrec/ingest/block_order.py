@@ -1,9 +1,8 @@
-"""Where every row of an epoch stands: a pure, deterministic order of blocks, dealt out to any number of workers.
+"""Deterministic epoch order: blocks of rows, sharded over any number of workers. Pure functions.
 
-An epoch is a sequence of blocks. A block is made of row ranges of a few segments, drawn from all over the log, whose rows
-are permuted together; so a block can be made again at any time, on any node, from its number alone. Workers receive pieces
-(row ranges of permuted blocks) in turn, evened up so that no worker holds two rows more than another. What remains of an
-epoch after some steps is again a list of pieces, which can be dealt out to another number of workers.
+An epoch is a sequence of blocks. A block combines row ranges of a few random segments and permutes their rows together. Any node
+can recompute it from its number. Pieces (row ranges of permuted blocks) are sharded round-robin and balanced so that shards
+differ by at most one row. The rest of an epoch is also a list of pieces, which can be sharded over any number of workers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, stop) of block number `block` of an epoch, in the block's permuted order."""
+    """Row range [start, stop) of block number `block` of an epoch, in its permuted order."""
 
     block: int
     start: int
@@ -40,11 +39,10 @@ class Piece:
 
 
 def blocks_of_epoch(parts: Sequence[Part], *, shuffle: str, seed: int, epoch: int, segments_per_block: int) -> list[Block]:
-    """The blocks of one epoch over the chosen rows.
+    """Compute the blocks of one epoch.
 
-    shuffle: `none` keeps the order of the log; `files` permutes files, keeping the order inside each; `window` permutes
-    segments and then the rows of each block of `segments_per_block` segments; `full` does the same to a log whose rows are
-    mixed as a whole already.
+    shuffle: `none` keeps the log order. `files` permutes files and keeps the order within each. `window` permutes segments, and
+    the rows of each block of `segments_per_block` segments. `full` does the same for a log that is already fully shuffled.
     """
     parts = list(parts)
     if shuffle == "none":
@@ -69,7 +67,7 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class BlockOrder:
-    """Which rows an epoch has and in what order they come."""
+    """Epoch order over row ranges of a click log."""
 
     parts: tuple[Part, ...]
     shuffle: str
@@ -87,21 +85,21 @@ class BlockOrder:
 
     @cached_property
     def max_block_rows(self) -> int:
-        """Rows that no block of any epoch exceeds."""
+        """Upper bound of the rows per block in all epochs."""
         return sum(heapq.nlargest(self.segments_per_block, (part.stop - part.start for part in self.parts)))
 
     @cached_property
     def identity(self) -> str:
-        """What the meaning of a position depends on, as 16 hex digits: which rows of which files, and how they are mixed.
+        """Hash of the rows and their order, as 16 hex digits. A position is valid only for an equal hash.
 
-        A file is known by its name, and by its segments with their numbers of rows and checksums, not by its folder, so a
-        log may be moved. Takes under two seconds for a million parts.
+        Files are identified by their names and the row counts and checksums of their segments, not by their folder: a log can be
+        moved. Takes less than 2 s for a million parts.
         """
         return self._identity(checksums=True)
 
     def _identity(self, *, checksums: bool) -> str:
         sources = {path: source_of(path) for path in dict.fromkeys(part.segment.path for part in self.parts)}
-        # `files` permutes them from that order on.
+        # Shuffle mode `files` permutes files in this order.
         files = sources_in_order(sources) if self.shuffle == "files" else list(dict.fromkeys(sources.values()))
         place_of = {file: place for place, file in enumerate(files)}
         file_of = {path: place_of[source] for path, source in sources.items()}
@@ -126,9 +124,10 @@ class BlockOrder:
         return digest.hexdigest()[:16]
 
     def place(self, state: dict[str, Any] | None) -> Position:
-        """Return the position of a stored state. Raises InputError for one in another order, whose pieces would be other rows of
-        this one. A position that does not say its order passes; one of a checkpoint written before segments had checksums is
-        compared without them."""
+        """Return the position of a stored state. Raises InputError if it belongs to another order.
+
+        Accepts a position without an order hash, and compares hashes without checksums for older checkpoints.
+        """
         if not state:
             return Position()
         position = Position.from_dict(state)
@@ -171,7 +170,7 @@ class BlockOrder:
 
 
 def _numbers_of(part: Part) -> tuple[int, int]:
-    """[first, one after last) number in the log of a part's rows."""
+    """Return the range of the part's row numbers in the log, as [start, stop)."""
     first = part.segment.first_row
     return first + part.start, first + part.stop
 
@@ -181,13 +180,13 @@ def _numbers_in(block: Block, piece: Piece) -> np.ndarray:
 
 
 def whole(blocks: Sequence[Block]) -> list[Piece]:
-    """Every row of the epoch."""
+    """Return pieces that cover all rows of the epoch."""
     return [Piece(number, 0, block.rows) for number, block in enumerate(blocks) if block.rows]
 
 
 def deal(pieces: Sequence[Piece], world_size: int) -> list[list[Piece]]:
-    """Deals pieces to workers in turn, then moves rows from the ends of the longer hands to the shorter ones, so that
-    hands differ by at most one row. No row is lost or repeated; the result depends on nothing but the arguments."""
+    """Shard pieces round-robin, then move rows from the ends of longer shards to shorter ones, so that sizes differ by at most
+    one row. Assigns each row exactly once. Pure."""
     hands: list[list[Piece]] = [list(pieces[rank::world_size]) for rank in range(world_size)]
     total = sum(piece.rows for piece in pieces)
     targets = [total // world_size + (rank < total % world_size) for rank in range(world_size)]
@@ -215,7 +214,7 @@ def deal(pieces: Sequence[Piece], world_size: int) -> list[list[Piece]]:
 
 
 def after(hand: Sequence[Piece], rows: int) -> list[Piece]:
-    """What is left of a hand once its first `rows` rows are used."""
+    """Return a shard without its first `rows` rows."""
     left = []
     for piece in hand:
         used = min(rows, piece.rows)
@@ -231,19 +230,19 @@ def steps_in(rows_of_largest_hand: int, batch_size: int) -> int:
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands in its data, between two steps. Plain values only; it is part of a checkpoint."""
+    """Position of training in its data, between two steps. Part of checkpoints, so plain values only."""
 
     epoch: int = 0
     step_in_deal: int = 0
-    """Steps done since the pieces were dealt."""
+    """Number of steps since the pieces were sharded."""
     world_size: int = 0
-    """Workers the pieces were dealt to; 0: not dealt yet."""
+    """Number of workers over which the pieces were sharded. 0 before sharding."""
     batch_size: int = 0
-    """Rows a worker takes in a step."""
+    """Rows per worker and step."""
     pieces: tuple[Piece, ...] | None = None
-    """What was dealt; None: the whole epoch."""
+    """Sharded pieces. None means the full epoch."""
     order: str | None = None
-    """`identity` of the order this is a place in; None: not said, as at the start."""
+    """`identity` of the order. None at the start, and in old checkpoints."""
 
     def to_dict(self) -> dict[str, Any]:
         pieces = None if self.pieces is None else [[piece.block, piece.start, piece.stop] for piece in self.pieces]
@@ -255,10 +254,10 @@ class Position:
         return cls(**{**stored, "pieces": pieces})
 
     def for_workers(self, blocks: Sequence[Block], *, world_size: int, batch_size: int) -> Position:
-        """The same place in the data for (another) number of workers or batch size.
+        """Return this position for a number of workers and a batch size.
 
-        With the same ones every worker keeps its rows and goes on with the very row that was next;
-        otherwise what is left of all hands is dealt again.
+        If both are unchanged, every worker keeps its rows and continues with its next row. Otherwise the remaining rows of all
+        shards are sharded again.
         """
         if self.world_size == world_size and self.batch_size == batch_size:
             return self
@@ -270,18 +269,20 @@ class Position:
         return Position(self.epoch, 0, world_size, batch_size, pieces, self.order)
 
     def hands(self, blocks: Sequence[Block]) -> list[list[Piece]]:
-        """Each worker's pieces as dealt, including those already used."""
+        """Return the shard of each worker, including rows already used."""
         return deal(whole(blocks) if self.pieces is None else self.pieces, self.world_size)
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One worker's steps from a position to the end of its epoch. Hands differ by a row at most, the larger ones first, so that
-    all counts follow from the rows that were dealt."""
+    """Steps of one worker from a position to the end of its epoch.
+
+    Shards differ by at most one row, larger ones first, so that all counts follow from the number of sharded rows.
+    """
 
     order: BlockOrder
     start: Position
-    """Dealt to the workers that train now."""
+    """Position, sharded over the current workers."""
     rank: int
 
     @property
@@ -294,7 +295,7 @@ class BlockPlan:
         return steps_in(largest, self.start.batch_size) - self.start.step_in_deal
 
     def own_rows(self, step: int) -> int:
-        """Return the rows of this worker in a step."""
+        """Return the row count of this worker in a step."""
         return self._own_rows_until(step + 1) - self._own_rows_until(step)
 
     def rows_until(self, step: int) -> int:
@@ -315,17 +316,17 @@ class BlockPlan:
 
     @cached_property
     def _rows(self) -> int:
-        """That were dealt to all workers, with those of steps before the start."""
+        """Number of sharded rows of all workers, including steps before the start."""
         pieces = self.start.pieces
         return self.order.rows if pieces is None else sum(piece.rows for piece in pieces)
 
     def _own_rows_until(self, step: int) -> int:
-        """Of this worker, since the deal."""
+        """Count the rows of this worker since sharding."""
         least, larger = divmod(self._rows, self.start.world_size)
         return min((self.start.step_in_deal + step) * self.start.batch_size, least + (self.rank < larger))
 
     def _dealt_rows(self, step: int) -> int:
-        """Of all workers, since the deal."""
+        """Count the rows of all workers since sharding."""
         workers, until = self.start.world_size, (self.start.step_in_deal + step) * self.start.batch_size
         least, larger = divmod(self._rows, workers)
         return larger * min(until, least + 1) + (workers - larger) * min(until, least)

@@ -1,4 +1,4 @@
-"""The batches of one worker, from a position on: of any rows, in any order."""
+"""Resumable iterator over the batches of one worker, for any rows in any order."""
 
 from collections.abc import Iterator
 from typing import Any, Generic, final
@@ -12,7 +12,7 @@ from rayrec.row_tally import RowTally
 
 @final
 class Loader(Generic[Place, Plan]):
-    """One worker's batches, from a place in an epoch to the end of the last epoch or `max_steps` batches on."""
+    """Iterator over one worker's batches, from a position to the end of the last epoch or for `max_steps` batches."""
 
     def __init__(
         self,
@@ -24,8 +24,18 @@ class Loader(Generic[Place, Plan]):
         epochs: int | None,
         max_steps: int | None = None,
     ) -> None:
-        """`state`: of a loader over the same rows in the same order, of any number of workers; raises InputError for others.
-        `epochs` None: as many as `max_steps` take."""
+        """Create the loader at a stored position.
+
+        Args:
+            order: Epoch order.
+            reader: Reader of batches.
+            share: Worker rank, world size and batch size.
+            state: `state()` of a loader with the same rows and order and any number of workers. None starts at epoch 0.
+            epochs: Number of epochs. None runs for `max_steps`.
+            max_steps: Maximum number of batches.
+
+        Raises InputError if `state` belongs to other rows or another order.
+        """
         self._order, self._reader, self._share = order, reader, share
         self._first = order.plan(order.place(state), share)
         self.steps_per_epoch = order.plan(order.start(0), share).steps
@@ -43,7 +53,7 @@ class Loader(Generic[Place, Plan]):
         return self._reader.stages
 
     def start(self) -> None:
-        """Lets reading begin; what is read waits for the first `next`."""
+        """Start reading before the first `next`."""
         if self._batches is None and self.steps:
             self._batches = self._reader.batches(self._plans, self._share)
 
@@ -59,7 +69,7 @@ class Loader(Generic[Place, Plan]):
         return batch
 
     def rows(self, batches: int) -> int:
-        """Rows of all workers in the first `batches` batches."""
+        """Count the rows of all workers in the first `batches` batches."""
         plan, step = self._at(batches)
         rows = plan.rows_until(step)
         if plan is not self._first:
@@ -68,16 +78,16 @@ class Loader(Generic[Place, Plan]):
         return rows
 
     def rows_behind(self) -> RowTally:
-        """The rows that a run has to have trained at the present position, by any number of workers: each row once in every
-        epoch, less those that are left of this one."""
+        """Return the rows that a run has trained at this position, with any number of workers: every row once per epoch, minus
+        the rest of the current epoch."""
         return self._order.trained(self._place())
 
     def state(self) -> dict[str, Any]:
-        """The position behind the batches handed out so far; plain JSON values, the same on every worker."""
+        """Return the position after the batches returned so far. JSON values, equal on all workers."""
         return self._order.state(self._place())
 
     def close(self) -> None:
-        """Ends reading and lets go of the rows."""
+        """Stop reading and release the rows."""
         self._batches = iter(())
         self._reader.close()
 
@@ -87,14 +97,14 @@ class Loader(Generic[Place, Plan]):
         return place
 
     def _at(self, batches: int) -> tuple[Plan, int]:
-        """The plan of the epoch behind so many batches, and the steps of it that are done."""
+        """Return the plan of the epoch after this many batches, and its number of completed steps."""
         if batches < self._first.steps:
             return self._first, batches
         epochs, step = divmod(batches - self._first.steps, max(1, self.steps_per_epoch))
         return self._plan_after(epochs), step
 
     def _plan_after(self, epochs: int) -> Plan:
-        """The plan of a whole epoch, after so many others behind the first."""
+        """Return the full plan of the epoch that follows `epochs` full epochs after the first."""
         return self._order.plan(self._order.start(self._first.epoch + 1 + epochs), self._share)
 
     def _plans(self) -> Iterator[tuple[Plan, int]]:

@@ -1,6 +1,6 @@
-"""Orders of rows: which rows an epoch has, in what order they come, and the steps of one worker in it.
+"""Epoch order interface: the row order of an epoch, and the steps of one worker in it.
 
-An order is pure: it is the same on every node, for any number of workers. No array has an entry a step.
+An order is pure: equal on every node, for any number of workers. No array grows with the number of steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,61 +17,60 @@ Plan_co = TypeVar("Plan_co", bound="EpochPlan[Any]", covariant=True)
 
 @dataclass(frozen=True)
 class Share:
-    """One worker's share of each step."""
+    """Share of one worker in each step."""
 
     rank: int
     world_size: int
     batch_size: int
-    """Rows that a worker takes in a step."""
+    """Rows per worker and step."""
 
 
 class EpochPlan(Protocol[Place_co]):
-    """One worker's steps in an epoch, or in the rest of one."""
+    """Steps of one worker in an epoch, or in the rest of one."""
 
     @property
     def epoch(self) -> int: ...
 
     @property
     def steps(self) -> int:
-        """The same on every worker."""
+        """Number of steps, equal on all workers."""
         ...
 
     def rows_until(self, step: int) -> int:
-        """Return the rows of all workers before a step."""
+        """Return the row count of all workers before a step."""
         ...
 
     def after(self, step: int) -> Place_co:
-        """Return the place before a step."""
+        """Return the position before a step."""
         ...
 
 
 Plans: TypeAlias = Callable[[], Iterator[tuple[Plan, int]]]
-"""Plans of one epoch after the other, each with the number of its steps that are wanted; the same at each call."""
+"""Function that yields the plan and number of steps of each epoch. All calls yield the same."""
 
 
 class EpochOrder(Protocol[Place, Plan_co]):
-    """Which rows an epoch has and in what order they come."""
+    """Rows of an epoch and their order."""
 
     @property
     def rows(self) -> int:
-        """Rows of an epoch."""
+        """Row count of an epoch."""
         ...
 
     def place(self, state: dict[str, Any] | None) -> Place:
-        """Return the place of a stored state, the start for None. Raises InputError for one in other rows, or in another order
-        of them."""
+        """Return the position of a stored state, or the start for None. Raises InputError if the rows or their order differ."""
         ...
 
     def start(self, epoch: int) -> Place: ...
 
     def plan(self, place: Place, share: Share) -> Plan_co:
-        """Return the steps from a place to the end of its epoch, where any number of workers has come to it."""
+        """Plan the steps from a position to the end of its epoch. Any number of workers may have reached it."""
         ...
 
     def state(self, place: Place) -> dict[str, Any]:
-        """Return plain JSON values, the same on every worker."""
+        """Return the position as JSON values, equal on all workers."""
         ...
 
     def trained(self, place: Place) -> RowTally:
-        """Return the rows that must have been trained up to a place: each once in every epoch, less those that are left."""
+        """Return the rows trained before a position: every row once per epoch, minus the rest of the current epoch."""
         ...

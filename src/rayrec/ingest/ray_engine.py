@@ -1,4 +1,4 @@
-"""The default engine: one function over many items as Ray Data read tasks, one block an item, placed and limited as told."""
+"""Default engine: Ray Data read tasks that apply one function to many items, with placement and concurrency limits."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from rayrec.config import InputError
 from rayrec.data.engine import STOP_ASKED, Shared, TaskPlacement
 
 _ITEMS_A_DATASET: Final = (64, 256, 1024)
-"""Of the first Datasets of a stream, the last number also of all that follow: some 32 GB of text, at the usual size of a block. A
-Dataset stores all its read tasks, each in a millisecond or so, before it makes the first row."""
+"""Number of items in the first Datasets of a stream. The last value, about 32 GB of text with default blocks, applies to all
+later ones. A Dataset stores all its read tasks, in about 1 ms each, before its first row."""
 ITEMS_A_TASK: Final = 2
-"""Of a stream, behind its first tasks. Of the time of a task that makes a block of the usual size Ray takes a fifth, whatever the
-task makes. With four items it gains no more."""
+"""Number of items per task of a stream, after its first tasks. Ray's overhead is a fifth of the time of a task with a default
+block. Four items gain no more."""
 _ITEMS: Final = b"rayrec.items"
-"""The key of a table's metadata under which a task of several items stores their rows and metadata."""
+"""Table metadata key for the row counts and metadata of a task's items."""
 _STARTED_AHEAD: Final = 16
-"""Items left of a Dataset when the next one starts: it takes a second or so to make its first rows."""
+"""Number of remaining items at which the next Dataset starts. Its first rows take about 1 s."""
 _CLOSE_S: Final = 5.0
 _READERS_BLOCKS: Final = 3
-"""Blocks that Ray Data's iterator and the threads between it and the reader hold."""
+"""Number of blocks inside Ray Data's iterator and the threads between it and the reader."""
 _Value = TypeVar("_Value")
 
 
@@ -74,26 +74,32 @@ def _patient(max_outage_s: float, function: Callable[[Any], pa.Table], item: Any
 
 
 def _without_usage_statistics() -> None:
-    """On a cluster of `ray start` Ray Data 2.60 has an actor for them, and in every process a thread that logs every ten seconds
-    how it did not reach a Prometheus. Python before 3.11.8 parses code to print a stack, and what else is parsed at that moment
-    fails with "AST constructor recursion depth mismatch": torch's imports, for one."""
+    """Disable the usage statistics of Ray Data.
+
+    With `ray start`, Ray Data 2.60 runs an actor for them, and in each process a thread that logs failed connections to
+    Prometheus every 10 s. Python before 3.11.8 parses code to print a stack, which lets concurrent parsing (such as torch
+    imports) fail with "AST constructor recursion depth mismatch".
+    """
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of the tasks and blocks of one Dataset."""
+    """Concurrency limits of one Dataset."""
 
     tasks: int
-    """Tasks that run or wait for a CPU."""
+    """Maximum number of tasks that run or wait for a CPU."""
     blocks: int
-    """Blocks that are being made or wait for the reader."""
+    """Maximum number of blocks in progress or waiting for the reader."""
 
     @classmethod
     def of(cls, placement: TaskPlacement, *, block_bytes: int, prefetch_blocks: int) -> Bounds:
-        """Twice as many tasks as run at once: Ray Data's scheduling loop (2.60) needs up to 0.2 s to see that a task is done, and
-        no CPU is to wait for it. `prefetch_blocks` blocks more than that, as far as the placement's object-store memory has room
-        for them and for those that the reader has taken."""
+        """Compute limits for a placement.
+
+        Allows twice as many tasks as run at once, because the scheduling loop of Ray Data 2.60 takes up to 0.2 s to detect the
+        end of a task. Allows `prefetch_blocks` more blocks than tasks, if they and the reader's blocks fit into the object-store
+        memory of the placement.
+        """
         cpus = ray.cluster_resources().get("CPU", 1.0) if placement.max_cpus is None else placement.max_cpus
         tasks = 2 * max(1, math.floor(cpus / placement.num_cpus))
         blocks = tasks + prefetch_blocks
@@ -105,10 +111,10 @@ class Bounds:
 
 @final
 class _Bounded(BackpressurePolicy):
-    """Limits an operator's tasks and blocks by number.
+    """Backpressure policy that limits an operator's tasks and blocks by number.
 
-    Ray Data's own policy limits them by a budget of resources, which is zero in a Dataset's first second: Ray 2.60 reads it once
-    a second, and the first answer comes later. Only one task runs at a time until then.
+    The default policy limits them by a resource budget, which is zero in the first second of a Dataset, because Ray 2.60 polls it
+    once per second. Until then only one task runs at a time.
     """
 
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any, *, bounds: Bounds) -> None:
@@ -131,11 +137,16 @@ def tasks_dataset(
     bounds: Bounds | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ray.data.Dataset:
-    """A Dataset with one block an item, in the items' order. `function` runs in data tasks and must be picklable;
-    `block_bytes` is the expected size of a block.
+    """Create a Dataset with one block per item, in order.
 
-    `bounds` keep a reader that is slower than the tasks from filling the object store; without them all tasks are submitted at
-    once. `environment`: variables of the tasks' processes.
+    Args:
+        name: Dataset name.
+        function: Picklable function of an item, called in a data task.
+        items: Arguments of the tasks.
+        placement: Task placement.
+        block_bytes: Expected block size.
+        bounds: Limits that keep tasks from filling the object store ahead of a slow reader. None submits all tasks at once.
+        environment: Environment variables of the task processes.
     """
     if placement.max_outage_s is not None:
         function = functools.partial(_patient, placement.max_outage_s, function)
@@ -164,7 +175,7 @@ def tasks_dataset(
 
 @dataclass(frozen=True)
 class RayShared(Generic[_Value]):
-    """A value in Ray's object store; its arrays are read there by all processes of a node, uncopied."""
+    """Value in Ray's object store. Processes of a node read its arrays without copying."""
 
     reference: ray.ObjectRef
 
@@ -179,11 +190,11 @@ def _read(reference: ray.ObjectRef) -> Any:
 
 @dataclass(frozen=True)
 class RayEngine:
-    """Runs data tasks on the connected Ray cluster; see `Engine` and `StreamEngine`."""
+    """Engine that runs data tasks on the connected Ray cluster. Implements `Engine` and `StreamEngine`."""
 
     placement: TaskPlacement
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Variables of the tasks' processes."""
+    """Environment variables of the task processes."""
 
     @property
     def cpus(self) -> float:
@@ -193,7 +204,7 @@ class RayEngine:
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
     ) -> Iterator[pa.Table]:
         if items:
-            # Results are small compared with what the tasks read, and merged as they come.
+            # No bounds: results are small compared with the tasks' inputs, and merged on arrival.
             yield from tables(
                 tasks_dataset(
                     name, function, items, placement=self.placement, block_bytes=block_bytes, environment=self.environment
@@ -211,7 +222,7 @@ class RayEngine:
                 Bounds.of(self.placement, block_bytes=block_bytes * size, prefetch_blocks=-(-prefetch_blocks // size))
                 for size in (1, ITEMS_A_TASK)
             )
-            size = ITEMS_A_TASK if several.tasks == one.tasks else 1  # the object store may be too small
+            size = ITEMS_A_TASK if several.tasks == one.tasks else 1  # The object store may be too small.
             first, begun = 0 if begun else one.tasks, True
             dataset = tasks_dataset(
                 name,
@@ -232,13 +243,13 @@ class RayEngine:
 
 
 def items_of_tasks(items: Sequence[Any], *, first: int, size: int) -> list[Sequence[Any]]:
-    """The items of each task: one of the `first` tasks, whose rows are waited for, `size` of the others."""
+    """Group items into tasks: one item in each of the `first` tasks, for low latency, and `size` items in the others."""
     singles, others = items[:first], items[first:]
     return [*([item] for item in singles), *(others[start : start + size] for start in range(0, len(others), size))]
 
 
 def joined_tables(function: Callable[[Any], pa.Table], items: Sequence[Any]) -> pa.Table:
-    """The function's tables, as one that `tables_apart` divides."""
+    """Concatenate the tables of several items for `tables_apart`."""
     made = [function(item) for item in items]
     if len(made) == 1:
         return made[0]
@@ -250,7 +261,7 @@ def joined_tables(function: Callable[[Any], pa.Table], items: Sequence[Any]) -> 
 
 
 def tables_apart(table: pa.Table) -> Iterator[pa.Table]:
-    """The tables of a task's items, in order; uncopied."""
+    """Split a task's table into the tables of its items, in order and without copying."""
     kept = (table.schema.metadata or {}).get(_ITEMS)
     if kept is None:
         yield table
@@ -262,7 +273,7 @@ def tables_apart(table: pa.Table) -> Iterator[pa.Table]:
 
 
 def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
-    """The items of one Dataset each."""
+    """Group the items by Dataset."""
     source = iter(items)
     for size in chain(_ITEMS_A_DATASET, repeat(_ITEMS_A_DATASET[-1])):
         group = list(islice(source, size))
@@ -274,8 +285,8 @@ def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
 def _one_after_another(
     groups: Iterable[Sequence[Any]], tables_of: Callable[[Sequence[Any]], Generator[pa.Table, None, None]]
 ) -> Generator[pa.Table, None, None]:
-    """The tables of each group, one for each of its items. A thread makes the first table of the next group, and so starts its
-    tasks, when `_STARTED_AHEAD` of the present group are left."""
+    """Yield the tables of each group, one per item. When `_STARTED_AHEAD` items of a group remain, a thread starts the tasks of
+    the next group by requesting its first table."""
     with contextlib.ExitStack() as opened:
         source = iter(groups)
         group, following = next(source, ()), None
@@ -291,7 +302,7 @@ def _one_after_another(
 
 
 class _Started:
-    """An iterator whose first value is made in a thread, which does not keep the process alive."""
+    """Iterator whose first value is computed in a daemon thread."""
 
     def __init__(self, values: Generator[pa.Table, None, None]) -> None:
         self._values = values
@@ -306,20 +317,20 @@ class _Started:
 
     def close(self) -> None:
         wait([self._first], timeout=0 if STOP_ASKED.is_set() else _CLOSE_S)
-        if self._first.done():  # a generator that runs cannot be closed
+        if self._first.done():  # A running generator cannot be closed.
             self._values.close()
 
     def _make(self) -> None:
         try:
             self._first.set_result(next(self._values, None))
-        except BaseException as error:  # raised where the table is asked for
+        except BaseException as error:  # Raised to the reader.
             self._first.set_exception(error)
 
 
 def tables(dataset: ray.data.Dataset) -> Generator[pa.Table, None, None]:
-    """The blocks of a Dataset, in order. An InputError of a task is raised unchanged, in one line."""
+    """Yield the blocks of a Dataset in order. Raises the InputError of a task unchanged."""
     try:
-        # With prefetch_batches=n, Ray Data would return the first block only when n more are made. It reads ahead without.
+        # With prefetch_batches=n, Ray Data returns the first block only after n more. It prefetches anyway.
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except ray.exceptions.RayTaskError as error:
         raise_input_error(error)
@@ -327,20 +338,20 @@ def tables(dataset: ray.data.Dataset) -> Generator[pa.Table, None, None]:
 
 
 def raise_input_error(error: ray.exceptions.RayTaskError) -> None:
-    """Raises the InputError behind a failed task, if that is what it was, without Ray's traceback."""
+    """Raise the InputError that caused a task failure, if any, without Ray's traceback."""
     if isinstance(error.cause, InputError):
-        raise InputError(str(error.cause).partition("\n")[0]) from None  # Ray Data adds lines of its own advice
+        raise InputError(str(error.cause).partition("\n")[0]) from None  # Ray Data appends advice.
 
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Turns what Ray made of an InputError on its way from an actor of Ray Data into that InputError again.
+    """Convert Ray's error for an InputError in a Ray Data actor back to that InputError.
 
-    Ray Data keeps only the traceback's text of what a function raised (2.60: UserCodeException drops its cause).
+    Ray Data 2.60 keeps only the text of the traceback (UserCodeException drops its cause).
     """
     logger = logging.getLogger("ray.data")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it logs what it then raises
+    logger.setLevel(logging.CRITICAL)  # Ray Data logs errors before raising them.
     message = ""
     try:
         yield
@@ -352,7 +363,7 @@ def input_errors() -> Iterator[None]:
     finally:
         logger.setLevel(level)
     if message:
-        # Raised here, without the failure as its context: that would keep the failed pipeline, its actors and their
-        # CPUs alive as long as anybody holds this exception.
+        # Raised outside the handler: with the failure as its context, this exception would keep the failed pipeline, its actors
+        # and their CPUs alive.
         gc.collect()
         raise InputError(message)

@@ -1,4 +1,4 @@
-"""The order of numbered rows in each epoch: a function of seed and epoch alone, so that a position is two numbers."""
+"""Epoch order of numbered rows: a pure function of seed and epoch, so that a position is two numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayrec.row_tally import RowNumbers, RowTally
 
 
 class RowPlace(NamedTuple):
-    """The place before row `offset` of an epoch's order."""
+    """Position before row `offset` of an epoch's order."""
 
     epoch: int
     offset: int
@@ -25,34 +25,34 @@ class RowPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Rows come window by window; within a window every row has the same chance of every place.
+    """Row order by windows, each shuffled uniformly. Uses 8 bytes of memory per row of a window.
 
-    Memory: 8 bytes for each row of a window. With all rows in one window the order is that of torch's DistributedSampler:
-    `torch.randperm(rows)` by a generator seeded with seed + epoch.
+    With one window, the order equals that of torch's DistributedSampler: `torch.randperm(rows)` with a generator seeded with
+    seed + epoch.
 
-    A step of all workers has `batch_size * world_size` rows that follow each other; worker r has rows r, r + world_size, ... of
-    them. What is left at the end of an epoch makes a smaller step, or joins the one before if it is fewer than two rows a worker
-    (which batch normalisation could not train on).
+    A step of all workers has `batch_size * world_size` consecutive rows, of which worker r takes rows r, r + world_size, ... The
+    rest of an epoch is a smaller step. If it has fewer than two rows per worker, too few for batch normalisation, it is added to
+    the previous step.
     """
 
     chunk_rows: tuple[int, ...]
-    """Rows of each chunk (shard)."""
+    """Row count of each chunk (shard)."""
     shuffle: Literal["none", "files", "window", "full"]
-    """none: by number; files: chunks in random order; window: as files, and the rows of every `chunks_per_window` chunks
-    mixed; full: all rows mixed."""
+    """Shuffle mode. none: by number. files: chunks in random order. window: like files, and shuffle the rows of every
+    `chunks_per_window` chunks. full: shuffle all rows."""
     seed: int
     chunks_per_window: int
     small_steps: bool = False
-    """Whether any rest is a step by itself, for evaluation."""
+    """Whether to keep any rest as a separate step, for evaluation."""
     data_hash: str | None = None
-    """Of the rows, which a place in them then depends on."""
+    """Hash of the rows, compared on resume. None skips the comparison."""
 
     @cached_property
     def rows(self) -> int:
         return sum(self.chunk_rows)
 
     def numbers(self, epoch: int, offset: int) -> Iterator[np.ndarray]:
-        """The numbers of the rows from place `offset` of an epoch on, int64, a window at a time."""
+        """Yield the row numbers of an epoch from `offset`, int64, one window at a time."""
         for number, chunks in enumerate(self._windows(epoch)):
             rows = sum(self.chunk_rows[chunk] for chunk in chunks)
             if offset < rows:
@@ -65,7 +65,7 @@ class RowOrder:
         if not state:
             return self.start(0)
         for name, value in self._identity.items():
-            if state.get(name, value) != value:  # what earlier versions did not store cannot be compared
+            if state.get(name, value) != value:  # Older checkpoints lack some entries.
                 raise InputError(
                     f"train_data: the checkpoint's position is one in data with {name} {state[name]}, and this has {value}; go "
                     "on with the data and order the run began with, or choose another --name"
@@ -92,13 +92,13 @@ class RowOrder:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What the meaning of a place depends on: which rows these are, and how they are mixed."""
+        """Identity of the rows and their order. A position is valid only for an equal identity."""
         identity: dict[str, Any] = {"rows": self.rows, "chunks": len(self.chunk_rows)}
         if self.data_hash is not None:
             identity["data_hash"] = self.data_hash
         identity["chunk_rows"] = hashlib.sha256(np.array(self.chunk_rows, "<i8").tobytes()).hexdigest()[:16]
         identity |= {"shuffle": self.shuffle, "seed": self.seed}
-        if self.shuffle == "window":  # one that holds all chunks is the same whatever its size
+        if self.shuffle == "window":  # Any size that covers all chunks gives the same order.
             identity["window"] = min(self.chunks_per_window, len(self.chunk_rows))
         return identity
 
@@ -106,7 +106,7 @@ class RowOrder:
         count = len(self.chunk_rows)
         size = count if self.shuffle == "full" else self.chunks_per_window
         order = list(range(count))
-        if self.shuffle == "files" or (self.shuffle == "window" and count > size):  # one window is mixed anyway
+        if self.shuffle == "files" or (self.shuffle == "window" and count > size):  # A single window is shuffled anyway.
             order = torch.randperm(count, generator=_generator(self.seed + epoch)).tolist()
         return [order[start : start + size] for start in range(0, count, size)]
 
@@ -116,7 +116,7 @@ class RowOrder:
         )
         if self.shuffle in ("none", "files"):
             return numbers
-        # The first window's generator is DistributedSampler's; further ones are apart from those of other epochs.
+        # The first window uses the generator of DistributedSampler. Other windows never share one with another epoch.
         generator = _generator(self.seed + epoch + (window << 32))
         return numbers[torch.randperm(len(numbers), generator=generator).numpy()]
 
@@ -131,7 +131,7 @@ def _generator(seed: int) -> torch.Generator:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """One worker's steps from a place to the end of its epoch."""
+    """Steps of one worker from a position to the end of its epoch."""
 
     order: RowOrder
     start: RowPlace
@@ -154,7 +154,7 @@ class RowPlan:
         return RowPlace(self.epoch, self.start.offset + step * self._step_rows)
 
     def numbers(self) -> Iterator[np.ndarray]:
-        """Return the numbers of all workers' rows, a window at a time."""
+        """Yield the row numbers of all workers, one window at a time."""
         return self.order.numbers(*self.start)
 
     @property

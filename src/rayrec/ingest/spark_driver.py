@@ -1,6 +1,6 @@
-"""Spark's driver, as a child process: takes jobs from standard input and runs them as one Spark task an item.
+"""Spark driver in a child process: reads jobs from standard input and runs one Spark task per item.
 
-Runs in RayDP's environment too, so it imports nothing but Spark and the data layer.
+It also runs in RayDP's environment, so it imports only Spark and the data layer.
 """
 
 import functools
@@ -31,13 +31,13 @@ _OPENED = (
     "java.util", "java.util.concurrent", "java.util.concurrent.atomic", "sun.nio.ch", "sun.nio.cs",
     "sun.security.action", "sun.util.calendar",
 )  # fmt: skip
-"""Packages RayDP's JVMs reach into, which Java 17 keeps closed."""
+"""Java packages that RayDP accesses by reflection, closed by default in Java 17."""
 
 
 def run_items(
     function: Callable[[Any], pa.Table], items: Sequence[Any], folder: str, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """In a Spark task: runs the items whose numbers come, and leaves each result as a file, complete or not at all."""
+    """Run the items with the given numbers in a Spark task and write each result to a file, atomically."""
     for batch in batches:
         for number in batch.column(0).to_pylist():
             path = os.path.join(folder, f"{number:06d}.arrow")
@@ -54,7 +54,7 @@ def run_items(
 
 
 def write_error(folder: str, kind: str, message: str) -> None:
-    """Tells the parent; the first error stays."""
+    """Write an error for the parent, unless there is one already."""
     path = os.path.join(folder, "error.json")
     temporary = f"{path}.{os.getpid()}"
     with open(temporary, "w") as file:
@@ -64,7 +64,7 @@ def write_error(folder: str, kind: str, message: str) -> None:
 
 
 def settings(job: dict[str, Any], *, logging: str) -> dict[str, str]:
-    """Spark's settings for a job; pure."""
+    """Compute Spark settings for a job. Pure."""
     folder = job["folder"]
     common = {
         "spark.ui.enabled": "false",
@@ -89,7 +89,7 @@ def settings(job: dict[str, Any], *, logging: str) -> dict[str, str]:
 
 
 def start(job: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
-    """A session, and what stops it."""
+    """Start a session. Returns (session, stop function)."""
     os.makedirs(os.path.join(job["folder"], "local"), exist_ok=True)
     logging = os.path.join(job["folder"], "log4j2.properties")
     with open(logging, "w") as file:
@@ -106,7 +106,7 @@ def start(job: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
     else:
         if job["master"].startswith("local"):
             os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-        # local[N] gives up at a task's first failure; local[N,4] tries four times, as a cluster does.
+        # local[N] fails at the first task failure. local[N,4] tries four times, like a cluster.
         builder = builder.master(re.sub(r"^local\[(\*|\d+)\]$", r"local[\1,4]", job["master"]))
     for name, value in conf.items():
         builder = builder.config(name, value)
@@ -134,7 +134,7 @@ def _start_on_ray(job: dict[str, Any], conf: dict[str, str]) -> tuple[Any, Calla
 
 
 def reason(error: BaseException) -> str:
-    """The line of a Spark error that says why, without the stack traces of two languages."""
+    """Extract the line with the cause from a Spark error, without Java and Python stack traces."""
     lines = str(error).splitlines()
     found = [line.strip() for line in lines if re.match(r"\s*(?:[\w.]+\.)?\w*(Error|Exception): ", line)]
     return (found or lines or [type(error).__name__])[-1][:500]
@@ -142,7 +142,7 @@ def reason(error: BaseException) -> str:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    # The parent's death closes standard input; a thread sees it even while a job runs.
+    # The parent's death closes standard input. A thread detects it even while a job runs.
     lines: list[str] = []
     arrived = threading.Condition()
     ended, running = threading.Event(), threading.Event()
@@ -153,7 +153,7 @@ def main() -> None:
                 lines.append(line)
                 arrived.notify()
         if running.is_set():
-            os._exit(1)  # nobody waits for what runs; the JVM goes with its parent
+            os._exit(1)  # No process waits for this job. The JVM exits with its parent.
         with arrived:
             ended.set()
             arrived.notify()
@@ -170,7 +170,7 @@ def main() -> None:
             wanted = json.loads(lines.pop(0))
         folder, tasks = wanted["folder"], wanted["tasks"]
         with open(os.path.join(folder, "job.pickle"), "rb") as file:
-            function, items = pickle.load(file)  # written by the parent, into a folder of its own
+            function, items = pickle.load(file)  # Written by the parent into a private folder.
         task = functools.partial(run_items, function, items, folder)
         running.set()
         try:

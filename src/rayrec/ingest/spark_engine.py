@@ -1,4 +1,4 @@
-"""The Spark engines: the same data tasks, run by Spark in a process of its own, and the Python environments that they need."""
+"""Spark engines: data tasks run by Spark from a separate driver process, and the Python environments they need."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from rayrec.storage import Scratch
 
 @dataclass(frozen=True, kw_only=True)
 class SparkConfig(Config):
-    """Of the engines spark and spark-on-ray."""
+    """Settings of the engines spark and spark-on-ray."""
 
     master: str = "local[*]"
     """Spark master (engine spark): local[N], spark://HOST:PORT, or sc://HOST:PORT for Spark Connect."""
     executors: int = 1
-    """Executors inside the Ray cluster (engine spark-on-ray)."""
+    """Number of executors inside the Ray cluster (engine spark-on-ray)."""
     executor_cpus: int = 1
-    """CPUs of each of them."""
+    """CPUs per executor."""
     executor_memory: str = "2g"
-    """Memory of each of them."""
+    """Memory per executor."""
     shared_folder: str | None = None
-    """Folder that this machine and all executors share, for the tasks' results; None: the cache's, fit for one machine."""
+    """Folder for task results, shared by this machine and all executors. None uses the cache folder, for one machine only."""
     timeout_s: float = 120.0
-    """How long Spark may take to start, and then to finish any one task, before it is given up."""
+    """Maximum time in seconds for Spark to start, and then to finish a task."""
 
 
 _COMPLETE = "complete"
-"""File that is written last."""
+"""Marker file of a complete environment."""
 
 
 def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
-    """The interpreter of environment `name`, whose distributions NAME.lock beside this file lists; it is made in a folder
-    below `folder`, named by them, where it is not there yet.
+    """Return the interpreter of environment `name`, and create the environment below `folder` if needed.
 
-    Two processes that want it at once make it once. Raises InputError where pip cannot install it.
+    It contains the distributions of NAME.lock in this package, and its folder name has their hash. Safe to call from several
+    processes. Raises InputError if pip fails.
     """
     lock = resources.files("rayrec.ingest").joinpath(f"{name}.lock").read_text()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -88,26 +88,25 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
 _POLL_S = 0.02
 _WINDOW_BYTES = 4 << 30
 _LEAST_TASKS = 64
-"""Tasks that are submitted together: as many as give about _WINDOW_BYTES of results, and at least _LEAST_TASKS."""
+"""Minimum number of tasks submitted together. More are, for results of up to about _WINDOW_BYTES."""
 _NO_EXECUTOR = "an executor may be gone, or waits for CPUs or memory that others hold"
 _STOP_S = 30.0
-"""How long Spark may take to stop before it is killed."""
+"""Maximum time in seconds for Spark to stop before it is killed."""
 
 
 @dataclass
 class SparkEngine:
-    """Runs data tasks on Spark; see `Engine`.
+    """Engine that runs data tasks on Spark. Implements `Engine`.
 
-    Spark's driver is a child process (spark_driver.py), so that its JVM, its logs and, for RayDP, its Python environment are
-    its own. Tasks leave their results as files in a folder that this process and all executors share; they are read as
-    they come, in order, and removed.
+    The Spark driver is a child process (spark_driver.py), with a separate JVM, separate logs and, for RayDP, a separate Python
+    environment. Tasks write results to files in a folder shared with all executors, which are read in order and removed.
     """
 
     process: subprocess.Popen[str]
     folder: str
     timeout_s: float
     logs_at_start: dict[str, int] | None = None
-    """With Ray: `_ray_logs` of before."""
+    """Result of `_ray_logs` before the start, with Ray."""
     _runs: int = field(default=0)
 
     @classmethod
@@ -115,9 +114,9 @@ class SparkEngine:
     def started(
         cls, config: SparkConfig, *, ray_address: str | None, cache_folder: str, note: Callable[[str], None]
     ) -> Iterator[SparkEngine]:
-        """Spark, started on `config.master`, or with `ray_address` inside that Ray cluster; stopped at the end.
+        """Start Spark on `config.master`, or inside the Ray cluster at `ray_address`, and stop it at the end.
 
-        Raises InputError where Spark is not installed, no Java is there, or it does not start in time.
+        Raises InputError if Spark or Java is not installed, or Spark does not start in time.
         """
         if shutil.which("java") is None:
             if ray_address is not None:
@@ -148,12 +147,12 @@ class SparkEngine:
     def run(
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
     ) -> Iterator[pa.Table]:
-        """Submits the items in windows: results wait on a disk that all executors share."""
+        """Submit the items in windows, because results wait on the shared disk."""
         if not items:
             return
         size = max(_LEAST_TASKS, _WINDOW_BYTES // max(block_bytes, 1))
         windows = [items[start : start + size] for start in range(0, len(items), size)]
-        # Spark runs one window while the results of the one before are read: no more than two are on the disk.
+        # Spark runs one window while the results of the previous one are read, so at most two are on the disk.
         folders = deque([self._submit(name, function, windows[0])])
         for number, window in enumerate(windows):
             if number + 1 < len(windows):
@@ -178,7 +177,7 @@ class SparkEngine:
                 time.sleep(_POLL_S)
             with pa.memory_map(path) as mapped:
                 table = pa.ipc.open_file(mapped).read_all()
-            os.remove(path)  # what is mapped stays readable
+            os.remove(path)  # The mapping stays readable.
             last = time.monotonic()
             yield table
         shutil.rmtree(folder)
@@ -192,7 +191,7 @@ class SparkEngine:
             raise InputError(self._died()) from None
 
     def _check(self, name: str, folder: str, last: float) -> float:
-        """Raises where the run has failed, ended or stopped moving; returns when it was last seen to move."""
+        """Check the job and return the time of its last progress. Raises if it failed, ended or made no progress for too long."""
         error = os.path.join(folder, "error.json")
         if os.path.exists(error):
             with open(error) as file:
@@ -218,7 +217,7 @@ class SparkEngine:
         return f"Spark's driver ended ({why}); its log is {self._kept_log()}"
 
     def _ray_error(self) -> str:
-        """The last error that a process of Ray on this machine has logged since the start, and where; empty if none has."""
+        """Return the last error logged by Ray processes of this machine since the start, with its log path. Empty if none."""
         if self.logs_at_start is not None:
             for path in _ray_logs():
                 if why := _last_error(path, skip=self.logs_at_start.get(path, 0)):
@@ -226,7 +225,7 @@ class SparkEngine:
         return ""
 
     def _kept_log(self) -> str:
-        """Where the logs lie once the working folder is gone."""
+        """Copy the logs to a file that outlives the working folder, and return its path."""
         kept = os.path.join(tempfile.gettempdir(), f"{os.path.basename(self.folder)}.log")
         with open(kept, "wb") as out:
             for name in ("driver.log", "spark.log"):
@@ -248,13 +247,13 @@ class SparkEngine:
 
     def _stop(self, *, failed: bool) -> None:
         if not failed and self.process.poll() is None and self.process.stdin is not None:
-            self.process.stdin.close()  # the driver's sign to stop
+            self.process.stdin.close()  # Tells the driver to stop.
             try:
                 self.process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 failed = True
         if failed:
-            # The whole group: the JVM and its Python workers are the driver's children.
+            # The whole process group, because the JVM and its Python workers are children of the driver.
             _signal(self.process, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5.0)
@@ -263,7 +262,7 @@ class SparkEngine:
 
 
 def _ray_logs() -> dict[str, int]:
-    """The sizes in bytes of the logs of this machine's part of Ray that tell why a worker does not start."""
+    """Return the local Ray logs that explain why a worker does not start, with their sizes in bytes."""
     from rayrec.compat.ray_compat import local_node
 
     folder = glob.escape(local_node().get_logs_dir_path())
@@ -272,7 +271,7 @@ def _ray_logs() -> dict[str, int]:
 
 
 def _last_error(path: str, *, skip: int = 0) -> str:
-    """The last line of a log, without its first `skip` bytes, that names an error; empty if none does."""
+    """Return the last line of a log with an error, after its first `skip` bytes. Empty if there is no such line."""
     with open(path, "rb") as file:
         file.seek(skip)
         lines = file.read().decode(errors="replace").splitlines()
@@ -289,7 +288,7 @@ def _start(python: str, folder: str, config: SparkConfig, ray_address: str | Non
     job = {**config.to_dict(), "folder": folder, "ray_address": ray_address, "source": source}
     environment = {name: value for name, value in os.environ.items() if name not in ("SPARK_HOME", "SPARK_CONF_DIR")}
     environment |= {
-        # RayDP's environment has this package by its source alone; it needs no more of it than the data layer.
+        # In RayDP's environment, this package is only on the path, and only its data layer is needed.
         "PYTHONPATH": os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")])),
         "PYSPARK_PYTHON": python,
         "PYSPARK_DRIVER_PYTHON": python,

@@ -1,4 +1,4 @@
-"""Encoded rows of a click log, in a given order: made by an engine's tasks, or read from mapped files; and reading ahead."""
+"""Encoded rows of a click log in a given order, from engine tasks or mapped files, and prefetching in a thread."""
 
 import functools
 import queue
@@ -27,32 +27,34 @@ from rayrec.schema import Schema
 T = TypeVar("T")
 Pieces: TypeAlias = Iterable[tuple[Block, Piece]]
 Made: TypeAlias = tuple[Sequence[EncodedRows], BlockTimes | None]
-"""The rows of a piece, and what they took."""
+"""Rows of a piece and their stage times."""
 _STALL_S: Final = 5.0
-"""Seconds without the next value after which, in a run that is asked to stop, a reader no longer waits for it."""
+"""Maximum wait for the next value after the run was asked to stop, in seconds."""
 _POLL_S: Final = 0.1
-"""Seconds between two looks of a thread, or of its reader, at whether the other has gone."""
+"""Interval at which the thread and its reader check for each other's end, in seconds."""
 _CLOSE_S: Final = 10.0
-"""Seconds for which `close` waits for a read under way, which may hang if storage is unavailable."""
+"""Maximum wait of `close` for a pending read, which may hang if storage is unavailable, in seconds."""
 
 
 @final
 class Ahead(Generic[T]):
-    """Iterates over the values of a generator, of which a thread makes at most `most` ahead.
+    """Iterator over the values of a generator, of which a daemon thread prefetches at most `most`.
 
-    An error of the generator reaches the reader in the place of its value. The thread does not keep the process alive; it closes
-    the generator, which it owns.
+    Errors of the generator are raised to the reader in order. The thread owns the generator and closes it.
     """
 
     def __init__(self, values: Generator[T, None, None], *, most: int, may_stall: bool = False) -> None:
-        """`may_stall`: whether the generator waits for what may never come (data tasks whose nodes are gone), and cannot be
-        interrupted. Once the run is asked to stop, the values then end if the next one does not come."""
+        """Start the thread.
+
+        `may_stall`: whether the generator may wait forever and cannot be interrupted, such as for data tasks on lost nodes. Once
+        the run is asked to stop, iteration then ends if the next value is late.
+        """
         self._values, self._may_stall = values, may_stall
         self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
         self._closed = threading.Event()
         self._over = False
         self.stalled = False
-        """Whether the values ended early."""
+        """Whether iteration ended early."""
         self._thread = threading.Thread(target=self._make, name="ahead", daemon=True)
         self._thread.start()
 
@@ -69,13 +71,13 @@ class Ahead(Generic[T]):
                     self._over = self.stalled = True
                 continue
             if error is None:
-                return value  # type: ignore[return-value]  # None only with an error
+                return value  # type: ignore[return-value]  # None comes only with an error.
             self._over = True
             raise error
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread; waits for the value that is being made, unless that may stall a run that is asked to stop."""
+        """Stop the thread. Waits for the pending value, unless that could stall a run that was asked to stop."""
         self._over = True
         self._closed.set()
         if not (self._may_stall and STOP_ASKED.is_set()):
@@ -85,7 +87,7 @@ class Ahead(Generic[T]):
         try:
             while not self._closed.is_set():
                 self._put(next(self._values), None)
-        except BaseException as error:  # StopIteration too: the reader gets it in its place
+        except BaseException as error:  # Including StopIteration, which ends the reader in order.
             self._put(None, error)
         finally:
             self._values.close()
@@ -101,22 +103,22 @@ class Ahead(Generic[T]):
 
 @dataclass(frozen=True)
 class OpenedBlock:
-    """A block whose rows are encoded when they are asked for."""
+    """Block whose rows are encoded on request."""
 
     encode: Callable[[int, int], EncodedRows]
-    """Of start and stop: rows [start, stop) of the block, permuted and encoded."""
+    """Function of (start, stop) that encodes rows [start, stop) of the permuted block."""
     raw: RawBlock | None
-    """All rows of the block's segments, in their own order; None where they are preprocessed."""
+    """Raw rows of the block's segments, not permuted. None for preprocessed data."""
 
 
 def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> OpenedBlock:
-    """A raw log is read and parsed here, preprocessed rows when they are asked for."""
+    """Open a block. Reads and parses raw logs immediately, and preprocessed rows on request."""
     segments, order = [part.segment for part in block.parts], block.order()
     if segments[0].is_preprocessed:
         read = stage("read")(lambda start, stop: read_preprocessed(segments, order[start:stop], preprocessor))
         return OpenedBlock(read, None)
     raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
-    numbers = row_numbers(segments)  # reading has checked that every segment has the rows that it was indexed with
+    numbers = row_numbers(segments)  # `read_raw` checks the row count of each segment.
 
     @stage("encode")
     def encode(start: int, stop: int) -> EncodedRows:
@@ -128,12 +130,12 @@ def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = Tru
 
 
 def encode_block(block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True) -> EncodedRows:
-    """Rows [start, stop) of a block, permuted and encoded."""
+    """Encode rows [start, stop) of a permuted block."""
     return open_block(block, preprocessor, labelled=labelled).encode(start, stop)
 
 
 def encode_task(item: tuple[Block, int, int], *, preprocessor: Shared[Preprocessor]) -> pa.Table:
-    """What one data task does: rows [start, stop) of a block, encoded."""
+    """Encode rows [start, stop) of a block in a data task."""
     keep_freed_memory()
     shared = preprocessor.get()
     table, times = measured(lambda: encoded_block(item, shared), rows_of=lambda table: table.num_rows)
@@ -141,7 +143,7 @@ def encode_task(item: tuple[Block, int, int], *, preprocessor: Shared[Preprocess
 
 
 def encoded_block(item: tuple[Block, int, int], preprocessor: Preprocessor) -> pa.Table:
-    """Rows [start, stop) of a block as `to_arrow` makes them, in this process; its stages may be `measured`."""
+    """Encode rows [start, stop) of a block into an Arrow table, in this process. Records stages for `measured`."""
     rows = encode_block(*item, preprocessor)
     with stage("encode"):
         return to_arrow(rows)
@@ -149,14 +151,14 @@ def encoded_block(item: tuple[Block, int, int], preprocessor: Preprocessor) -> p
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Makes the rows of pieces by tasks of an engine, which runs ahead of the reader."""
+    """Source of encoded rows from engine tasks, which run ahead of the reader."""
 
     preprocessor: Shared[Preprocessor]
     engine: StreamEngine
     inputs: Schema
-    """Columns of the model's inputs."""
+    """Input columns of the model."""
     max_rows: int
-    """Rows that no piece exceeds."""
+    """Maximum number of rows per piece."""
     prefetch_blocks: int = 2
     num_ahead: ClassVar[int] = 1
     may_stall: ClassVar[bool] = True
@@ -177,14 +179,16 @@ class TaskSource:
             yield from_arrow(table), times_of(table)
 
     def make_here(self, block: Block, piece: Piece) -> Sequence[EncodedRows]:
-        """Make the rows of a piece in this process."""
+        """Encode the rows of a piece in this process."""
         return from_arrow(encoded_block((block, piece.start, piece.stop), self.preprocessor.get()))
 
 
 @dataclass(frozen=True)
 class MappedSource:
-    """Reads the rows of pieces from preprocessed files of this machine, in formats of MAPPED, by one thread; the kernels release
-    the GIL. With `in_memory`, the files are read wholly first, and stay in memory as long as the process."""
+    """Source of rows from local preprocessed files in MAPPED formats, read by one thread. The kernels release the GIL.
+
+    `in_memory` first loads the files into memory, where they stay until the process ends.
+    """
 
     preprocessor: Preprocessor
     in_memory: bool = False
@@ -194,12 +198,12 @@ class MappedSource:
 
     @property
     def num_ahead(self) -> int:
-        return max(1, self.prefetch_blocks - 1)  # the thread has another one
+        return max(1, self.prefetch_blocks - 1)  # The thread has one more.
 
     def make(self, pieces: Pieces) -> Generator[Made, None, None]:
         if self.in_memory:
             files = {part.segment.path: dataset_of(part.segment) for block, _ in pieces for part in block.parts}
-            for dataset, _ in islice(files.values(), 1):  # that of all
+            for dataset, _ in islice(files.values(), 1):  # All have the same dataset.
                 dataset.maps.hold(sorted({file for _, file in files.values()}))
         for block, piece in pieces:
             rows, times = measured(functools.partial(self.make_here, block, piece), rows_of=lambda rows: len(rows[0]))
@@ -213,14 +217,14 @@ class MappedSource:
 
 @final
 class RowStream(Iterator[EncodedRows]):
-    """The encoded rows of pieces, in order. Its source begins at once, and is ahead of the reader.
+    """Iterator over the encoded rows of pieces, in order. The source starts immediately and runs ahead of the reader.
 
-    If the run is asked to stop and no rows come (the nodes that run data tasks may be gone), this process makes those that are
-    missing: other workers may have trained theirs of the same step, and a checkpoint needs a step that is whole.
+    If the run is asked to stop and no rows arrive, because the nodes of the data tasks may be lost, this process makes the
+    missing rows: other workers may have trained theirs of the same step, and a checkpoint needs a complete step.
     """
 
     def __init__(self, source: TaskSource | MappedSource, pieces: Pieces, account: StageAccount | None = None) -> None:
-        """`pieces` may be iterated several times. `account` receives what each took."""
+        """Start reading. `pieces` must be re-iterable. `account` receives the stage times of each piece."""
         self._source, self._pieces, self._account = source, pieces, account
         self._made = Ahead(source.make(pieces), most=source.num_ahead, may_stall=source.may_stall)
         self._rows = self._take()

@@ -1,8 +1,8 @@
-"""Arrays that TorchRec's scripts wrote, found in folders and checked: rows of a click log that need not be written again.
+"""Click logs preprocessed by TorchRec's scripts: discovery and validation of their arrays, which rayrec reads in place.
 
-`npy_preproc_criteo.py`, `contiguous_preproc_criteo.py` and `shuffle_preproc_criteo.py` write three arrays a day:
-day_N_dense.npy float32 (rows, 13), day_N_sparse.npy int32 or int64 (rows, 26) and day_N_labels.npy int32 (rows, 1).
-`materialize_synthetic_multihot_dataset.py` writes day_N_sparse_multi_hot.npz, an array "0", "1", ... (rows, ids) a feature.
+`npy_preproc_criteo.py`, `contiguous_preproc_criteo.py` and `shuffle_preproc_criteo.py` write three arrays per day:
+day_N_dense.npy, float32 [rows, 13]; day_N_sparse.npy, int32 or int64 [rows, 26]; day_N_labels.npy, int32 [rows, 1].
+`materialize_synthetic_multihot_dataset.py` writes day_N_sparse_multi_hot.npz: arrays "0", "1", ... [rows, ids], one per feature.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from rayrec.data.materialized.formats import FilePlan, Matrix, combine
 from rayrec.schema import Schema
 
 IdFiles = Literal["sparse", "sparse_contig_freq", "sparse_multi_hot"]
-"""Ends of the names of files of ids."""
+"""Suffixes of id files."""
 PRESET: Final = "adopted"
-"""Preset of a Preprocessor whose ids are those of the rows."""
+"""Preset of a Preprocessor that takes ids from the arrays unchanged."""
 MAX_FAULTY_ROWS: Final = 100_000
-"""The place of each is kept, to leave it out."""
+"""Maximum number of excluded rows, whose row numbers are stored."""
 _NAME: Final = re.compile(
     r"(?P<stem>.+?)_(?P<part>dense|labels|sparse|sparse_contig_freq)\.npy|(?P<npz>.+)_sparse_multi_hot\.npz"
 )
 _ID_FILES: Final[tuple[IdFiles, ...]] = ("sparse", "sparse_contig_freq", "sparse_multi_hot")
 _TASK_BYTES: Final = 64 << 20
-"""Bytes that one task reads and checks."""
+"""Bytes read and checked per task."""
 _LOCAL_HEADER_BYTES: Final = 30
 _NOT_FINITE: Final = "a number is not finite"
 UNLABELLED: Final = -1
-"""The label that TorchRec's scripts write for a row that has none."""
+"""Label that TorchRec's scripts write for an unlabelled row."""
 
 
 @dataclass(frozen=True)
 class Day:
-    """The arrays of some rows: those of one file of the raw log."""
+    """Arrays of one raw log file."""
 
     name: str
-    """What the names of its files begin with: day_0, train."""
+    """File name prefix, such as day_0 or train."""
     rows: int
     plans: tuple[FilePlan, ...]
-    """Its files of dense, labels and ids, with the matrices in them."""
+    """Files of dense values, labels and ids, with their matrices."""
     paths: tuple[str, ...]
-    """Where each of these files is."""
+    """Path of each file in `plans`."""
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -64,17 +64,17 @@ class Day:
 
     @property
     def hotness(self) -> list[int]:
-        """Ids a row has in each sparse column."""
+        """Number of ids per row in each sparse column."""
         ids = self.plans[2].matrices
         return [matrix.columns for matrix in ids] if ids[0].name != "sparse" else [1] * ids[0].columns
 
 
 def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[str]) -> list[Day]:
-    """The days whose arrays are in the folders, in the order of `names` (none: all, day_2 before day_10), from the headers of
-    their files. `ids`: which files of ids; None: the one kind that there is.
+    """Find the days stored in the folders and read the headers of their files.
 
-    Raises InputError for a folder without them, for one with several kinds of ids, for a file that is missing, cut short, or not
-    as TorchRec's scripts write it, and for days of different columns.
+    Returns the days in the order of `names`, or all in natural order (day_2 before day_10) if it is empty. `ids` selects the id
+    files; None takes the only kind present. Raises InputError if no id files are found, several kinds are present, a file is
+    missing, truncated or unlike those of TorchRec's scripts, or the columns of the days differ.
     """
     found = _named_files(folders)
     kinds = [kind for kind in _ID_FILES if any(kind in files for files in found.values())]
@@ -109,7 +109,7 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
 
 
 def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Paths by stem and part. Raises InputError for a file that is in two folders."""
+    """Return the file paths by stem and part. Raises InputError if two folders contain the same file."""
     found: dict[str, dict[str, str]] = {}
     for folder in folders:
         for file in storage.list_files(folder):
@@ -182,7 +182,7 @@ def _npz(path: str) -> FilePlan:
 
 
 def _matrix(file: BinaryIO, where: str, name: str, path: str, kinds: str, sizes: Sequence[int]) -> tuple[int, Matrix]:
-    """(rows, matrix) of the array whose .npy header `file` is at."""
+    """Read the .npy header at the file's current offset and return (rows, matrix)."""
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -205,7 +205,7 @@ def _matrix(file: BinaryIO, where: str, name: str, path: str, kinds: str, sizes:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Rows [start, stop) of day number `day`."""
+    """Row range [start, stop) of day number `day`."""
 
     day: int
     start: int
@@ -213,7 +213,7 @@ class Stretch:
 
 
 def stretches(days: Sequence[Day]) -> list[Stretch]:
-    """All rows, in pieces for tasks."""
+    """Split the rows of all days into ranges of one task each."""
     return [
         Stretch(number, start, min(start + step, day.rows))
         for number, day in enumerate(days)
@@ -223,8 +223,7 @@ def stretches(days: Sequence[Day]) -> list[Stretch]:
 
 
 def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
-    """Reads all arrays of some rows: the checksums of their bytes, the least and greatest id of each column, and the rows that
-    cannot be trained on."""
+    """Scan all arrays of a row range: checksums, minimum and maximum id of each column, and invalid rows."""
     day = days[stretch.day]
     ranges: list[list[Any]] = []
     lowest: list[int] = []
@@ -263,7 +262,7 @@ def scan(stretch: Stretch, *, days: Sequence[Day]) -> pa.Table:
 
 
 def _read_rows(matrix: Matrix, path: str, stretch: Stretch) -> tuple[np.ndarray, np.ndarray]:
-    """(the rows, their bytes) of a stretch."""
+    """Read (rows, their bytes) of a row range."""
     data = np.empty((stretch.stop - stretch.start) * matrix.row_bytes, np.uint8)
     if storage.read_into(path, matrix.offset + stretch.start * matrix.row_bytes, data) != len(data):
         raise InputError(f"{path}: became shorter while it was read; copy it again")
@@ -272,24 +271,23 @@ def _read_rows(matrix: Matrix, path: str, stretch: Stretch) -> tuple[np.ndarray,
 
 @dataclass
 class Scanned:
-    """What the scans of all rows found."""
+    """Merged result of scanning all rows."""
 
     lowest: np.ndarray
-    """int64 (columns): the least id"""
+    """Minimum id of each column, int64 [columns]."""
     highest: np.ndarray
-    """int64 (columns): the greatest id"""
+    """Maximum id of each column, int64 [columns]."""
     labelled: bool = True
-    """False: no row has a label."""
+    """Whether to use the labels. False if no row has one."""
     faults: Faults = field(default_factory=Faults)
     faulty_rows: list[np.ndarray] = field(default_factory=list)
-    """int64, ascending, for each day: the rows to leave out"""
+    """Rows to exclude from each day, ascending, int64."""
     ranges: list[tuple[str, int, int, int]] = field(default_factory=list)
-    """(file, first byte, bytes, CRC-32) of the rows of each array"""
+    """Tuples (file, first byte, byte count, CRC-32), one per array."""
 
     @classmethod
     def of(cls, days: Sequence[Day], results: Iterator[dict[str, Any]]) -> Scanned:
-        """From the results of `scan` for `stretches(days)`, in their order. Raises InputError for days of which some have no
-        labels, and for more faulty rows than can be left out."""
+        """Merge the results of `scan` for `stretches(days)`, in order. Raises InputError if only some days have labels."""
         columns = len(days[0].hotness)
         self = cls(np.full(columns, np.iinfo(np.int64).max), np.full(columns, np.iinfo(np.int64).min))
         merged: dict[tuple[str, str], tuple[str, int, int, int]] = {}
@@ -337,8 +335,8 @@ class Scanned:
 
 
 def preprocessor_of(num_dense: int, hotness: Sequence[int], num_embeddings: Sequence[int]) -> Preprocessor:
-    """Columns int_0, int_1, ... as they are, and cat_0, cat_1, ... whose categories are ids: an id of num_embeddings or more is
-    taken modulo num_embeddings. Columns of several ids a row are lists."""
+    """Build the Preprocessor of adopted arrays: dense columns int_0, ... unchanged, sparse columns cat_0, ... of ids modulo
+    num_embeddings. A column with several ids per row is a list."""
     names = tuple(f"cat_{number}" for number in range(len(hotness)))
     schema = Schema(
         label="label",

@@ -1,7 +1,7 @@
-"""A click log in a preprocessed format: written once by `preprocess`, read in place of the raw log with the same batches.
+"""Preprocessed click log: written once by `preprocess`, then read instead of the raw log, with the same batches.
 
-Its index has the raw log's segments: the same rows in each, grouped into files in the same way and sorted alike. So blocks,
-orders and positions are the same, and rows are a matter of looking them up.
+Its index has the segments of the raw log, with the same rows, file grouping and sort order. Blocks, epoch orders and positions
+are therefore identical.
 """
 
 import functools
@@ -36,16 +36,16 @@ MANIFEST = "dataset.json"
 
 @dataclass(frozen=True)
 class PreprocessedDataset:
-    """A folder that `preprocess` wrote."""
+    """Folder written by `preprocess`."""
 
     path: str
     index: LogIndex
-    """Of the raw log, its files' paths replaced by ones that lie in this folder, in name only."""
+    """Index of the raw log. Its file paths are virtual paths below this folder."""
     preprocessor: str
-    """Folder of the Preprocessor it was made with."""
+    """Folder of the Preprocessor that made the rows."""
     manifest: dict[str, Any]
     maps: RowMaps
-    """The rows, unless the format is parquet."""
+    """Row storage of all formats but parquet."""
     _checked: list[Preprocessor] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -54,7 +54,7 @@ class PreprocessedDataset:
 
     @property
     def adopted(self) -> bool:
-        """Whether its arrays were written by another program, and its ids are not those of raw values that rayrec knows."""
+        """Return whether another program wrote the arrays, so that rayrec does not know the raw values of the ids."""
         return self.manifest["preset"] == PRESET
 
     @property
@@ -63,7 +63,7 @@ class PreprocessedDataset:
 
     @property
     def sets(self) -> dict[str, tuple[int, int]]:
-        """Row ranges of train, validation and test; empty where it was written as one."""
+        """Row ranges of train, validation and test. Empty if the log was not split."""
         return {name: (start, stop) for name, (start, stop) in self.manifest["sets"].items()}
 
     @property
@@ -71,12 +71,12 @@ class PreprocessedDataset:
         return sum(file["bytes"] for file in self.manifest["files"])
 
     def list_files(self) -> list[storage.File]:
-        """List the manifest and the files that it names, without reading them."""
+        """List the manifest and its files without reading them."""
         names = [MANIFEST, *(file["name"] for file in self.manifest["files"])]
         return list(storage.find_files([storage.join(self.path, name) for name in names]).values())
 
     def check_preprocessor(self, preprocessor: Preprocessor) -> None:
-        """Raises InputError where the rows were made with another Preprocessor. Hashes it once."""
+        """Check that the rows were made with this Preprocessor, whose hash is computed once. Raises InputError."""
         if any(known is preprocessor for known in self._checked):
             return
         if preprocessor.hash() != self.manifest["preprocessor"]:
@@ -96,21 +96,21 @@ _OPENED: dict[str, PreprocessedDataset] = {}
 
 
 def write_manifest(folder: str, manifest: dict[str, Any]) -> None:
-    """Writes dataset.json, which makes the folder a preprocessed dataset."""
-    # A line an entry: indented as other JSON files are, a long log's would be ten times as long.
+    """Write dataset.json, which makes the folder a preprocessed dataset."""
+    # One line per entry. Indented JSON would be ten times as long for a large log.
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items())
     storage.write_bytes(storage.join(folder, MANIFEST), f"{{\n{lines}\n}}\n".encode())
 
 
 def hash_of(files: list[dict[str, Any]]) -> str:
-    """Hash of the rows as they are stored, from the names, sizes and checksums of their files."""
+    """Hash the names, sizes and checksums of the files."""
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset:
-    """Opens a preprocessed dataset and checks that its files are there with their sizes, with `verify` their bytes too.
+    """Open a preprocessed dataset and check file sizes. `verify` also compares checksums.
 
-    Raises InputError where it is none, of another version, incomplete or damaged.
+    Raises InputError if the folder is not a preprocessed dataset, has another version, or is incomplete or damaged.
     """
     dataset = _load(storage.absolute(path).rstrip("/"))
     _check_files(dataset.path, dataset.manifest["files"], verify=verify)
@@ -118,10 +118,8 @@ def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset
 
 
 def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
-    """Opens a preprocessed dataset and compares the checksums of its files in data tasks, unless a record in the cache folder
-    says that these files, with these sizes and times, were compared before.
-
-    Raises InputError if it is none, of another version, incomplete or damaged.
+    """Open a preprocessed dataset and compare checksums in data tasks, unless a record in the cache folder shows that the same
+    files, with the same sizes and times, passed before. Raises the errors of `open_preprocessed`.
     """
     dataset = _load(storage.absolute(path).rstrip("/"))
     files = dataset.manifest["files"]
@@ -143,7 +141,7 @@ def _load(path: str) -> PreprocessedDataset:
         raise InputError(
             f"{path}: {manifest['format']} is read from a file system alone; copy it to one, or preprocess to parquet"
         )
-    if path in _OPENED and _OPENED[path].manifest == manifest:  # what it has mapped or holds in memory is as good
+    if path in _OPENED and _OPENED[path].manifest == manifest:  # Its mapped files and in-memory rows remain valid.
         return _OPENED[path]
     segments, first_row = [], 0
     for number, start, stop, rows in manifest["segments"]:
@@ -161,7 +159,7 @@ def _load(path: str) -> PreprocessedDataset:
 
 
 def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) -> dict[str, storage.File]:
-    """The files in the folder by their names there, after a check that those of the manifest have their sizes."""
+    """Check the sizes of the manifest's files and return all files of the folder by relative path."""
     filesystem, inner = storage.resolve(path)
     found = {
         posixpath.relpath(info.path, inner): storage.File(info.path, info.size, info.mtime_ns or 0)
@@ -180,7 +178,7 @@ def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) ->
 
 
 def dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
-    """The dataset a segment belongs to, and the number of its raw file there."""
+    """Return the segment's dataset and raw file number."""
     place = storage.folder_of(segment.path)
     folder, number = storage.folder_of(place), storage.name_of(place)
     if folder not in _OPENED:
@@ -189,10 +187,9 @@ def dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
 
 
 def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
-    """Rows `order` (int64) of the segments' rows, one segment after the other: what encoding them would give.
+    """Read rows `order` (int64) of the concatenated segments. The result equals encoding the raw rows.
 
-    Raises InputError if the dataset was made with another Preprocessor, if its files are damaged, or if an id is no row of
-    its table.
+    Raises InputError if the dataset was made with another Preprocessor, a file is damaged, or an id is outside its table.
     """
     order = np.ascontiguousarray(order, np.int64)
     dataset, _ = dataset_of(segments[0])
@@ -211,7 +208,7 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
 
 
 def _place_of(dataset: PreprocessedDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:
-    """The file that holds a sparse column of row `row` of the segments' rows, and the number of the row in that file."""
+    """Return the file with this sparse column of row `row` of the segments, and the row number in that file."""
     if dataset.format == "parquet":
         for segment in segments:
             if row < segment.rows:
@@ -228,7 +225,7 @@ def _place_of(dataset: PreprocessedDataset, segments: Sequence[Segment], row: in
 
 
 def _runs(segments: Sequence[Segment]) -> list[Run]:
-    """Where the segments' rows stand; those that follow each other in a file are one run."""
+    """Return the row ranges of the segments, merging adjacent ranges of a file."""
     runs: list[Run] = []
     stop = 0
     for segment in segments:
@@ -245,7 +242,7 @@ def _runs(segments: Sequence[Segment]) -> list[Run]:
 def _read_parquet(
     dataset: PreprocessedDataset, segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor
 ) -> EncodedRows:
-    """Reads the row groups that hold the wanted rows. A segment that a set's end cuts is two row groups."""
+    """Read the row groups with the requested rows. A segment that is split between two sets has two row groups."""
     files = dataset.manifest["parquet"]
     firsts = [file["first_row"] for file in files]
     groups: list[tuple[int, int]] = []
@@ -266,7 +263,7 @@ def _read_parquet(
     wanted = np.zeros(len(groups), bool)
     wanted[of_row] = True
     kept = np.cumsum(np.where(wanted, np.diff(edges), 0))
-    before = edges[1:] - kept  # rows of groups that are not read
+    before = edges[1:] - kept  # Rows of preceding groups that are not read.
     opened: dict[int, pq.ParquetFile] = {}
     tables = []
     try:
@@ -297,13 +294,13 @@ def _schema_of(path: str) -> pa.Schema:
 
 
 _TASK_BYTES = 256 << 20
-"""Bytes one task reads; a larger file is split, and small files share a task."""
+"""Bytes read per task. Larger files are split; small files share a task."""
 _READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Bytes [start, stop) of file number `file`."""
+    """Byte range [start, stop) of file number `file`."""
 
     file: int
     name: str
@@ -314,11 +311,14 @@ class _Stretch:
 def check_checksums(
     path: str, files: Sequence[Mapping[str, Any]], found: Mapping[str, storage.File], context: TaskContext
 ) -> None:
-    """Compares the CRC-32 of each of a dataset's files with its manifest, in data tasks; reads every byte.
+    """Compare the CRC-32 of all files with the manifest, in data tasks that read every byte.
 
-    `files`: {name, bytes, crc32} of the manifest; `found`: the files in the folder by name, sizes already compared. A
-    record in the cache folder lets the next run skip files whose names, sizes, times and expected checksums are the same.
-    Raises InputError that names a file with other bytes.
+    Args:
+        files: {name, bytes, crc32} of each file in the manifest.
+        found: Files of the folder by name, with matching sizes.
+        context: Engine and cache folder. A record there skips this check if names, sizes, times and checksums are unchanged.
+
+    Raises InputError that names the damaged file.
     """
     assert context.cache_folder is not None
     record = storage.join(context.cache_folder, "verified", f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json")
@@ -341,7 +341,7 @@ def check_checksums(
 
 
 def _groups(files: Sequence[Mapping[str, Any]]) -> Iterator[list[_Stretch]]:
-    """The bytes of all files in order, cut into groups of at most _TASK_BYTES."""
+    """Split the bytes of all files, in order, into groups of at most _TASK_BYTES."""
     group: list[_Stretch] = []
     room = _TASK_BYTES
     for number, file in enumerate(files):
@@ -374,25 +374,25 @@ def _checksums(group: Sequence[_Stretch], *, path: str) -> pa.Table:
 
 @dataclass(frozen=True)
 class WrongId:
-    """An id that is no row of its table."""
+    """Id outside its embedding table."""
 
     row: int
-    """Place among the rows that were checked."""
+    """Index among the checked rows."""
     column: int
     """Number of the sparse column."""
     id: int
 
 
 def wrong_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> WrongId | None:
-    """The first id outside [0, num_embeddings) of its column, columns first; None if all are rows of their tables.
+    """Find the first id outside [0, num_embeddings) of its column, column by column. None if all ids are valid.
 
-    Costs one pass over the ids, about 1 ns an id.
+    One pass over the ids, about 1 ns per id.
     """
     for column, (ids, size) in enumerate(zip(rows.ids, num_embeddings, strict=True)):
         values = ids.values if isinstance(ids, Bags) else ids
         if not values.size:
             continue
-        unsigned = values.view(np.dtype(f"u{values.itemsize}"))  # negative ids become the largest
+        unsigned = values.view(np.dtype(f"u{values.itemsize}"))  # Negative ids become the largest values.
         if int(unsigned.max()) < size:
             continue
         place = int(np.argmax(unsigned.reshape(-1) >= size))

@@ -1,4 +1,4 @@
-"""What rows of the model's inputs look like in each preprocessed format: matrices of fixed width, or named columns."""
+"""Storage layouts of preprocessed formats: fixed-width matrices or named columns."""
 
 import contextlib
 import ctypes
@@ -24,20 +24,20 @@ from rayrec.native import call
 from rayrec.schema import Schema
 
 WRITTEN = ("binary", "npy", "parquet")
-"""Formats that `rayrec preprocess` writes; npz files come from other programs."""
+"""Formats written by `rayrec preprocess`. Only other programs write npz."""
 _ALIGNMENT = 64
 _READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The rows of one raw file in (a part of) a preprocessed one: row-major, little-endian."""
+    """Matrix of one raw file's rows inside a preprocessed file: row-major, little-endian."""
 
     name: str
-    """rows: int32 label, integers, ids (binary); dense, labels, sparse, or the number of a sparse column"""
+    """Name `rows` (binary: int32 label, integers, ids), `dense`, `labels`, `sparse`, or the number of a sparse column."""
     file: str
     offset: int
-    """Byte of the file where the first row starts."""
+    """Byte offset of the first row in the file."""
     dtype: str
     columns: int
 
@@ -48,24 +48,24 @@ class Matrix:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file of matrices, of which everything but the rows is known before the first row is."""
+    """Layout of a matrix file, known before any row is written."""
 
     name: str
     size_bytes: int
     rows: int
     matrices: tuple[Matrix, ...]
     header: bytes = b""
-    """First bytes of the file, before its rows."""
+    """File header, before the rows."""
 
 
 def row_bytes(preprocessor: Preprocessor) -> int:
-    """About what a row takes in memory, where a list counts as one id."""
+    """Estimate the size of a row in memory. A list counts as one id."""
     ids = sum(size or 1 for size in preprocessor.hotness)
     return 4 + 4 * len(preprocessor.dense) + preprocessor.id_dtype.itemsize * ids
 
 
 def plan_files(format: str, preprocessor: Preprocessor, stem: str, rows: int) -> list[FilePlan]:
-    """The files that hold `rows` rows of one raw file: their names begin with `stem`."""
+    """Plan the files for `rows` rows of one raw file. Their names begin with `stem`."""
     num_dense, hotness = len(preprocessor.dense), preprocessor.hotness
     if format == "binary":
         matrix = Matrix("rows", f"{stem}.bin", 0, "<i4", 1 + num_dense + len(hotness))
@@ -78,7 +78,7 @@ def plan_files(format: str, preprocessor: Preprocessor, stem: str, rows: int) ->
 
 
 def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the head of an .npy file, padded so that the data behind it is aligned."""
+    """Return an .npy header, padded to align the data."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": dtype, "fortran_order": False, "shape": shape})
     plain = buffer.getvalue()
@@ -94,7 +94,7 @@ def _plan_npy(name: str, file: str, dtype: str, rows: int, columns: int) -> File
 
 
 def _multiply(a: int, b: int) -> int:
-    """Product of two polynomials modulo that of CRC-32, highest power in the lowest bit."""
+    """Multiply two polynomials modulo the CRC-32 polynomial, highest power in the lowest bit."""
     bit, product = 1 << 31, 0
     while a:
         if a & bit:
@@ -107,7 +107,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _power(length: int) -> int:
-    """x^(8 length)."""
+    """Compute x^(8 length) modulo the CRC-32 polynomial."""
     result, power = 1 << 31, 1 << 23
     while length:
         if length & 1:
@@ -118,12 +118,12 @@ def _power(length: int) -> int:
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two pieces of data one after the other, from that of each and the length of the second."""
+    """Compute the CRC-32 of two concatenated pieces from their CRC-32 values and the length of the second."""
     return _multiply(_power(length), first) ^ second
 
 
 def file_checksum(path: str) -> str:
-    """CRC-32 of a file, 8 hexadecimal digits."""
+    """Compute the CRC-32 of a file, as 8 hexadecimal digits."""
     filesystem, inner = storage.resolve(path)
     checksum = 0
     with filesystem.open_input_stream(inner, compression=None) as file:
@@ -133,7 +133,7 @@ def file_checksum(path: str) -> str:
 
 
 def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
-    """Files at their full size, without their rows, which take no room yet."""
+    """Create sparse files of full size, with headers and without rows."""
     for plan in plans:
         with open(storage.join(folder, plan.name), "wb") as file:
             file.truncate(plan.size_bytes)
@@ -143,9 +143,9 @@ def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
 
 
 def finish_files(folder: str, plans: Sequence[FilePlan], written: Iterable[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
-    """[{name, bytes, crc32}] of files all rows of which are written: (file, start, length, CRC-32) of each stretch.
+    """Return [{name, bytes, crc32}] of the complete files.
 
-    The checksum of a file is put together from those of its rows as they were written, so that nothing is read again.
+    Combines each file's checksum from its header and `written` ranges (file, start, length, CRC-32), without reading rows again.
     """
     of_file: dict[str, list[tuple[int, int, int]]] = {}
     for name, *stretch in written:
@@ -166,7 +166,7 @@ def finish_files(folder: str, plans: Sequence[FilePlan], written: Iterable[tuple
 
 
 def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
-    """Raises InputError where a format cannot hold what the Preprocessor makes."""
+    """Check that the format can store the Preprocessor's output. Raises InputError."""
     if format not in WRITTEN:
         raise InputError(f"format {format!r}: choose one of {', '.join(WRITTEN)}")
     if format == "parquet":
@@ -199,10 +199,7 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
 
 
 def best_format(preprocessor: Preprocessor, out: str) -> str:
-    """Return the fastest format that can be written to `out` and can store every labelled row, whatever its numbers.
-
-    Binary, whose integers have 32 bits, is never chosen.
-    """
+    """Return the fastest format for `out` that can store every labelled row. Never `binary`, which has only 32-bit integers."""
     if not storage.is_url(out):
         with contextlib.suppress(InputError):
             check("npy", preprocessor, labelled=True)
@@ -213,8 +210,10 @@ def best_format(preprocessor: Preprocessor, out: str) -> str:
 def stored(
     format: str, raw: RawBlock, preprocessor: Preprocessor, start: int, stop: int, *, path: str, first_row: int
 ) -> pa.Table:
-    """Rows [start, stop) of `raw` as they are stored: a column a matrix (fixed-size lists), or in parquet a column of the
-    model's inputs. Raises InputError for a number the format does not hold; `first_row` is that of `raw` in file `path`."""
+    """Encode rows [start, stop) of `raw` into a table: one fixed-size list column per matrix, or named columns for parquet.
+
+    Raises InputError if the format cannot store a number. `first_row` is the row number of `raw` in file `path`, for this error.
+    """
     order = np.arange(start, stop, dtype=np.int64)
     rows = preprocessor.encode(raw, order)
     if format == "parquet":
@@ -237,7 +236,7 @@ def stored(
 
 def _rows_of_columns(ids: Sequence[Ids], rows: int, dtype: np.dtype) -> np.ndarray:
     out = np.empty((rows, len(ids)), dtype)
-    for base in range(0, rows, 1024):  # so that the rows written stay in the cache while all columns are
+    for base in range(0, rows, 1024):  # Keeps the written rows in the CPU cache for all columns.
         for number, column in enumerate(ids):
             assert isinstance(column, np.ndarray)
             out[base : base + 1024, number] = column[base : base + 1024]
@@ -245,7 +244,7 @@ def _rows_of_columns(ids: Sequence[Ids], rows: int, dtype: np.dtype) -> np.ndarr
 
 
 def _pack(raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int) -> tuple[np.ndarray, int]:
-    """int32 (rows, 1 + dense + sparse), and where the first number stands that does not fit (-1: none)."""
+    """Return int32 [rows, 1 + dense + sparse], and the flat index of the first number that does not fit, or -1."""
     integers = np.ascontiguousarray(preprocessor.derivation.applied(raw).numbers[start:stop])
     lowest = np.array(
         [np.iinfo(np.int64).min if column.kind == "signed_log" else column.lowest for column in preprocessor.dense], np.int64
@@ -270,14 +269,17 @@ def _table(matrices: dict[str, np.ndarray]) -> pa.Table:
 
 
 def matrix_of(table: pa.Table, name: str) -> np.ndarray:
-    """(rows, columns): a matrix of a table that `stored` made, or of a slice of one."""
+    """Return a matrix [rows, columns] of a table, or table slice, made by `stored`."""
     column = table.column(name).combine_chunks()
     return numpy_of(column.flatten()).reshape(table.num_rows, column.type.list_size)
 
 
 def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
-    """Encoded rows as columns with the names of `schema`: label int8, weight, dense, weights of lists and further labels float32,
-    timestamp int64 (microseconds since 1970-01-01 00:00 UTC), ids as they are."""
+    """Convert encoded rows to columns named by the schema.
+
+    Label is int8; weight, dense, list weights and further labels are float32; timestamp is int64, in microseconds since
+    1970-01-01 00:00 UTC. Ids keep their type.
+    """
     columns: dict[str, pa.Array] = {}
     if schema.label in rows.labels:
         columns[schema.label] = arrow_numbers(rows.labels[schema.label].astype(np.int8))
@@ -298,14 +300,14 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
 
 
 def _weights_of(name: str, schema: Schema) -> str:
-    """The column of the weights of a column of lists."""
+    """Return the weight column of a list column."""
     weights = schema.feature(name).weights
     assert weights is not None
     return weights
 
 
 def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
-    """The inverse of `named_columns`, for a table of one chunk a column."""
+    """Convert a table back to encoded rows. Inverse of `named_columns`."""
     columns = {name: column.combine_chunks() for name, column in zip(table.column_names, table.columns, strict=True)}
     dense = np.empty((table.num_rows, len(schema.dense)), np.float32)
     for number, name in enumerate(schema.dense):

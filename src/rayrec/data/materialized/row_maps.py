@@ -1,4 +1,4 @@
-"""Rows of the mapped formats, gathered in any order from files that are mapped into memory or held there."""
+"""Random row access to files of mapped formats, memory-mapped or loaded into memory."""
 
 import ctypes
 import mmap
@@ -24,12 +24,12 @@ class _CRuns(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring rows of one raw file, at [start, stop) of all the rows that are read together."""
+    """Contiguous rows of one raw file, at positions [start, stop) of the rows to read."""
 
     file: int
-    """Number of the raw file."""
+    """Raw file number."""
     first: int
-    """Number of the first row in its file."""
+    """Row number of the first row in its file."""
     start: int
     stop: int
 
@@ -42,17 +42,17 @@ def damaged(path: str, name: str, what: str) -> InputError:
 
 @dataclass(frozen=True)
 class RowMaps:
-    """The files of one preprocessed dataset. They stay mapped, or in memory, as long as this object."""
+    """Files of one preprocessed dataset. They stay mapped, or in memory, as long as this object exists."""
 
     path: str
     manifest: dict[str, Any]
     _contents: dict[str, tuple[np.ndarray, mmap.mmap | None]] = field(default_factory=dict, repr=False)
-    """By name: the bytes of a file, and its map where it is mapped."""
+    """Bytes of each file by name, with the memory map if it is mapped."""
     _matrices: dict[tuple[int, str], tuple[Matrix, np.ndarray, int]] = field(default_factory=dict, repr=False)
-    """By raw file and name: a matrix, its rows, and the address of the first."""
+    """Matrix, rows and address of the first row, by raw file number and matrix name."""
 
     def hold(self, files: Sequence[int]) -> None:
-        """Reads the rows of raw files wholly into memory. Raises InputError where that is not enough."""
+        """Load the rows of raw files into memory. Raises InputError if they do not fit."""
         names = {matrix[1] for number in files for matrix in self.manifest["matrices"][number]}
         wanted = {name: size for name, size in self._sizes() if name in names and not self._is_held(name)}
         needed, free = sum(wanted.values()), machine.memory().available
@@ -70,7 +70,7 @@ class RowMaps:
             del self._matrices[key]
 
     def read(self, runs: Sequence[Run], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
-        """Rows `order` (int64) of the runs' rows."""
+        """Read rows `order` (int64) of the concatenated runs."""
         format, labelled = self.manifest["format"], self.manifest["labelled"]
         if format == "binary":
             return self._unpack(runs, order, preprocessor)
@@ -129,7 +129,7 @@ class RowMaps:
             mapped.madvise(mmap.MADV_WILLNEED, start - down, (run.stop - run.start) * matrix.row_bytes + down)
 
     def _c_runs(self, name: str, runs: Sequence[Run]) -> tuple[_CRuns, tuple[np.ndarray, np.ndarray]]:
-        """The runs for a kernel, and the arrays they point into."""
+        """Return the runs as a kernel argument, and the arrays to keep alive during the call."""
         addresses = np.empty(len(runs), np.uint64)
         for number, run in enumerate(runs):
             matrix, values, address = self._matrix(run.file, name)
@@ -140,7 +140,7 @@ class RowMaps:
         return _CRuns(addresses.ctypes.data, starts.ctypes.data, len(runs)), (addresses, starts)
 
     def _gather(self, name: str, runs: Sequence[Run], order: np.ndarray, *, transposed: bool = False) -> np.ndarray:
-        """Rows of a matrix: (rows, columns), or (columns, rows). If files have different dtypes, the one that fits all."""
+        """Gather rows of a matrix as [rows, columns], or [columns, rows] if transposed. Mixed dtypes are promoted."""
         matrix, values, _ = self._matrix(runs[0].file, name)
         dtypes = [self._matrix(run.file, name)[1].dtype for run in runs]
         shape = (matrix.columns, len(order)) if transposed else (len(order), matrix.columns)
@@ -161,7 +161,7 @@ class RowMaps:
         return out
 
     def _unpack(self, runs: Sequence[Run], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
-        """Rows of format binary, in one pass."""
+        """Read rows of format binary in one pass."""
         num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
         dense = np.empty((len(order), num_dense), np.float32)
         ids = np.empty((num_sparse, len(order)), np.int32)

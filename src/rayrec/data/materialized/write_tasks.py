@@ -1,4 +1,4 @@
-"""What the tasks of `preprocess` do: encode the rows of some segments, or gather shuffled ones, and write them in place."""
+"""Data tasks of `preprocess`: encode or shuffle rows and write them in place."""
 
 import os
 import zlib
@@ -26,15 +26,15 @@ from rayrec.schema import Schema
 
 @dataclass(frozen=True)
 class Task:
-    """Some neighbouring rows of one set."""
+    """Contiguous rows of one set."""
 
     number: int
     set: str
     parts: tuple[Part, ...]
     places: tuple[tuple[int, int], ...]
-    """Of each part: the number of its raw file, and the row of that file it starts at."""
+    """Raw file number and first row in that file, for each part."""
     matrices: dict[int, tuple[Matrix, ...]] = field(default_factory=dict)
-    """Of the raw files among `places`."""
+    """Matrices by raw file number."""
 
     @property
     def first_row(self) -> int:
@@ -47,13 +47,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Job:
-    """What all tasks know."""
+    """Settings shared by all tasks."""
 
     folder: JobFolder
     format: str
     schema: Schema
     preprocessor: Shared[Preprocessor] | str
-    """Shared by the engine, or the folder it is saved in."""
+    """Preprocessor shared by the engine, or the path of its folder."""
 
     @property
     def runs(self) -> str:
@@ -66,7 +66,7 @@ def _loaded(folder: str) -> Preprocessor:
 
 
 def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
-    """The stored rows of each part."""
+    """Encode the rows of each part into the stored form."""
     keep_freed_memory()
     job.folder.require()
     known = job.preprocessor
@@ -78,12 +78,12 @@ def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
 
 
 def write_rows(task: Task, *, job: Job) -> pa.Table:
-    """Encodes the task's rows and writes them where they are in the log."""
+    """Encode the task's rows and write them at their log positions."""
     return _write(task, job, _rows_of(task, job))
 
 
 def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) -> pa.Table:
-    """Writes the task's rows into a run, sorted by the rows of the log they are to become."""
+    """Write the task's rows into a run file, sorted by their shuffled positions."""
     tables = list(_rows_of(task, job))
     places = Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row)) + first_row
     with job.folder.disk_errors():
@@ -92,7 +92,7 @@ def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) 
 
 
 def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
-    """Writes the rows that all runs have for the task's place in the log."""
+    """Gather the task's row range from all run files and write it."""
     keep_freed_memory()
     job.folder.require()
     paths = [run_path(job.runs, number) for number in runs]
@@ -108,7 +108,6 @@ def _cut(table: pa.Table, sizes: Sequence[int]) -> Iterator[pa.Table]:
 
 
 def _write(task: Task, job: Job, tables: Iterator[pa.Table]) -> pa.Table:
-    """Writes the rows of each part."""
     with job.folder.disk_errors():
         if job.format == "parquet":
             written = _write_parquet(task, job, tables)
@@ -135,7 +134,7 @@ def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str
 
 @dataclass(frozen=True)
 class _Range:
-    """Bytes written one after the other."""
+    """Contiguous bytes written to a file."""
 
     file: str
     start: int
@@ -144,7 +143,7 @@ class _Range:
 
 
 def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[list[Any]]:
-    """[file, start, length, CRC-32] of each stretch of bytes written, which is on the disk then."""
+    """Write and sync all matrices, and return [file, start, length, CRC-32] of each byte range."""
     written: dict[tuple[int, str], _Range] = {}
     opened: dict[str, int] = {}
     try:
@@ -179,13 +178,15 @@ def _write_at(descriptor: int, data: memoryview, start: int) -> None:
 
 _ROUNDS = 8
 _CHUNK_ROWS = 1 << 14
-_PLACE = "rayrec.place"  # column of a run: where each row is to go
+_PLACE = "rayrec.place"  # Run file column with the shuffled position of each row.
 
 
 class Permutation:
-    """A pseudorandom permutation of [0, size), computed row by row, so that it needs no memory and no common knowledge but
-    the seed: a Feistel network over pairs (left, right) of [0, a) x [0, b), a b >= size, walked on until it comes back
-    below `size` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)."""
+    """Pseudorandom permutation of [0, size), computed row by row from the seed without a table.
+
+    A Feistel network over pairs (left, right) of [0, a) x [0, b), a b >= size, with cycle walking until the value is below `size`
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
 
     def __init__(self, size: int, *, seed: int) -> None:
         self.size = size
@@ -194,9 +195,9 @@ class Permutation:
         self._keys = np.random.SeedSequence((seed, size)).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """int64: the place of each row. About 0.15 microseconds a row."""
+        """Return the position of each row, int64 [rows]. About 0.15 microseconds per row."""
         out = np.empty(len(rows), np.int64)
-        for start in range(0, len(rows), _CHUNK_ROWS):  # so that what passes between rounds stays in the cache
+        for start in range(0, len(rows), _CHUNK_ROWS):  # Keeps the state between rounds in the CPU cache.
             places = self._once(np.asarray(rows[start : start + _CHUNK_ROWS], np.uint64))
             beyond = np.flatnonzero(places >= self.size)
             while len(beyond):
@@ -218,7 +219,7 @@ class Permutation:
 
 
 def write_run(tables: Sequence[pa.Table], places: np.ndarray, path: str) -> None:
-    """Writes rows with the places they are to go to, sorted by these; the file appears complete or not at all."""
+    """Write rows and their target positions, sorted by position, atomically."""
     table = pa.concat_tables(tables).combine_chunks().append_column(_PLACE, pa.array(places))
     table = table.take(pa.array(np.argsort(places, kind="stable")))
     with storage.writing(path) as local, pa.OSFile(local, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
@@ -226,12 +227,12 @@ def write_run(tables: Sequence[pa.Table], places: np.ndarray, path: str) -> None
 
 
 def gather_runs(paths: Sequence[str], start: int, stop: int) -> pa.Table:
-    """The rows of all runs whose places are [start, stop), in the order of these."""
+    """Read the rows with target positions [start, stop) from all run files, in position order."""
     slices = []
     for path in paths:
         with pa.memory_map(path) as source, pa.ipc.open_file(source) as run:
             batches = [run.get_batch(number) for number in range(run.num_record_batches)]
-        for batch in batches:  # mapped: of the places, too, only the pages that the search touches are read
+        for batch in batches:  # Memory-mapped: the search reads only the pages it touches.
             low, high = np.searchsorted(batch.column(_PLACE).to_numpy(zero_copy_only=True), [start, stop])
             if low < high:
                 slices.append(pa.Table.from_batches([batch.slice(low, high - low)]))

@@ -1,6 +1,6 @@
-"""Writes a click log in a preprocessed format: tasks encode some segments each and write their rows where they belong.
+"""Writer of preprocessed datasets: a resumable job whose tasks encode segments and write rows at their final positions.
 
-The folder is that of a resumable job, whose last file is dataset.json.
+The last file it writes is dataset.json.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from rayrec.data.materialized.write_tasks import Job, Task, gather_rows, scatter
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a log is written as."""
+    """Output settings of `preprocess`."""
 
     format: str
     sets: dict[str, tuple[int, int]] | None = None
-    """Row ranges, as a Split gives them; parquet keeps them in folders."""
+    """Row ranges by set name, as returned by Split. Parquet stores each set in a folder."""
     segments_per_task: int = 8
     shuffle: Literal["none", "full"] = "none"
-    """full: the rows of `train` (without sets, all rows) are put in a random order; those of the others stay where they are."""
+    """Shuffle mode. `full` puts the rows of `train` (without sets, all rows) in random order and leaves other sets unchanged."""
     seed: int = 0
-    """Of that order."""
+    """Shuffle seed."""
     labelled: bool = True
 
 
@@ -53,11 +53,17 @@ def preprocess(
     note: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Writes the log of `index` to the new folder `out` and returns rows, out, format, hash, bytes, seconds and rows_per_s.
+    """Write a log to the new folder `out` and return rows, out, format, hash, bytes, seconds and rows_per_s.
 
-    `settings`: the fields of Output. `progress` gets the rows done so far. The bytes do not depend on who ran the tasks, nor on
-    interruptions. Raises InputError where the format cannot hold the log, `out` exists, an unfinished run there had other inputs,
-    or the disk is too small.
+    The output bytes do not depend on the engine or on interruptions.
+
+    Args:
+        progress: Called with the number of rows done.
+        note: Called with messages for the user.
+        settings: Fields of Output.
+
+    Raises InputError if the format cannot store the log, `out` exists, an unfinished job there has other inputs, or the disk is
+    too small.
     """
     begun = time.perf_counter()
     out, output = storage.absolute(out).rstrip("/"), Output(**settings)
@@ -145,8 +151,8 @@ def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:
 
 
 def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int, output: Output) -> None:
-    """Raises InputError where the disk has less room than what is still to be written takes."""
-    # Parquet's size is not known before; Criteo's is a third of the plain one.
+    """Check that the remaining output fits on the disk. Raises InputError."""
+    # The Parquet size is unknown in advance. For Criteo it is a third of the plain size.
     needed = sum(plan.size_bytes for plan in layout.all_plans) or rows * row_bytes(preprocessor) // 2
     if output.shuffle == "full":
         needed += sum(task.rows for task in layout.shuffled) * (row_bytes(preprocessor) + 8)
@@ -162,7 +168,7 @@ def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int
 
 
 def _shared(preprocessor: Preprocessor, engine: Engine, work: str) -> Any:
-    """The Preprocessor as tasks get it: shared by the engine, else (Spark's) from the folder it is saved in."""
+    """Return the Preprocessor for tasks: shared by the engine, or the path of its folder (Spark)."""
     if isinstance(engine, StreamEngine):
         return share_preprocessor(preprocessor, engine)
     return storage.join(work, "preprocessor")
@@ -171,7 +177,7 @@ def _shared(preprocessor: Preprocessor, engine: Engine, work: str) -> Any:
 def _run(
     running: ResumableJob, engine: Engine, job: Job, layout: Layout, finished: set[int], output: Output
 ) -> Iterator[dict[str, Any]]:
-    """What the tasks that are not finished found, as they are done."""
+    """Run the unfinished tasks and yield their results."""
     moved = layout.shuffled if output.shuffle == "full" else []
     numbers = {task.number for task in moved}
     pending = [task for task in layout.tasks if task.number not in finished]
@@ -189,7 +195,7 @@ def _run(
 
 
 def _describe(folder: str, layout: Layout, found: Sequence[dict[str, Any]], description: dict[str, Any]) -> list[dict[str, Any]]:
-    """Writes the manifest; returns [{name, bytes, crc32}] of the files."""
+    """Write the manifest and return [{name, bytes, crc32}] of the files."""
     if layout.plans:
         files = finish_files(folder, layout.all_plans, [tuple(stretch) for of_task in found for stretch in of_task["ranges"]])
     else:
@@ -200,22 +206,22 @@ def _describe(folder: str, layout: Layout, found: Sequence[dict[str, Any]], desc
 
 
 MOST_SHUFFLE_TASKS = 1024
-"""Of a full shuffle: each of its second half reads from all of its first."""
+"""Maximum number of tasks in each phase of a full shuffle. Each gather task reads from all scatter tasks."""
 _ENDINGS = re.compile(r"\.(txt|tsv|csv|log)$")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every row goes."""
+    """Output location of every row."""
 
     raw_files: list[str]
-    """Paths of the log's files, sorted as `position` sorts them."""
+    """Paths of the log files, in epoch order."""
     file_rows: list[int]
-    """Rows of each."""
+    """Row count of each raw file."""
     plans: list[list[FilePlan]]
-    """The files each becomes; none for parquet, whose files the tasks make."""
+    """Output files of each raw file. Empty for parquet, whose files the tasks create."""
     ranges: list[tuple[str, int, int]]
-    """(set, first row, row behind the last) in the order of the log; rows of no set are of the set `other`."""
+    """Tuples (set, first row, end row) in log order. Rows outside all sets belong to the set `other`."""
     tasks: list[Task]
 
     @property
@@ -224,11 +230,11 @@ class Layout:
 
     @property
     def shuffled(self) -> list[Task]:
-        """The tasks whose rows a full shuffle moves."""
+        """Tasks whose rows a full shuffle moves."""
         return [task for task in self.tasks if task.set in ("train", "all")]
 
     def segments(self, index: LogIndex) -> list[list[int]]:
-        """[file number, first row in the file, row behind the last, rows] of each segment."""
+        """Return [file number, first row in the file, end row, row count] of each segment."""
         number_of = {path: number for number, path in enumerate(self.raw_files)}
         done = [0] * len(self.raw_files)
         segments = []
@@ -240,7 +246,7 @@ class Layout:
         return segments
 
     def manifest(self, index: LogIndex) -> dict[str, Any]:
-        """What a reader must know of it."""
+        """Return the manifest entries that readers need."""
         matrices = [[list(vars(matrix).values()) for plan in plans for matrix in plan.matrices] for plans in self.plans]
         return {
             "raw_files": [storage.name_of(path) for path in self.raw_files],
@@ -251,7 +257,7 @@ class Layout:
 
 
 def lay_out(index: LogIndex, preprocessor: Preprocessor, output: Output) -> Layout:
-    """Raises InputError for sets that overlap or reach beyond the log."""
+    """Plan output files and tasks. Raises InputError if sets overlap or exceed the log."""
     rows_of: dict[str, int] = {}
     for segment in index.segments:
         rows_of[segment.path] = rows_of.get(segment.path, 0) + segment.rows
@@ -268,7 +274,7 @@ def lay_out(index: LogIndex, preprocessor: Preprocessor, output: Output) -> Layo
 
 
 def _stems(paths: Sequence[str]) -> list[str]:
-    """What the names of a raw file's preprocessed files begin with: day_0, train; with a number where two are alike."""
+    """Return a unique output name prefix for each raw file: day_0, train, or with a number for duplicates."""
     stems: dict[str, None] = {}
     numbers: dict[str, int] = {}
     for path in paths:

@@ -1,1 +1,1 @@
-"""Text and MosaicML shards as blocks of tokens."""
+"""Text and MosaicML shards as token blocks."""

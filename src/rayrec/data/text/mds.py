@@ -1,8 +1,7 @@
-"""Blocks of tokens in MDS shards: written by MosaicML streaming, which no other file imports, and read without it.
+"""Token blocks in MDS shards: written by MosaicML streaming, which only this file imports, and read without it.
 
-Shards come through `rayrec.storage` and are kept by `storage.cache.ShardCache`: processes of a node share files, and who needs
-a shard first fetches it, under a lock that ends with its holder. Rows are copied out of mapped files: each has a fixed size, so
-nothing is decoded.
+`storage.cache.ShardCache` keeps fetched shards: the processes of a node share files. The first one to need a shard fetches it
+under a lock, which is released if it dies. Rows have a fixed size and are copied from mapped files without decoding.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ _logger = logging.getLogger(__name__)
 INDEX: Final = "index.json"
 COLUMN: Final = "tokens"
 _HASHES: Final = ("xxh3_64", "xxh64", "sha1", "sha256", "md5")
-"""That a shard is checked with: the first that its index has."""
+"""Checksum algorithms in order of preference. Shards are checked with the first one in their index."""
 _ENCODING: Final = re.compile(r"ndarray(?::(uint8|uint16|uint32|int32|int64)(?::(\d+))?)?")
 _DTYPES: Final = {8: "uint8", 16: "uint16", 32: "uint32", 33: "int32", 65: "int64"}
-"""Types of tokens by the number that streaming writes before an array whose type its encoding does not give."""
+"""Token dtypes by the type code that streaming writes before an array if the encoding has no dtype."""
 _OPEN_SHARDS: Final = 256
-"""Mapped at once; each holds a file descriptor."""
+"""Maximum number of mapped shards. Each uses a file descriptor."""
 _NUM_DOWNLOADS: Final = 4
-"""Shards fetched ahead at a time."""
+"""Maximum number of concurrent prefetches."""
 _PACKED: Final = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
-"""Arrow's names of streaming's compressions."""
+"""Arrow codec names by streaming compression name."""
 _TRIES: Final = 4
-"""To open a shard that a full cache may lose between its coming and its being opened."""
+"""Maximum attempts to open a shard. A full cache may evict it between download and opening."""
 
 
 # Index ---------------------------------------------------------------------------------------------------------------
@@ -58,50 +57,50 @@ _TRIES: Final = 4
 
 @dataclass(frozen=True)
 class Packed:
-    """The compressed file of a shard."""
+    """Compressed file of a shard."""
 
     name: str
     algorithm: str
-    """Of streaming's: zstd, gz, br, snappy or bz2, with or without a level."""
+    """Streaming compression name: zstd, gz, br, snappy or bz2, optionally with a level."""
     size_bytes: int
     checksum: tuple[str, str] | None
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of rows."""
+    """Shard file of rows."""
 
     name: str
     rows: int
     size_bytes: int
     checksum: tuple[str, str] | None
-    """(algorithm, hexadecimal digits); None where the index has none."""
+    """Pair (algorithm, hexadecimal digits). None if the index has no checksum."""
     packed: Packed | None = None
-    """Where it is compressed: what there is in its place."""
+    """Compressed file that replaces the plain one. None if not compressed."""
 
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """The column of a set that has the tokens."""
+    """Token column of a set."""
 
     name: str
     dtype: str
-    """Little-endian: <u2, <i4, <i8, ..."""
+    """Little-endian dtype: <u2, <i4, <i8, ..."""
     block_size: int
-    """Tokens of a row; all rows have as many."""
+    """Number of tokens in every row."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """All shards of a set."""
+    """Shards and row layout of a set."""
 
     shards: tuple[Shard, ...]
     columns: tuple[tuple[str, str, int | None], ...]
-    """(name, encoding, bytes of a value: None if they differ), in the order in which a row has them."""
+    """Tuples (name, encoding, value size in bytes, or None if it varies), in row order."""
 
     @classmethod
     def parse(cls, content: bytes, path: str) -> Index:
-        """From the bytes of the file at `path`. Raises InputError for what is no index of MDS shards."""
+        """Parse the content of the index file at `path`. Raises InputError if it is not an index of MDS shards."""
         try:
             found = json.loads(content)
             shards = tuple(map(_shard, found["shards"])) if found["version"] == 2 else ()
@@ -119,7 +118,7 @@ class Index:
         return cls(shards, layouts.pop())
 
     def own_column(self, path: str) -> TokenColumn:
-        """The column that rayrec's own sets have. Raises InputError for a set of another program."""
+        """Return the token column of a set written by rayrec. Raises InputError for a set of another program."""
         (name, encoding, _), *others = self.columns
         match = _ENCODING.fullmatch(encoding)
         if name != COLUMN or others or match is None or match[2] is None:
@@ -131,8 +130,10 @@ class Index:
         return TokenColumn(COLUMN, np.dtype(match[1]).newbyteorder("<").str, int(match[2]))
 
     def find_column(self, name: str | None, path: str) -> tuple[str, str]:
-        """(name, encoding) of the column of tokens: `name`, else tokens, else input_ids, else the only one. Raises InputError if
-        there is none, or one that has no tokens."""
+        """Find (name, encoding) of the token column: `name`, else tokens, else input_ids, else the only column.
+
+        Raises InputError if it is not found or has another type.
+        """
         encodings = {column: encoding for column, encoding, _ in self.columns}
         guesses = [guess for guess in (COLUMN, "input_ids") if guess in encodings]
         chosen = name or (guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None)
@@ -155,7 +156,7 @@ class Index:
         return chosen, encoding
 
     def measure(self, content: mmap.mmap, name: str, bytes_dtype: str, path: str) -> TokenColumn:
-        """The column of tokens, from the first row of a shard; `bytes_dtype` is that of tokens in a column of bytes."""
+        """Infer the token column from the first row of a shard. `bytes_dtype` is the token dtype of a bytes column."""
         start, _ = np.frombuffer(content, "<u4", 2, 4).tolist()
         _, size, _, dtype = self._place(content, start, name, bytes_dtype, path)
         if not size or size % dtype.itemsize:
@@ -163,8 +164,10 @@ class Index:
         return TokenColumn(name, dtype.newbyteorder("<").str, size // dtype.itemsize)
 
     def rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> np.ndarray:
-        """The tokens (rows, block_size) of a mapped shard. Raises InputError for a shard that is damaged, or whose rows have
-        different lengths."""
+        """Return the tokens [rows, block_size] of a mapped shard as a view.
+
+        Raises InputError if the shard is damaged or its rows differ in length.
+        """
         count, dtype = int(np.frombuffer(content, "<u4", 1)[0]), np.dtype(column.dtype)
         starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
         if count != shard.rows or starts[-1] != shard.size_bytes or not 0 < starts[0] < starts[1] <= starts[-1]:
@@ -185,8 +188,7 @@ class Index:
     def _place(
         self, content: mmap.mmap, start: int, name: str, bytes_dtype: str, path: str
     ) -> tuple[int, int, list[tuple[int, int]], np.dtype[Any]]:
-        """Of the row that starts at byte `start`: (first byte of the tokens in the row, their bytes, ranges of the row that
-        say how it is laid out, dtype)."""
+        """Locate the tokens of the row at byte `start`: (offset in the row, byte count, ranges of the layout header, dtype)."""
         variable = sum(not size for _, _, size in self.columns)
         sizes = iter(np.frombuffer(content, "<u4", variable, start).tolist())
         at = 4 * variable
@@ -237,8 +239,11 @@ def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def load_streaming() -> ModuleType:
-    """The package, without its data sets of images, texts and both: streaming.vision needs torchvision, of which pip's build
-    ends a process that has a CPU build of torch, and so empty modules stand for them. Raises InputError without the extra."""
+    """Import streaming with empty modules instead of its vision, text and multimodal datasets.
+
+    streaming.vision imports torchvision, whose build from pip crashes a process with a CPU build of torch. Raises InputError if
+    streaming is not installed.
+    """
     require("streaming", extra="language")
     for name in ("vision", "text", "multimodal"):
         sys.modules.setdefault(f"streaming.{name}", ModuleType(f"streaming.{name}"))
@@ -246,8 +251,10 @@ def load_streaming() -> ModuleType:
 
 
 def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:
-    """Writes rows of tokens (rows, block_size), uint16 or uint32, as one shard at `path`, which appears complete or not at
-    all, and returns what an index says of it. The same rows give the same bytes."""
+    """Write tokens [rows, block_size], uint16 or uint32, as one shard at `path`, atomically, and return its index entry.
+
+    The same rows give the same bytes.
+    """
     streaming = load_streaming()
     columns = {COLUMN: f"ndarray:{tokens.dtype.name}:{tokens.shape[1]}"}
     with storage.Scratch("shard") as folder:
@@ -261,7 +268,7 @@ def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:
 
 
 def write_index(folder: str, shards: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the index.json of a folder of shards, from what `write_shard` returned of each, in order."""
+    """Write index.json from the entries returned by `write_shard`, in order."""
     index = json.dumps({"shards": list(shards), "version": 2}, sort_keys=True)
     storage.write_bytes(storage.join(folder, INDEX), index.encode())
 
@@ -271,14 +278,19 @@ def write_index(folder: str, shards: Sequence[Mapping[str, Any]]) -> None:
 
 @final
 class TokenRows:
-    """Rows of a set's folder (index.json and shards, local or at a URL), as a RowSource: tokens int64 (n, block_size).
-    `column`: which column of a set of another program has them; None: the set is rayrec's own.
+    """RowSource over a folder of shards (with index.json, local or at a URL), with tokens int64 [n, block_size].
 
-    Is made in the process that reads, and not pickled; one thread reads, another may call `will_read`. Shards at a URL, and
-    those that are compressed, are kept, plain, in `cache_folder` (default: shards in $RAYREC_CACHE, else in ~/.cache/rayrec),
-    which the processes of a node share, so that each is fetched once; beyond `cache_bytes` of one set, those go that are not in
-    use and were not for longest. Each is checked against the index before its rows are used. Raises InputError where the folder
-    cannot be read.
+    Remote and compressed shards are cached, unpacked, in a folder shared by the processes of a node, so that each is fetched
+    once. Shards are checked against the index before use. Create it in the process that reads: it cannot be pickled. One thread
+    reads; another may call `will_read`.
+
+    Args:
+        path: Folder of the set.
+        column: Token column of a set written by another program. None for a set of rayrec.
+        cache_folder: Shard cache. None uses `shards` in $RAYREC_CACHE, else in ~/.cache/rayrec.
+        cache_bytes: Maximum cache size of this set. Beyond it, the least recently used shards that are not in use are removed.
+
+    Raises InputError if the folder cannot be read.
     """
 
     def __init__(
@@ -291,7 +303,7 @@ class TokenRows:
         self.block_size = column.block_size
         self.chunk_rows: Sequence[int] = tuple(shard.rows for shard in index.shards)
         self.downloaded_bytes = 0
-        """By this process."""
+        """Bytes downloaded by this process."""
         self._counting = threading.Lock()
         self._path = self._folder = path
         self._cache: ShardCache | None = None
@@ -306,7 +318,7 @@ class TokenRows:
                 folder=cache_folder or os.path.join(cache.folder(), "shards"),
                 limit_bytes=cache_bytes,
             )
-            if cache_bytes is not None:  # what is mapped cannot go
+            if cache_bytes is not None:  # Mapped shards cannot be evicted.
                 self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // LEAST_FILES)
             self._folder = self._cache.folder
             self._ahead = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="shards")
@@ -322,8 +334,10 @@ class TokenRows:
         raise TypeError("TokenRows is not to be pickled: make it in the process that reads")
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows int64 (n,) in the order asked for. Raises InputError for a shard that is damaged or gone, OSError where
-        its store is out for too long."""
+        """Read rows by number, in the given order.
+
+        Raises InputError if a shard is damaged or missing, and OSError if its store is unavailable for too long.
+        """
         rows = np.empty((len(indices), self.block_size), np.int64)
         shards = self._shards_of(indices)
         for shard in np.unique(shards).tolist():
@@ -332,7 +346,7 @@ class TokenRows:
         return {COLUMN: rows}
 
     def will_read(self, indices: np.ndarray) -> None:
-        """Fetches the shards of these rows in the background; what fails there is tried again, and told, by `read`."""
+        """Fetch the shards of these rows in the background. `read` retries failures and raises them."""
         if self._ahead is None:
             return
         for shard in np.unique(self._shards_of(indices)).tolist():
@@ -341,7 +355,7 @@ class TokenRows:
                 self._coming[shard] = self._ahead.submit(self._fetch_ahead, shard)
 
     def close(self) -> None:
-        """Lets go of files, memory and threads. May be called again."""
+        """Release files, memory and threads. Can be called repeatedly."""
         if self._ahead is not None:
             self._ahead.shutdown(wait=True, cancel_futures=True)
         self._mapped.clear()
@@ -350,7 +364,7 @@ class TokenRows:
         return np.searchsorted(self._bounds, indices, side="right") - 1
 
     def _rows_of(self, number: int) -> np.ndarray:
-        """A shard's rows (rows, block_size), mapped."""
+        """Return the mapped rows [rows, block_size] of a shard."""
         found = self._mapped.get(number)
         if found is None:
             found = self._mapped[number] = self._open(number)
@@ -375,7 +389,7 @@ class TokenRows:
         raise InputError(f"{self._folder}: shards go as fast as they come; allow more cache_bytes")
 
     def _map(self, number: int) -> np.ndarray:
-        """Raises FileNotFoundError where the shard is not here."""
+        """Map a shard. Raises FileNotFoundError if it has not been fetched."""
         shard = self._index.shards[number]
         path = os.path.join(self._folder, shard.name)
         descriptor = os.open(path, os.O_RDONLY)
@@ -395,7 +409,7 @@ class TokenRows:
             self._fetch(number)
 
     def _fetch(self, number: int) -> None:
-        """Brings a shard into the folder, unless it is there; waits while another thread or process does."""
+        """Fetch a shard into the folder unless present. Waits if another thread or process is fetching it."""
         shard = self._index.shards[number]
         if self._cache is None:
             raise InputError(f"{self._folder}/{shard.name}: no such file; copy it there or prepare the text again")
@@ -411,8 +425,7 @@ class TokenRows:
 
 
 def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
-    """The content of a shard in a folder, local or at a URL, unpacked if it is compressed. Raises InputError for a compressed
-    file that is damaged."""
+    """Read a shard from a folder, local or at a URL, and unpack it. Raises InputError if a compressed file is damaged."""
     packed = shard.packed
     if packed is None:
         yield from storage.read_stream(storage.join(folder, shard.name))
@@ -422,11 +435,11 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
     if len(content) != packed.size_bytes:
         raise damaged(path, f"has {len(content):,} bytes, its index says {packed.size_bytes:,}")
     _check_bytes(content, packed.checksum, path)
-    algorithm = packed.algorithm.partition(":")[0]  # what follows is a level
+    algorithm = packed.algorithm.partition(":")[0]  # Without the level.
     if algorithm not in _PACKED:
         raise InputError(f"{path}: compressed by {packed.algorithm}, which rayrec does not know")
     try:
-        if algorithm == "snappy":  # without Arrow's frames
+        if algorithm == "snappy":  # Not in Arrow's framing format.
             plain = pa.Codec("snappy").decompress(content, shard.size_bytes, asbytes=True)
         else:
             plain = pa.CompressedInputStream(pa.BufferReader(content), _PACKED[algorithm]).read()
@@ -436,7 +449,7 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
 
 
 def map_shard(path: str, shard: Shard) -> mmap.mmap:
-    """A plain shard's content, mapped and checked against its index."""
+    """Map a plain shard and check it against its index."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         content = _mapped(descriptor, shard, path)
@@ -454,7 +467,6 @@ def _mapped(descriptor: int, shard: Shard, path: str) -> mmap.mmap:
 
 
 def _check(content: mmap.mmap, shard: Shard, path: str) -> None:
-    """Raises InputError where the content is not what the index has a checksum of."""
     _check_bytes(content, shard.checksum, path)
 
 

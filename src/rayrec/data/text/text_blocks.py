@@ -1,4 +1,4 @@
-"""Text as rows of tokens: what a prepared folder says of itself, and text that is tokenised in memory."""
+"""Text as token rows: prepared folders and text tokenised in memory."""
 
 import itertools
 import zlib
@@ -33,41 +33,44 @@ VERSION: Final = 1
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """What `rayrec preprocess --format mds` wrote, or a folder of another program's shards that was adopted."""
+    """Folder written by `rayrec preprocess --format mds`, or an adopted folder of another program's shards."""
 
     path: str
     block_size: int
-    """Tokens of a row."""
+    """Number of tokens per row."""
     part_bytes: int
-    """Text that was tokenised at once."""
+    """Size of the text parts that were tokenised separately."""
     vocabulary_size: int
-    """Ids are below it."""
+    """Exclusive upper bound of token ids."""
     tokenizer_hash: str
     end_token: int | None
-    """Id of what ends a text, where there is such a token."""
+    """End-of-text token id. None if the tokenizer has no such token."""
     sets: Mapping[str, int]
-    """Rows of train and, where text was held out, validation."""
+    """Row counts of train and, if text was held out, validation."""
     hash: str
-    """Of all rows and the tokenizer."""
+    """Hash of all rows and the tokenizer."""
     set_folders: Mapping[str, str]
-    """Folder of each set, below `path`; those of rayrec's own sets have their names."""
+    """Folder of each set, relative to `path`. The set name for sets written by rayrec."""
     columns: Mapping[str, TokenColumn]
-    """Of sets that another program wrote: where their tokens are."""
+    """Token columns of sets written by another program."""
 
     @property
     def tokenizer(self) -> str:
-        """A HuggingFace tokenizer's folder."""
+        """Folder of the HuggingFace tokenizer."""
         return storage.join(self.path, "tokenizer")
 
     def set_path(self, name: str) -> str:
-        """The folder of a set: its index.json and shards."""
+        """Return the folder of a set, with its index.json and shards."""
         folder = self.set_folders[name]
         return storage.join(self.path, folder) if folder else self.path
 
 
 def sets_of_shards(path: str) -> dict[str, str]:
-    """The sets of MDS shards in a folder by name, train and validation, with their folders: itself (""), or train and one of
-    validation, val, valid, eval and test; none if there are no shards."""
+    """Find the sets of MDS shards in a folder: {train: folder, validation: folder}, relative to `path`.
+
+    The folder itself is train (""), or it contains train and possibly one of validation, val, valid, eval and test. Returns an
+    empty dict if there are no shards.
+    """
     if storage.exists(storage.join(path, INDEX)):
         return {"train": ""}
     found = {"train": "train"} if storage.exists(storage.join(path, "train", INDEX)) else {}
@@ -77,13 +80,13 @@ def sets_of_shards(path: str) -> dict[str, str]:
 
 
 def is_tokens(path: str) -> bool:
-    """Whether text lies there prepared, and not as text."""
+    """Return whether the path contains prepared text."""
     manifest = storage.join(path, MANIFEST)
     return storage.exists(manifest) and _format(storage.read_json(manifest)) == FORMAT
 
 
 def open_tokens(path: str) -> TokenFolder:
-    """Raises InputError where no prepared text lies at the path or URL, or one of another version."""
+    """Open prepared text at a path or URL. Raises InputError if it is not found or has another version."""
     path = storage.absolute(path).rstrip("/")
     manifest = storage.join(path, MANIFEST)
     if not storage.exists(manifest):
@@ -110,10 +113,10 @@ def _format(manifest: Any) -> str | None:
 
 
 def text_rows(path: str, *, tokenizer: str, block_size: int, part_bytes: int) -> RowSource:
-    """Plain text (file, glob or folder, gzip too, local or at a URL) as rows {tokens int64 (n, block_size)} in memory.
+    """Tokenise plain or gzip text (file, glob or folder, local or at a URL) into rows {tokens int64 [n, block_size]} in memory.
 
-    `tokenizer`: a folder. Tokens are those of `rayrec preprocess` with these sizes; those that fill no row are left out. Raises
-    InputError where there is no text, less than a row of it, or such as cannot be tokenised.
+    `tokenizer` is a folder. Tokens equal those of `rayrec preprocess` with the same sizes; an incomplete last row is dropped.
+    Raises InputError if no text is found, it is shorter than a row, or it cannot be tokenised.
     """
     found = load_tokenizer(tokenizer)
     pieces: list[np.ndarray] = []
@@ -130,35 +133,35 @@ def text_rows(path: str, *, tokenizer: str, block_size: int, part_bytes: int) ->
 
 
 PART_BYTES: Final = 4 << 20
-"""A word that lies across a cut would be two tokens; so seams, and with them tokens, depend on this."""
+"""Default size of text parts. It affects tokens, because words are not merged across parts."""
 LINE_BYTES: Final = 1 << 20
-"""A longer line is cut between characters."""
+"""Maximum line length. Longer lines are cut between characters."""
 _LOOK_BYTES: Final = 1 << 16
 
 Read = Callable[[int, int], bytes]
-"""The bytes [start, start + count) of a text, fewer at its end."""
+"""Function that returns the bytes [start, start + count) of a text, fewer at its end."""
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """A stretch of one file: the lines that start in [start, stop)."""
+    """Lines of one file that start in [start, stop)."""
 
     number: int
     set: str
     path: str
     name: str
-    """What the user calls the file; `path` may be where it was unpacked."""
+    """File name for messages. `path` may be an unpacked copy."""
     start: int
     stop: int
     size_bytes: int
-    """Of the file."""
+    """File size."""
     follows: bool
-    """Whether a file begins with it, behind another one of its set: a text ended there."""
+    """Whether to insert an end-of-text token before this part, because it begins a file that is not the first of its set."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of text."""
+    """Text file."""
 
     path: str
     name: str
@@ -166,8 +169,8 @@ class Source:
 
 
 def cut(read: Read, size_bytes: int, position: int) -> int:
-    """The first start of a line at or behind `position`, the end of the text counting as one; in a line that goes on for
-    LINE_BYTES, the first start of a character."""
+    """Return the first line start, or the end of the text, at or after `position`. Within a line of more than LINE_BYTES, return
+    the first character start."""
     if position <= 0 or position >= size_bytes:
         return min(max(position, 0), size_bytes)
     looked = position - 1
@@ -179,12 +182,12 @@ def cut(read: Read, size_bytes: int, position: int) -> int:
         looked += len(piece)
         if looked >= size_bytes:
             return size_bytes
-    around = read(position, 4)  # a character has up to four bytes, all but its first of the form 10xxxxxx
+    around = read(position, 4)  # UTF-8: up to four bytes, all but the first are 10xxxxxx.
     return position + next((i for i, byte in enumerate(around) if byte & 0xC0 != 0x80), 0)
 
 
 def parts_of(sources: Sequence[Source], *, validation_fraction: float, part_bytes: int) -> list[TextPart]:
-    """All of the text, in order; the last `validation_fraction` of its bytes is of the set `validation`."""
+    """Split the text into parts, in order. The last `validation_fraction` of its bytes becomes the set `validation`."""
     total = sum(source.size_bytes for source in sources)
     held_out_from = total if validation_fraction == 0 else int(total * (1 - validation_fraction))
     parts: list[TextPart] = []
@@ -204,7 +207,7 @@ def parts_of(sources: Sequence[Source], *, validation_fraction: float, part_byte
 
 
 def read_part(part: TextPart) -> str:
-    """The text of a part. Raises InputError where it is not UTF-8."""
+    """Read the text of a part. Raises InputError if it is not UTF-8."""
 
     def read(start: int, count: int) -> bytes:
         buffer = np.empty(count, np.uint8)
@@ -215,7 +218,7 @@ def read_part(part: TextPart) -> str:
 
 
 def decoded(content: bytes, name: str, start: int) -> str:
-    """Text from bytes, of which the first is byte `start` of file `name`. Raises InputError where it is not UTF-8."""
+    """Decode bytes that begin at byte `start` of file `name`. Raises InputError if they are not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -225,9 +228,9 @@ def decoded(content: bytes, name: str, start: int) -> str:
 
 
 def _unpacked(content: bytes, path: str) -> bytes:
-    """Raises InputError before the text fills the memory."""
+    """Unpack gzip content. Raises InputError before the text fills the memory."""
     text = bytearray()
-    most = machine.memory().available // 4  # the text, its parts and their tokens are in memory at the same time
+    most = machine.memory().available // 4  # The text, its parts and their tokens are in memory together.
     for piece in gunzip([content]):
         text += piece
         if len(text) > most:
@@ -239,7 +242,7 @@ def _unpacked(content: bytes, path: str) -> bytes:
 
 
 def read_texts(file: storage.File, part_bytes: int) -> list[str]:
-    """A whole file, plain or gzip, in the parts it would be tokenised in."""
+    """Read a plain or gzip file as the parts to tokenise."""
     content = storage.read_bytes(file.path)
     if content.startswith(GZIP_MAGIC):
         try:

@@ -1,6 +1,6 @@
-"""Tokenizers as files: a HuggingFace tokenizer's folder, a byte-level BPE learnt from a text, or one token a character.
+"""Tokenizers: a HuggingFace tokenizer folder, a byte-level BPE trained on a text, or one token per character.
 
-Nothing is looked for on a hub: what a tokenizer needs lies in its folder.
+Tokenizers load from their folder only, never from a hub.
 """
 
 import hashlib
@@ -19,31 +19,31 @@ TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
 END_OF_TEXT: Final = "<|endoftext|>"
 LEAST_BPE: Final = 257
-"""Of a byte-level BPE: every byte, and the end of a text."""
+"""Minimum vocabulary size of a byte-level BPE: every byte, and the end-of-text token."""
 _FILES: tuple[str, ...] = (
     TOKENIZER, CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
     "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "chat_template.jinja",
 )  # fmt: skip
-"""What a tokenizer's folder may hold that belongs to it."""
+"""Tokenizer files that are read from a folder."""
 _CONFIG: Final = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 
 Files = Mapping[str, bytes]
-"""A tokenizer's files by name; tokenizer.json and tokenizer_config.json are among them."""
+"""Tokenizer file contents by name, including tokenizer.json and tokenizer_config.json."""
 
 
 @final
 class TextTokenizer:
-    """Turns text into ids and back."""
+    """Tokenizer that converts text to ids and back."""
 
     def __init__(self, files: Files, name: str) -> None:
-        """`name`: what errors call it. Raises InputError for a tokenizer.json that cannot be read."""
+        """Load the tokenizer. `name` identifies it in errors. Raises InputError if tokenizer.json cannot be read."""
         require("tokenizers", extra="language")
         from tokenizers import Tokenizer
 
         try:
             self._tokenizer = Tokenizer.from_str(files[TOKENIZER].decode())
             config = json.loads(files[CONFIG])
-        except Exception as error:  # tokenizers raises no kind of its own
+        except Exception as error:  # tokenizers has no exception class.
             raise InputError(f"{name}: not a tokenizer, or of another version ({_line(error)})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -51,21 +51,21 @@ class TextTokenizer:
         end = config.get("eos_token")
         text = end.get("content") if isinstance(end, dict) else end
         self.end_token: int | None = self._tokenizer.token_to_id(text) if text else None
-        """Id of what ends a text, where there is such a token."""
+        """End-of-text token id. None if there is no such token."""
         self.vocabulary_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        """Ids are below it."""
+        """Exclusive upper bound of token ids."""
         self.hash = hashlib.sha256(files[TOKENIZER] + repr(self.end_token).encode()).hexdigest()[:16]
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest type that holds every id."""
+        """Smallest dtype for every id."""
         return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<u4")
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids (n,) of a text, without special tokens around it. Raises InputError for what it has no token for."""
+        """Encode a text into ids [n], without special tokens around it. Raises InputError if it has no token for a character."""
         try:
             (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # tokenizers raises no kind of its own
+        except Exception as error:  # tokenizers has no exception class.
             known = self._tokenizer.get_vocab()
             unknown = sorted({character for character in text if character not in known})[:5]
             raise InputError(
@@ -74,19 +74,19 @@ class TextTokenizer:
         return np.array(found.ids, self.dtype)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, special tokens left out."""
+        """Decode ids into text, without special tokens."""
         return str(self._tokenizer.decode(list(map(int, ids))))
 
 
 def load_tokenizer(folder: str) -> TextTokenizer:
-    """The tokenizer in a folder, local or at a URL. Raises InputError where there is none."""
+    """Load the tokenizer in a folder, local or at a URL. Raises InputError if it is not found."""
     return TextTokenizer(read_tokenizer(folder), folder)
 
 
 def read_tokenizer(folder: str) -> Files:
-    """The files of a HuggingFace tokenizer's folder, local or at a URL, brought to the form of the fast tokenizers.
+    """Read a HuggingFace tokenizer folder, local or at a URL, and convert it to the fast format if needed.
 
-    Raises InputError where there is none, or one that has no such form.
+    Raises InputError if no tokenizer is found or it has no fast format.
     """
     there = set(storage.list_folder(folder))
     files = {name: storage.read_bytes(storage.join(folder, name)) for name in _FILES if name in there}
@@ -98,7 +98,7 @@ def read_tokenizer(folder: str) -> Files:
 
 
 def _converted(files: Files, folder: str) -> dict[str, bytes]:
-    """Of a tokenizer in the older form of vocab.json and merges.txt, vocab.txt, or a sentencepiece model."""
+    """Convert a tokenizer in an older format: vocab.json and merges.txt, vocab.txt, or a sentencepiece model."""
     require("transformers", extra="language")
     from transformers import AutoTokenizer
 
@@ -106,7 +106,7 @@ def _converted(files: Files, folder: str) -> dict[str, bytes]:
         write_tokenizer(files, before)
         try:
             found = AutoTokenizer.from_pretrained(before, local_files_only=True, trust_remote_code=False, use_fast=True)
-        except Exception as error:  # anything, by what is in the folder
+        except Exception as error:  # Depends on the files.
             raise InputError(f"{folder}: no tokenizer that transformers can load ({_line(error)})") from None
         if not found.is_fast:
             raise InputError(f"{folder}: a tokenizer without a fast form (tokenizer.json); convert it with transformers")
@@ -115,18 +115,18 @@ def _converted(files: Files, folder: str) -> dict[str, bytes]:
 
 
 def write_tokenizer(files: Files, folder: str) -> None:
-    """Writes the files into a folder, local or at a URL; tokenizer.json last."""
+    """Write the files into a folder, local or at a URL, tokenizer.json last."""
     for name in sorted(files, key=lambda name: (name == TOKENIZER, name)):
         storage.write_bytes(storage.join(folder, name), files[name])
 
 
 def copy_tokenizer(source: str, folder: str) -> None:
-    """Copies a tokenizer, and only what belongs to it, from one folder into another."""
+    """Copy the tokenizer files from one folder to another, without other files."""
     write_tokenizer(read_tokenizer(source), folder)
 
 
 def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
-    """A byte-level BPE, as GPT-2's, learnt from texts; the same texts give the same bytes on any number of threads."""
+    """Train a byte-level BPE tokenizer, as for GPT-2. The same texts give the same bytes with any number of threads."""
     require("tokenizers", extra="language")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -145,12 +145,12 @@ def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
 
 
 def characters(known: Iterable[str]) -> Files:
-    """One token for each of these characters, in the order of their code points; others it refuses."""
+    """Build a tokenizer with one token per known character, in code point order. It rejects other characters."""
     require("tokenizers", extra="language")
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {character: number for number, character in enumerate(sorted(known))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))  # which is none, and so it refuses
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))  # Not in vocabulary: rejects.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return {TOKENIZER: tokenizer.to_str(pretty=True).encode(), CONFIG: _json(_CONFIG)}
