@@ -1,4 +1,4 @@
-/* A 64-bit checksum that is as fast as memory is read: it finds changes, it does not withstand an attacker. */
+/* 64-bit checksum at memory speed, to detect changes, not attacks. */
 
 #include <string.h>
 
@@ -6,12 +6,12 @@
 
 enum { LANES = 8, STRIPE = LANES * 8 };
 
-static const uint64_t PRIME = 0x9E3779B185EBCA87ull; /* odd, so that a multiplication loses nothing */
+static const uint64_t PRIME = 0x9E3779B185EBCA87ull; /* odd, so that multiplication is invertible */
 
 static inline uint64_t rotate(uint64_t x, int bits) { return x << bits | x >> (64 - bits); }
 
-/* Each lane's step is invertible in the lane and in the word: two texts that differ in one word always differ after it. The
- * lanes are independent, so that the processor works on all of them at once. */
+/* Each step is invertible in the lane and in the word: two texts that differ in one word always differ after it. Lanes are
+ * independent, so that the processor computes all of them at once. */
 static void add_stripe(uint64_t *lanes, const uint8_t *data) {
     for (int i = 0; i < LANES; i++) {
         uint64_t word;
@@ -20,7 +20,6 @@ static void add_stripe(uint64_t *lanes, const uint8_t *data) {
     }
 }
 
-/* The checksum of `length` bytes, from 0 to 2^63 - 1. */
 int64_t rayrec_checksum(const uint8_t *data, int64_t length) {
     uint64_t lanes[LANES];
     for (int i = 0; i < LANES; i++)

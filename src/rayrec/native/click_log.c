@@ -1,4 +1,4 @@
-/* Parses Criteo-style click logs and encodes raw rows into model inputs. */
+/* Parsing of Criteo-style click logs, and encoding of raw rows as model inputs. */
 
 #include "kernels.h"
 
@@ -8,8 +8,7 @@
 
 #define REPEAT8(byte) (0x0101010101010101ULL * (uint64_t)(byte))
 
-/* Eight hexadecimal digits to a number, all eight at once (SWAR); 0 where one of them is no digit.
- * Needs a little-endian machine. */
+/* Parses eight hexadecimal digits at once (SWAR); returns 0 if one is not a digit. Needs a little-endian machine. */
 static inline int parse_hexadecimal8(const uint8_t *text, uint32_t *out) {
     uint64_t v;
     memcpy(&v, text, 8);
@@ -27,7 +26,7 @@ static inline int parse_hexadecimal8(const uint8_t *text, uint32_t *out) {
     return 1;
 }
 
-/* What is wrong with a line that did not parse, told apart from how far the parse came. */
+/* Counts the fault of a line that did not parse, and stores its details. */
 static void record_fault(const uint8_t *line, const uint8_t *line_end, const uint8_t *text, int kind, int column,
                          int expected_columns, int64_t *counts, rayrec_fault *faults, int64_t max_faults,
                          int64_t *num_faults) {
@@ -47,9 +46,9 @@ static void record_fault(const uint8_t *line, const uint8_t *line_end, const uin
     }
 }
 
-/* Parses whole lines of `text` (the last one may lack its newline) and returns the number of rows stored, or -1 when
- * `out` has no room. At least RAYREC_TEXT_PADDING readable bytes must follow the text. Refused lines are counted in
- * fault_counts[FAULT_KINDS]; the first max_faults are described in `faults`. */
+/* Parses full lines of `text` (the last one may lack its newline) and returns the number of rows stored, or -1 if `out` has no
+ * room. At least RAYREC_TEXT_PADDING readable bytes must follow the text. Rejected lines are counted in
+ * fault_counts[FAULT_KINDS]; `faults` has details of the first max_faults. */
 int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *layout, const rayrec_raw_rows *out,
                      int64_t *fault_counts, rayrec_fault *faults, int64_t max_faults, int64_t *num_faults) {
     const int num_dense = layout->num_dense, num_sparse = layout->num_sparse, has_label = layout->has_label;
@@ -86,7 +85,7 @@ int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *l
             const uint8_t *digits = p + negative;
             const uint8_t *q = digits;
             uint64_t value = 0;
-            /* No character of the padding is a digit, so this stops inside readable memory. */
+            /* The padding has no digits, so this stops inside readable memory. */
             for (uint8_t c; (c = (uint8_t)(*q - '0')) <= 9; q++) value = value * 10 + c;
             const int closed = q < end && *q == '\t';
             const int ended = last && (q >= end || *q == '\n' || (*q == '\r' && q + 1 < end && q[1] == '\n'));
@@ -169,7 +168,7 @@ int64_t rayrec_parse(const uint8_t *text, int64_t length, const rayrec_layout *l
     return row;
 }
 
-/* Where the last, possibly unfinished, line of the text starts: the position after the last newline, 0 without one. */
+/* Returns the start of the last, possibly unfinished, line: the position after the last newline, 0 without one. */
 int64_t rayrec_last_line_start(const uint8_t *text, int64_t length) {
     while (length > 0 && text[length - 1] != '\n') length--;
     return length;
@@ -191,8 +190,8 @@ void rayrec_transform_dense(const int64_t *values, int64_t count, const rayrec_d
     for (int64_t i = 0; i < count; i++) out[i] = (float)transform(values[i], column);
 }
 
-/* An integer as a category: floor(ln(x)^2) for x > 2, a smaller one unchanged (the rule of FuxiCTR's Criteo_x4), plus 2^31, so that
- * tokens sort as the signed numbers do. */
+/* Converts an integer to a category: floor(ln(x)^2) for x > 2, else x (the rule of FuxiCTR's Criteo_x4), plus 2^31, so that
+ * tokens sort like the signed numbers. */
 static inline uint32_t bucket(int64_t x) {
     int32_t found;
     if (x > 2) {
@@ -217,12 +216,12 @@ void rayrec_bucket_integers(const int64_t *integers, int64_t rows, uint32_t *out
     }
 }
 
-/* Results for the small integers that make up nearly all values, so that one is a load instead of 10-20 ns. */
+/* Precomputed results of small integers, nearly all values: a load instead of 10-20 ns. */
 enum { SMALL_FROM = -16, SMALL_COUNT = 2048 };
 
-enum { TILE = 256, AHEAD = 16 }; /* rows encoded together: their tokens, 26 KB, stay in the first-level cache */
+enum { TILE = 256, AHEAD = 16 }; /* rows encoded together: their tokens, 26 KB, stay in the L1 cache */
 
-/* murmur3_x86_32 (Appleby) of four little-endian bytes with seed 0, plus what cuDF adds where it hashes a row of one column. */
+/* murmur3_x86_32 (Appleby) of four little-endian bytes with seed 0, plus the constant of cuDF's row hash. */
 static inline uint32_t murmur3(uint32_t token) {
     uint32_t k = token * 0xcc9e2d51U;
     k = k << 15 | k >> 17;
@@ -244,7 +243,7 @@ static inline int64_t hashed_id(uint32_t token, const rayrec_sparse_column *colu
     return column->base + (int64_t)(hash % column->modulo);
 }
 
-/* Ids of a tile's tokens of one column; those of absent ones are of no account. */
+/* Looks up the ids of one column's tokens in a tile; ids of absent ones are arbitrary. */
 static inline void ids_of_tile(uint32_t *tokens, int count, const rayrec_sparse_column *column, int32_t *ids) {
     if (column->slots) {
         const uint32_t modulo = column->token_modulo;
@@ -256,7 +255,7 @@ static inline void ids_of_tile(uint32_t *tokens, int count, const rayrec_sparse_
     }
 }
 
-/* Replaces a tile's tokens of one column by its ids of `id_bytes` 4 or 8 at `out`; absent ones get the missing id. */
+/* Writes the ids, of `id_bytes` 4 or 8, of one column's tokens in a tile; absent ones get the missing id. */
 static inline void write_ids(uint32_t *tokens, const uint8_t *absent, int count, const rayrec_sparse_column *column,
                              int64_t id_bytes, void *out) {
     int32_t narrow[TILE];
@@ -278,8 +277,8 @@ static inline void write_ids(uint32_t *tokens, const uint8_t *absent, int count,
         if (absent[i]) ids[i] = column->missing_id;
 }
 
-/* Ids of a tile of integers as categories; 0, which the parser stores for a missing one too, is absent.
- * `small` are the ids of 0 to SMALL_COUNT - 1, NULL where they were not computed. */
+/* Writes the ids of a tile of integers as categories; 0, which the parser also stores for a missing one, is absent. `small` are the
+ * ids of 0 to SMALL_COUNT - 1, NULL if not computed. */
 static inline void write_bucket_ids(const int64_t *const *integers, int count, const rayrec_sparse_column *column,
                                     const int32_t *small, int64_t id_bytes, void *out) {
     uint32_t tokens[TILE];
@@ -305,7 +304,8 @@ static inline void write_bucket_ids(const int64_t *const *integers, int count, c
 }
 
 /* Encodes raw rows order[0..rows) into dense_out float32 (rows, num_dense), ids_out int32 or int64 (`id_bytes` 4 or 8) with
- * column s at ids_out + s * ids_stride. With `bucketed`, integers are categories (see `bucket`) and the first num_dense sparse columns; dense_columns and dense_out are not used then. */
+ * column s at ids_out + s * ids_stride. With `bucketed`, integers are categories (see `bucket`), the first num_dense sparse columns;
+ * dense_columns and dense_out are then unused. */
 void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, const int64_t *order, int64_t rows, int32_t bucketed,
                    const rayrec_dense_column *dense_columns, const rayrec_sparse_column *sparse_columns,
                    float *dense_out, void *ids_out, int64_t id_bytes, int64_t ids_stride) {
@@ -333,7 +333,7 @@ void rayrec_encode(const rayrec_raw_rows *raw, const rayrec_layout *layout, cons
     for (int64_t base = 0; base < rows; base += TILE) {
         const int count = (int)(rows - base < TILE ? rows - base : TILE);
         for (int i = 0; i < count; i++) {
-            /* Rows come in random order: fetch those a little ahead, all cache lines of them, while this one is used. */
+            /* Rows are in random order: prefetch all cache lines of a later row. */
             if (base + i + AHEAD < rows) {
                 const int64_t next = order[base + i + AHEAD];
                 for (int d = 0; d < num_dense; d += 8) __builtin_prefetch(raw->integers + next * num_dense + d);

@@ -1,4 +1,4 @@
-/* Counts categories in open-addressing tables, and sums the moments of integer columns. */
+/* Category counts in open-addressing tables, and moments of integer columns. */
 
 #include "kernels.h"
 
@@ -6,15 +6,15 @@
 #include <stddef.h>
 #include <string.h>
 
-enum { TILE = 256 }; /* rows whose tokens, 26 KB, stay in the first-level cache while column after column takes its own */
+enum { TILE = 256 }; /* rows counted together: their tokens, 26 KB, stay in the L1 cache for all columns */
 
-/* A table may fill to two thirds: beyond that probes grow long. */
+/* A table may be two thirds full; beyond that, probes grow long. */
 static inline int64_t room(const rayrec_counter *counter) { return counter->size / 3 * 2 - counter->used; }
 
-/* Folding the upper half in lets tokens that differ only there spread too; the high bits of a product are the mixed ones. */
+/* Folds in the upper half, so that tokens that differ only there spread too. The high bits of a product are mixed best. */
 static inline uint64_t spread(uint64_t token, uint64_t factor) { return (token ^ token >> 32) * factor; }
 
-/* Independent of the places in a table: the tokens of one partition must not crowd into one corner of it. */
+/* Independent of table positions, so that the tokens of one partition spread over a table. */
 static inline uint64_t partition_hash(uint64_t token) {
     const uint64_t mixed = spread(token, 0xD6E8FEB86659FD93ULL);
     return spread(mixed, 0xA24BAED4963EE407ULL);
@@ -29,8 +29,7 @@ static inline void set_token(void *tokens, int32_t token_bytes, int64_t i, uint6
     else ((uint64_t *)tokens)[i] = token;
 }
 
-/* Adds up to TILE tokens, for which there is room. `amounts` NULL: one each. `words` is that of the counter, a constant
- * where this is inlined. */
+/* Adds up to TILE tokens, which must fit. `amounts` NULL: one each. `words` is that of the counter, a constant when inlined. */
 static inline __attribute__((always_inline)) void add_tile(const uint64_t *tokens, const int64_t *amounts,
                                                            const int64_t *rows, int count, rayrec_counter *counter,
                                                            const int words) {
@@ -38,7 +37,7 @@ static inline __attribute__((always_inline)) void add_tile(const uint64_t *token
     const uint64_t mask = (uint64_t)counter->size - 1;
     const uint64_t factor = counter->factor;
     const int32_t shift = counter->shift;
-    uint32_t positions[TILE]; /* a table has below 2^32 slots */
+    uint32_t positions[TILE]; /* a table has less than 2^32 slots */
     for (int i = 0; i < count; i++) {
         positions[i] = (uint32_t)(spread(tokens[i], factor) >> shift);
         __builtin_prefetch(slots + (uint64_t)positions[i] * words, 1);
@@ -67,10 +66,9 @@ static void add(const uint64_t *tokens, const int64_t *amounts, const int64_t *r
     else add_tile(tokens, NULL, NULL, count, counter, 2);
 }
 
-/* Counts the present tokens of `columns` columns that stand side by side in rows of `stride` tokens; column c is absent
- * where bit first_bit + c of `missing` is set, and absences[2 c] and [2 c + 1] hold how often that is and the first such
- * row. Row r has number first_row + r. Returns the rows done: fewer than `rows` where a table lacks room for TILE more
- * tokens; grow every such table and resume from there. */
+/* Counts the present tokens of the first `columns` columns in rows of `stride` tokens. Column c is absent if bit first_bit + c of
+ * `missing` is set; absences[2 c] and [2 c + 1] are the number of such rows and the first one. Row r has number first_row + r.
+ * Returns the rows done: fewer than `rows` if a table lacks room for TILE more tokens. Grow every such table and resume there. */
 int64_t rayrec_count_rows(const void *tokens, int32_t token_bytes, const uint64_t *missing, int64_t rows, int64_t stride,
                           int32_t first_bit, int32_t columns, int64_t first_row, rayrec_counter *const *counters,
                           int64_t *absences) {
@@ -101,8 +99,8 @@ int64_t rayrec_count_rows(const void *tokens, int32_t token_bytes, const uint64_
     return rows;
 }
 
-/* Adds tokens that lie one after the other, with their amounts (NULL: one each) and, where the counter keeps first rows,
- * their rows plus `shift_rows`. Returns how many are done: fewer than `count` where the table lacks room for TILE more. */
+/* Adds contiguous tokens with their amounts (NULL: one each) and, if the counter keeps first rows, their rows plus `shift_rows`.
+ * Returns the number done: fewer than `count` if the table lacks room for TILE more. */
 int64_t rayrec_count_values(const void *tokens, int32_t token_bytes, const int64_t *amounts, const int64_t *rows,
                             int64_t shift_rows, int64_t count, rayrec_counter *counter) {
     uint64_t values[TILE];
@@ -118,7 +116,7 @@ int64_t rayrec_count_values(const void *tokens, int32_t token_bytes, const int64
     return count;
 }
 
-/* Moves everything into a larger, empty table. */
+/* Moves all tokens into a larger, empty table. */
 void rayrec_count_move(const rayrec_counter *from, rayrec_counter *to) {
     const int words = from->words;
     const uint64_t mask = (uint64_t)to->size - 1;
@@ -132,9 +130,8 @@ void rayrec_count_move(const rayrec_counter *from, rayrec_counter *to) {
     to->used = from->used;
 }
 
-/* Writes the tokens counted at least min_count times, with their counts and first rows (`counts` and `rows` may be NULL),
- * ordered by partition: 2^partition_bits of them, tokens of partition p at [offsets[p], offsets[p + 1]). `offsets` has
- * 2^partition_bits + 1 entries. Returns how many there are; with `tokens` NULL that is all it does. */
+/* Writes the tokens counted at least min_count times, with counts and first rows (each may be NULL), ordered by partition:
+ * partition p of 2^partition_bits is at [offsets[p], offsets[p + 1]). Returns their number; with `tokens` NULL, only counts. */
 int64_t rayrec_count_items(const rayrec_counter *counter, int64_t min_count, int32_t token_bytes, int32_t partition_bits,
                            int64_t *offsets, void *tokens, int64_t *counts, int64_t *rows) {
     const int words = counter->words;
@@ -163,7 +160,7 @@ int64_t rayrec_count_items(const rayrec_counter *counter, int64_t min_count, int
     return total;
 }
 
-/* Moves to the front the tokens whose partition, of 2^partition_bits, is `partition`. Returns how many there are. */
+/* Moves the tokens of `partition`, one of 2^partition_bits, to the front. Returns their number. */
 int64_t rayrec_select_partition(void *tokens, int32_t token_bytes, int64_t *counts, int64_t *rows, int64_t count,
                                 int32_t partition_bits, int64_t partition) {
     int64_t kept = 0;
@@ -188,13 +185,13 @@ enum { SMALL_FROM = -16, SMALL_COUNT = 16384 };
 
 int64_t rayrec_num_small_logs(void) { return SMALL_COUNT; }
 
-/* The table of small integers' logarithms that rayrec_dense_moments reads (rayrec_num_small_logs entries). */
+/* Writes the logarithms of small integers for rayrec_dense_moments (rayrec_num_small_logs entries). */
 void rayrec_small_logs(double units, int32_t *out) {
     for (int i = 0; i < SMALL_COUNT; i++) out[i] = (int32_t)fixed_log(SMALL_FROM + i, units);
 }
 
-/* Adds to moments int64 (columns, 4), over the values that are there: their number, the sum of q = fixed_log(x), and of
- * q * q the sums of the part above and of the part below bit low_bits. Bit d of `missing` belongs to column d. */
+/* Adds to moments int64 (columns, 4) over present values: their number, the sum of q = fixed_log(x), and the sums of q * q above
+ * and below bit low_bits. Bit d of `missing` belongs to column d. */
 void rayrec_dense_moments(const int64_t *integers, const uint64_t *missing, int64_t rows, int32_t columns, double units,
                           int32_t low_bits, const int32_t *small, int64_t *moments) {
     const int64_t low_mask = ((int64_t)1 << low_bits) - 1;

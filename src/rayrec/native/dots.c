@@ -1,4 +1,4 @@
-/* The dot products of all pairs of a row's vectors, and their gradients: DLRM's interaction. */
+/* Dot products of all pairs of a row's vectors, and their gradients: DLRM's interaction. */
 #include "kernels.h"
 #include "vectors.h"
 
@@ -14,7 +14,7 @@ PART_OF_IT float widened(uint16_t value) {
     return out;
 }
 
-/* To the nearest bfloat16, ties to the even one, as torch rounds. */
+/* Rounds to the nearest bfloat16, ties to even, like torch. */
 PART_OF_IT uint16_t rounded(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

@@ -1,6 +1,6 @@
-/* Part of dots.c, for one kind of CPU (`each_cpu.h`). */
+/* Body of dots.c for one kind of CPU (`each_cpu.h`). */
 
-/* As memcpy, whose call takes longer than so few values. */
+/* Like memcpy, whose call takes longer than copying a few values. */
 PART_OF_IT void NAMED(copy)(const float *from, int64_t count, float *to) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) *(NAMED(lanes) *)(to + i) = *(const NAMED(lanes) *)(from + i);
@@ -17,14 +17,14 @@ PART_OF_IT void NAMED(write_values)(const float *restrict values, int32_t kind, 
     else for (int64_t i = 0; i < count; i++) ((uint16_t *)out)[first + i] = rounded(values[i]);
 }
 
-/* The vectors of a row as float32 (vectors, width), the dense one first, then those of the features in their order. */
+/* Reads the vectors of a row as float32 (vectors, width): the dense one, then one per feature. */
 PART_OF_IT void NAMED(read_vectors)(const rayrec_dots *dots, int64_t row, int64_t width, float *restrict vectors) {
     const int64_t dim = dots->dim, features = dots->vectors - 1;
     NAMED(read_values)(dots->dense, dots->dense_kind, row * dim, dim, vectors);
     for (int64_t feature = 0; feature < features; feature++) {
         float *restrict vector = vectors + (feature + 1) * width;
         NAMED(read_values)(dots->sparse, dots->sparse_kind, (row * features + dots->places[feature]) * dim, dim, vector);
-        if (dots->dense_kind != VALUES_FLOAT32) /* products are of values of one type */
+        if (dots->dense_kind != VALUES_FLOAT32) /* products use one value type */
             for (int64_t d = 0; d < dim; d++) vector[d] = widened(rounded(vector[d]));
     }
 }
@@ -36,7 +36,7 @@ KERNEL int32_t NAMED(rayrec_pairwise_dots)(const void *arguments, int64_t start,
     float *room = calloc((size_t)(rows * width + width * columns + QUAD * columns + size + 2 * LANES), sizeof *room);
     if (!room) return 1;
     float *restrict vectors = room, *restrict turned = vectors + rows * width, *restrict products = turned + width * columns;
-    float *restrict result = products + QUAD * columns + LANES; /* what is copied in whole lanes may end behind either */
+    float *restrict result = products + QUAD * columns + LANES; /* copies of full lanes may exceed either end */
     for (int64_t row = start; row < stop; row++) {
         NAMED(read_vectors)(dots, row, width, vectors);
         for (int64_t i = 0; i < rows; i += QUAD)
@@ -64,7 +64,7 @@ KERNEL int32_t NAMED(rayrec_pairwise_dots)(const void *arguments, int64_t start,
                 const int64_t others = count - 1 - (i + b);
                 const float *of_vector = products + b * columns + i + b + 1;
                 for (int64_t k = 0; k < others; k += LANES) *(NAMED(lanes) *)(next + k) = *(const NAMED(lanes) *)(of_vector + k);
-                next += others; /* the next vector's products overwrite what was too much */
+                next += others; /* the next vector's products overwrite the excess */
             }
         }
         NAMED(write_values)(result, dots->dense_kind, row * size, size, dots->out);
@@ -78,7 +78,7 @@ KERNEL int32_t NAMED(rayrec_pairwise_dots_backward)(const void *arguments, int64
     const int64_t count = dots->vectors, features = count - 1, dim = dots->dim, size = dim + count * features / 2;
     const int64_t rows = up_to_multiple(count, QUAD), width = up_to_multiple(dim, LANES);
     float *room = calloc((size_t)(2 * rows * width + size + QUAD), sizeof *room);
-    const float **of_pairs = malloc((size_t)rows * sizeof *of_pairs); /* of_pairs[i][j]: the gradient of x_i . x_j, i < j */
+    const float **of_pairs = malloc((size_t)rows * sizeof *of_pairs); /* of_pairs[i][j]: gradient of x_i . x_j, i < j */
     if (!room || !of_pairs) {
         free(room);
         free(of_pairs);
@@ -93,7 +93,7 @@ KERNEL int32_t NAMED(rayrec_pairwise_dots_backward)(const void *arguments, int64
     for (int64_t row = start; row < stop; row++) {
         NAMED(read_vectors)(dots, row, width, vectors);
         NAMED(read_values)(dots->out, dots->dense_kind, row * size, size, given);
-        /* The gradient of x_i . x_j goes to both, times the other one. */
+        /* x_i . x_j adds its gradient times the other vector to both. */
         for (int64_t i = 0; i < count; i += QUAD) {
             float near[QUAD][QUAD] = {0};
             for (int64_t b = 0; b < QUAD && i + b < count; b++)

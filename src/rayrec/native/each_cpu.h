@@ -1,9 +1,8 @@
-/* Includes BODY once for any CPU, and on x86 for those with AVX2 and AVX-512, too: with functions and types called NAMED(name), which
- * become name, name_avx2 and name_avx512; vectors of LANES values, as many as a register holds (compilers make slow code of larger
- * ones); kernels marked KERNEL, which must contain all that they call. The caller takes the one for its CPU: not every compiler's own
- * dispatch works without its runtime library. */
+/* Includes BODY for all CPUs, and on x86 also for AVX2 and AVX-512. Functions and types NAMED(name) become name, name_avx2 and
+ * name_avx512. Vectors have LANES values, the size of a register (compilers generate slow code for larger ones). Kernels marked KERNEL
+ * must inline all their callees. The caller selects the kernel of its CPU: the dispatch of some compilers needs a runtime library. */
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FUSED , optimize("fp-contract=fast") /* others do so, or multiply and add in two steps */
+#define FUSED , optimize("fp-contract=fast") /* other compilers do so, or multiply and add in two steps */
 #else
 #define FUSED
 #endif

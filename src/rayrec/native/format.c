@@ -1,4 +1,4 @@
-/* Formats columns of clicks as tab-separated text, the fastest part of the synthetic click log's way to the disk. */
+/* Formatting of click columns as tab-separated text. */
 #include "kernels.h"
 
 #include <stddef.h>
@@ -20,7 +20,7 @@ static uint8_t *put_integer(uint8_t *cursor, int32_t value) {
     uint32_t magnitude = (uint32_t)value;
     if (value < 0) {
         *cursor++ = '-';
-        magnitude = 0u - magnitude; /* also right for INT32_MIN, whose negation an int32 cannot hold */
+        magnitude = 0u - magnitude; /* also right for INT32_MIN, whose negation exceeds an int32 */
     }
     if (magnitude < 10) {
         *cursor++ = (uint8_t)('0' + magnitude);
@@ -48,12 +48,12 @@ static uint8_t *put_integer(uint8_t *cursor, int32_t value) {
 }
 
 static uint8_t *put_token(uint8_t *cursor, uint32_t token) {
-    /* Eight nibbles to eight characters in one 64-bit word; written byte by byte so that byte order does not matter. */
+    /* Eight nibbles to eight characters in one 64-bit word, written by byte to be independent of byte order. */
     uint64_t nibbles = token;
     nibbles = ((nibbles & 0xFFFF0000u) << 16) | (nibbles & 0xFFFFu);
     nibbles = ((nibbles << 8) | nibbles) & 0x00FF00FF00FF00FFull;
     nibbles = ((nibbles << 4) | nibbles) & 0x0F0F0F0F0F0F0F0Full;
-    uint64_t letters = ((nibbles + 0x0606060606060606ull) >> 4) & 0x0101010101010101ull; /* 1 where the digit is a-f */
+    uint64_t letters = ((nibbles + 0x0606060606060606ull) >> 4) & 0x0101010101010101ull; /* 1 if the digit is a-f */
     uint64_t characters = nibbles + 0x3030303030303030ull + letters * ('a' - '0' - 10);
     for (int i = 0; i < 8; i++) cursor[i] = (uint8_t)(characters >> (56 - 8 * i));
     return cursor + 8;
@@ -89,7 +89,7 @@ int64_t rayrec_format_rows(const uint8_t *labels, const int32_t *dense, const ui
             used = put_row(out + used, row, labels, dense, tokens, missing[row], stride, num_dense, num_sparse) - out;
             continue;
         }
-        uint8_t line[MAX_ROW_BYTES]; /* near the end: the row is made aside and copied only where it fits */
+        uint8_t line[MAX_ROW_BYTES]; /* near the end: copied only if it fits */
         int64_t length = put_row(line, row, labels, dense, tokens, missing[row], stride, num_dense, num_sparse) - line;
         if (length > capacity - used) return -1;
         memcpy(out + used, line, (size_t)length);

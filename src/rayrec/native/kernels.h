@@ -10,7 +10,7 @@
 
 enum { RAYREC_MAX_COLUMNS = 64, RAYREC_TEXT_PADDING = 64 };
 
-/* Why a row was refused. Kept in step with FAULT_KINDS in data/logs/text_parser.py. */
+/* Why a row was rejected. Must match FAULT_KINDS in data/logs/text_parser.py. */
 enum rayrec_fault_kind {
     FAULT_EMPTY_LINE,
     FAULT_TOO_FEW_COLUMNS,
@@ -23,9 +23,9 @@ enum rayrec_fault_kind {
 };
 
 typedef struct {
-    int64_t byte; /* where the line starts, counted from the start of the text */
+    int64_t byte; /* start of the line in the text */
     int32_t kind;
-    int32_t column; /* 0-based column of the line, -1 where the whole line is meant */
+    int32_t column; /* 0-based column of the line, -1 for the full line */
 } rayrec_fault;
 
 typedef struct {
@@ -40,35 +40,35 @@ typedef struct {
     uint32_t *tokens;
     uint64_t *missing;
     float *labels;
-    int64_t capacity; /* rows there is room for */
+    int64_t capacity; /* maximum rows */
 } rayrec_raw_rows;
 
 enum rayrec_hash { HASH_MURMUR3 = 1, HASH_MIX = 2 };
 
-/* The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that leaves no visible order. */
+/* Finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits without visible order. */
 static inline uint64_t rayrec_mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
     return x ^ (x >> 31);
 }
 
-/* How one sparse column turns a token into an id: the rule of SparseColumn in data/encoding/rules.py. */
+/* Rule of a sparse column, from token to id: SparseColumn in data/encoding/rules.py. */
 typedef struct {
-    const uint64_t *slots;  /* the table of rayrec_build_slots; NULL: hashed, id = base + token % modulo */
+    const uint64_t *slots;  /* table of rayrec_build_slots; NULL: hashed, id = base + token % modulo */
     int64_t num_slots;
-    uint64_t modulo;        /* where hashed */
-    int64_t base;           /* where hashed */
+    uint64_t modulo;        /* if hashed */
+    int64_t base;           /* if hashed */
     int64_t missing_id;
     int64_t unknown_id;
-    int64_t hash;           /* where hashed: flags of rayrec_hash, applied to tokens first in their order */
-    uint32_t token_modulo;  /* tokens are taken modulo this before they are looked up; 0: as they are */
+    int64_t hash;           /* if hashed: flags of rayrec_hash, applied to tokens first, in their order */
+    uint32_t token_modulo;  /* modulo of tokens before the lookup; 0: none */
     int32_t padding;
 } rayrec_sparse_column;
 
 enum rayrec_dense_kind { DENSE_SIGNED_LOG, DENSE_LOG, DENSE_IDENTITY };
 
-/* How one dense column turns an integer x into (f(x) - mean) * scale, with f(x) = sign(x) ln(1 + |x|),
- * ln(max(x, lowest) + shift) or max(x, lowest). */
+/* Rule of a dense column, from integer x to (f(x) - mean) * scale: f(x) = sign(x) ln(1 + |x|), ln(max(x, lowest) + shift) or
+ * max(x, lowest). */
 typedef struct {
     int64_t kind;
     int64_t lowest;
@@ -79,70 +79,70 @@ typedef struct {
     float padding;
 } rayrec_dense_column;
 
-/* An open-addressing table of one column's tokens. */
+/* Open-addressing table of one column's tokens. */
 typedef struct {
-    uint64_t *slots; /* `words` numbers each: token, count (0 where free) and, where words is 3, the first row */
-    int64_t size;    /* slots: a power of two of at least 2 */
+    uint64_t *slots; /* `words` numbers each: token, count (0 if free) and, if words is 3, the first row */
+    int64_t size;    /* number of slots, a power of two of at least 2 */
     int64_t used;
     uint64_t factor; /* of the hash function; odd */
     int32_t shift;   /* 64 - log2(size) */
     int32_t words;   /* 2 or 3 */
 } rayrec_counter;
 
-/* Stretches of row-major matrices, one after the other. */
+/* Consecutive row ranges of row-major matrices. */
 typedef struct {
-    const uint8_t *const *rows; /* where each one's first row lies */
-    const int64_t *starts;      /* its number, counted from the first one's first row; rising */
+    const uint8_t *const *rows; /* address of each range's first row */
+    const int64_t *starts;      /* its number, rising from 0 */
     int64_t count;
 } rayrec_runs;
 
-/* How the values of a table's rows are stored: float32, IEEE half; a byte or (low bits first) half a byte each, then scale and
- * offset as float32 or half, a value being integer * scale + offset. The last two are the packed formats of PyTorch's
+/* Storage format of a table's rows: float32; IEEE half; a byte or (low bits first) half a byte per value, then scale and offset as
+ * float32 or half, for values integer * scale + offset. The last two are the packed formats of PyTorch's
  * quantized::embedding_bag_byte_prepack and embedding_bag_4bit_prepack. */
 enum rayrec_table_kind { TABLE_FP32, TABLE_FP16, TABLE_INT8, TABLE_INT4 };
 
-/* What one column of a batch looks up. */
+/* Lookup of one column of a batch. */
 typedef struct {
     const uint8_t *table;
     int64_t num_embeddings; /* rows of the table */
     int64_t row_bytes;
     const void *ids;
-    const int64_t *offsets; /* (rows + 1): where each row's ids start; NULL: `size` ids a row */
+    const int64_t *offsets; /* (rows + 1): start of each row's ids; NULL: `size` ids per row */
     int64_t size;
     int64_t id_bytes; /* 4 or 8 */
-    const float *weights; /* one for each id: what its row is multiplied by; NULL: 1 each */
+    const float *weights; /* factor of each id's row; NULL: 1 each */
 } rayrec_lookup;
 
-/* What a batch looked up in tables: the ids of feature f's bag b are ids[offsets[f * bags + b]] to ids[offsets[f * bags + b + 1] - 1]. */
+/* Lookups of a batch: the ids of feature f's bag b are ids[offsets[f * bags + b]] to ids[offsets[f * bags + b + 1] - 1]. */
 typedef struct {
     const int64_t *ids;
     const int64_t *offsets;
-    const float *weights; /* one for each id: what its row was multiplied by; NULL: 1 each */
-    const float *gradient; /* a row of `stride` values for each bag (pooled) or each id */
+    const float *weights; /* factor of each id's row; NULL: 1 each */
+    const float *gradient; /* `stride` values for each bag (pooled) or each id */
     int64_t bags; /* of each feature */
     int64_t stride;
     int64_t pooled;
 } rayrec_looked_up;
 
-/* The features of one table among those of a rayrec_looked_up, and where the gradients of its rows go. */
+/* Features of one table in a rayrec_looked_up, and the gradients of its rows. */
 typedef struct {
     const rayrec_looked_up *lookup;
     int64_t first_feature;
     int64_t num_features;
-    int64_t column; /* pooled: of `gradient`, where those of the first feature begin */
+    int64_t column; /* pooled: first column of the first feature in `gradient` */
     int64_t dim;
-    int64_t *distinct; /* room for every lookup: the distinct ids, in the order in which they first occur */
-    float *sums; /* (lookups, dim): the sum of each one's gradients, added in the order of the lookups */
+    int64_t *distinct; /* (lookups): distinct ids in order of first occurrence */
+    float *sums; /* (lookups, dim): sum of the gradients of each distinct id, added in lookup order */
     int64_t found; /* number of distinct ids */
 } rayrec_gathered_table;
 
-/* weight = keep * weight - step_size * mean / (sqrt(square) * root_scale + eps), after the moments have taken in the gradient
- * scale * gradient + l2 * weight. */
+/* weight = keep * weight - step_size * mean / (sqrt(square) * root_scale + eps), after the update of the moments with the
+ * gradient scale * gradient + l2 * weight. */
 typedef struct {
     float step_size;
     float root_scale;
     float eps;
-    float mean_rate; /* of the gradient in the mean: 1 - beta1 */
+    float mean_rate; /* 1 - beta1 */
     float square_keep; /* beta2 */
     float square_rate; /* 1 - beta2 */
     float l2;
@@ -150,50 +150,49 @@ typedef struct {
     float scale;
 } rayrec_adam;
 
-/* Rows of a table, or of a part of one, to update: (.., dim) each of weights and moments. */
+/* Rows of a table, or of a part of one, to update; weights and moments are (.., dim). */
 typedef struct {
     float *weights;
     float *mean;
     float *square;
     int64_t dim;
     const rayrec_adam *rule;
-    const int64_t *ids; /* the rows, distinct; NULL: those of `marks` */
+    const int64_t *ids; /* distinct rows; NULL: by `marks` */
     const float *gradients; /* (ids, dim) */
-    const uint8_t *marks; /* a byte for each row of the table: those that are 0 are updated, with the gradient 0 */
-    int64_t start; /* of ids or marks */
+    const uint8_t *marks; /* a byte for each row of the table; rows with 0 are updated with gradient 0 */
+    int64_t start; /* in ids or marks */
     int64_t stop;
-    int64_t only_nonzero; /* leave rows of ids unchanged whose gradient is 0 */
+    int64_t only_nonzero; /* skip ids with gradient 0 */
 } rayrec_adam_rows;
 
 enum rayrec_values_kind { VALUES_FLOAT32, VALUES_BFLOAT16 };
 
-/* The vectors of rows whose pairwise products are wanted: a dense one, and one of each feature. */
+/* Pairwise products of each row's vectors: a dense one, and one per feature. */
 typedef struct {
     const void *dense; /* (rows, dim) */
     const void *sparse; /* (rows, vectors - 1, dim) */
-    const int64_t *places; /* (vectors - 1): where the vector of each feature stands in `sparse` */
-    int64_t vectors; /* with the dense one, at least 1 */
+    const int64_t *places; /* (vectors - 1): index of each feature's vector in `sparse` */
+    int64_t vectors; /* including the dense one */
     int64_t dim;
-    int32_t dense_kind; /* of rayrec_values_kind; `out` has it too, and so do the vectors that products are made of */
+    int32_t dense_kind; /* rayrec_values_kind of `dense`, `out` and the multiplied vectors */
     int32_t sparse_kind;
-    void *out; /* (rows, dim + pairs): the dense vector, and the products of all pairs, those of the first vector first. Backward:
-                * the gradient of that */
-    void *dense_gradient; /* as `dense` */
-    void *sparse_gradient; /* as `sparse` */
+    void *out; /* (rows, dim + pairs): the dense vector, and the products of all pairs, in vector order. Backward: its gradient */
+    void *dense_gradient; /* like `dense` */
+    void *sparse_gradient; /* like `sparse` */
 } rayrec_dots;
 
-/* The gradient of a ReLU's output, which becomes that of its input. */
+/* Gradient of a ReLU's output, overwritten by the gradient of its input. */
 typedef struct {
     const float *output; /* (rows, columns) */
     float *gradient; /* (rows, columns) */
-    float *turned; /* (columns, rows): becomes the gradient transposed */
-    float *sums; /* (blocks, columns), 0: become the sums of the gradient over the rows of each block */
+    float *turned; /* (columns, rows): output, the transposed gradient */
+    float *sums; /* (blocks, columns), zeroed: output, sums of the gradient over each block's rows */
     int64_t rows;
     int64_t columns;
-    int64_t block_rows; /* of each block but the last, which may have fewer */
+    int64_t block_rows; /* of each block; the last may have fewer */
 } rayrec_relu;
 
-/* A kernel that computes things from `start` to before `stop` of its arguments, and gives 0, or 1 if there is no memory. */
+/* Kernel that computes items [start, stop) of its arguments. Returns 0, or 1 if out of memory. */
 typedef int32_t rayrec_kernel(const void *arguments, int64_t start, int64_t stop);
 
 /* Work for several threads. */
@@ -201,31 +200,31 @@ typedef struct {
     rayrec_kernel *kernel;
     const void *arguments;
     int64_t count;
-    int64_t at_once; /* things that a thread takes at a time */
-    int64_t next; /* thing that no thread has taken, from 0 */
-    int32_t failed; /* whether the kernel gave 1 to one of them */
+    int64_t at_once; /* items that a thread takes at once */
+    int64_t next; /* first item that no thread has taken, initially 0 */
+    int32_t failed; /* whether the kernel returned 1 */
 } rayrec_work;
 
-/* The threads of a parallel region. */
+/* Threads of a parallel region. */
 typedef struct {
     int64_t *ids; /* (capacity): Linux thread ids */
     int64_t capacity;
-    int64_t count; /* threads that have called, from 0 */
+    int64_t count; /* threads that have called, initially 0 */
 } rayrec_team;
 
-/* A row of a group, to be sorted. */
+/* Row of a group, for sorting. */
 typedef struct {
-    uint64_t hash; /* of its group: different for different groups */
-    uint32_t falling; /* rises as its score falls */
+    uint64_t hash; /* of its group, unique */
+    uint32_t falling; /* sort key of its score: rises as the score falls */
     uint32_t label; /* 0 or 1 */
 } rayrec_ranked_row;
 
-/* What is summed up over groups. Each sum is two values, of which the second is what the first lost to rounding. */
+/* Sums over groups. Each sum has two values; the second is the rounding error of the first. */
 typedef struct {
     const int64_t *ks; /* ranks of at least 1 */
-    const double *discounts; /* (largest k + 1): the sum of 1 / log2(rank + 1) over ranks from 1 to the place, 0 at place 0 */
+    const double *discounts; /* (largest k + 1): sum of 1 / log2(rank + 1) over ranks 1 to k */
     double *room; /* (2 * num_ks) */
-    double *sums; /* (4 + 6 * num_ks): AUROC times rows, reciprocal rank; then of each k NDCG, recall, hits */
+    double *sums; /* (4 + 6 * num_ks): AUROC times rows, reciprocal rank; then NDCG, recall, hits of each k */
     int64_t *counts; /* rows and groups of both classes, groups with positives */
     int64_t num_ks;
 } rayrec_ranking;
@@ -273,8 +272,8 @@ void rayrec_unpack_rows(const rayrec_runs *runs, const int64_t *order, int64_t r
 int64_t rayrec_pack_rows(const int64_t *integers, const int64_t *lowest, const void *ids, int64_t id_bytes,
                          const float *labels, int64_t rows, int32_t num_dense, int32_t num_sparse, int32_t *out);
 
-/* What became of one value of a column of text. Such a column has its values at data[offsets[i], offsets[i + 1]), those
- * where null[i] is set being empty too (`null` may be NULL). */
+/* Status of one value in a text column. Value i is data[offsets[i], offsets[i + 1]), empty if null[i] is set (`null` may be
+ * NULL). */
 enum rayrec_text_status { TEXT_VALUE, TEXT_EMPTY, TEXT_REFUSED };
 
 void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
@@ -295,40 +294,39 @@ void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uin
 void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint32_t *out,
                              uint8_t *status);
 
-/* checksum.c: a checksum of `length` bytes, from 0 to 2^63 - 1. */
+/* checksum.c: checksum of `length` bytes, from 0 to 2^63 - 1. */
 int64_t rayrec_checksum(const uint8_t *data, int64_t length);
 
-/* table_training.c: of an array of rayrec_gathered_table, and of one of rayrec_adam_rows. */
+/* table_training.c: arguments are an array of rayrec_gathered_table, and one of rayrec_adam_rows. */
 rayrec_kernel rayrec_gather_row_gradients, rayrec_update_by_adam;
 
-/* dots.c: of a rayrec_dots, whose things are rows. */
+/* dots.c: arguments are a rayrec_dots, items its rows. */
 rayrec_kernel rayrec_pairwise_dots, rayrec_pairwise_dots_backward;
-#if defined(__x86_64__) /* for CPUs with AVX2 and FMA; and with AVX-512 F, BW, DQ and VL, too */
+#if defined(__x86_64__) /* for CPUs with AVX2 and FMA, and for those that also have AVX-512 F, BW, DQ and VL */
 rayrec_kernel rayrec_pairwise_dots_avx2, rayrec_pairwise_dots_backward_avx2, rayrec_relu_backward_avx2;
 rayrec_kernel rayrec_pairwise_dots_avx512, rayrec_pairwise_dots_backward_avx512, rayrec_relu_backward_avx512;
 #endif
 
-/* relu.c: of a rayrec_relu, whose things are its blocks. */
+/* relu.c: arguments are a rayrec_relu, items its blocks. */
 rayrec_kernel rayrec_relu_backward;
 
-/* threads.c: what each thread calls with the same rayrec_work; gives back once everything is taken. */
+/* threads.c: called by each thread with the same rayrec_work. Returns once all items are taken. */
 void rayrec_take_part(void *work);
 
-/* threads.c: each thread calls it once with the same rayrec_team, and is added to its ids if there is room. */
+/* threads.c: called once by each thread with the same rayrec_team; adds the thread to its ids if there is room. */
 void rayrec_add_thread_id(void *team);
 
-/* ranking.c: rows by the part of their group, rows of group 0 left out: those of part i are out[starts[i]] to out[starts[i + 1] - 1] of
- * 2^bits parts (bits from 0 to 62). Then the groups of a part; `room` is as large as its rows, and both are overwritten. */
+/* ranking.c: partitions rows by group into 2^bits parts (bits from 0 to 62), without rows of group 0; part i is
+ * out[starts[i]] to out[starts[i + 1] - 1]. Then ranks the groups of a part; `room` has as many rows, and both are overwritten. */
 void rayrec_rank_partition(const int64_t *groups, const float *scores, const uint8_t *labels, int64_t rows, int32_t bits,
                            int64_t *starts, rayrec_ranked_row *out);
 void rayrec_rank_rows(rayrec_ranked_row *rows, rayrec_ranked_row *room, int64_t count, const rayrec_ranking *ranking);
 
-/* Writes a click log: columns to tab-separated text.
+/* Writes columns of a click log as tab-separated text.
  *
- * Columns are contiguous and `stride` elements apart: dense column d of row i is dense[d * stride + i], sparse column s
- * is tokens[s * stride + i]. Bit d of missing[i] empties dense column d, bit num_dense + s sparse column s. Writes
- * "label\tdense...\ttokens...\n" a row, tokens as 8 lowercase hex digits. Returns the bytes written, or -1 where the
- * text does not fit `capacity` or the arguments make no sense; no byte beyond `capacity` is ever touched. */
+ * Dense column d of row i is dense[d * stride + i], sparse column s is tokens[s * stride + i]. Bit d of missing[i] empties dense
+ * column d, bit num_dense + s sparse column s. Writes "label\tdense...\ttokens...\n" per row, tokens as 8 lowercase hex digits.
+ * Returns the bytes written, or -1 if the text exceeds `capacity`, beyond which nothing is written, or for invalid arguments. */
 int64_t rayrec_format_rows(const uint8_t *labels, const int32_t *dense, const uint32_t *tokens, const uint64_t *missing,
                            int64_t rows, int64_t stride, int32_t num_dense, int32_t num_sparse, uint8_t *out,
                            int64_t capacity);

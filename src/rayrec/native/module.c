@@ -1,4 +1,4 @@
-/* The Python module around the kernels. It is empty: the kernels are plain C functions reached through ctypes. */
+/* Empty Python module around the kernels, which are plain C functions called through ctypes. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -1,18 +1,18 @@
-/* How well rows are ordered within their groups: rows by parts of the groups, and a part sorted and summed up. */
+/* Ranking metrics within groups: partitions rows by group, then sorts and sums each part. */
 #include "kernels.h"
 
 #include <string.h>
 
 enum { DIGITS = 12, DIGIT_VALUES = 256 };
 
-/* A bijection, so that different groups stay different; its high bits depend on all bits of the key. */
+/* Bijection, so that groups stay distinct; its high bits depend on all bits of the key. */
 static inline uint64_t hash_of(int64_t group) {
     uint64_t x = (uint64_t)group;
     x = (x ^ x >> 32) * 0x9E3779B97F4A7C15ULL;
     return (x ^ x >> 29) * 0xBF58476D1CE4E5B9ULL;
 }
 
-/* Rises as the score falls; -0 and 0 are one. */
+/* Sort key that rises as the score falls; -0 equals 0. */
 static inline uint32_t falling(float score) {
     const float plain = score + 0.0f;
     uint32_t bits;
@@ -23,7 +23,7 @@ static inline uint32_t falling(float score) {
 void rayrec_rank_partition(const int64_t *groups, const float *scores, const uint8_t *labels, int64_t rows, int32_t bits,
                            int64_t *starts, rayrec_ranked_row *out) {
     const int64_t parts = (int64_t)1 << bits;
-    const int shift = 63 - bits; /* of hash >> 1: with 0 bits a shift by 64 is not defined */
+    const int shift = 63 - bits; /* of hash >> 1, because a shift by 64 is undefined */
     memset(starts, 0, (size_t)(parts + 1) * sizeof *starts);
     for (int64_t i = 0; i < rows; i++)
         if (groups[i]) starts[(hash_of(groups[i]) >> 1 >> shift) + 1]++;
@@ -42,8 +42,8 @@ static inline unsigned digit(const rayrec_ranked_row *row, int place) {
     return place < 4 ? row->falling >> 8 * place & 255 : row->hash >> 8 * (place - 4) & 255;
 }
 
-/* By group, then by falling score: least significant digit first; digits that are the same in all rows cost nothing. Returns the
- * array that is sorted: `rows` or `room`. */
+/* Sorts by group, then by falling score: LSD radix sort that skips digits equal in all rows. Returns the sorted array, `rows` or
+ * `room`. */
 static rayrec_ranked_row *sorted(rayrec_ranked_row *rows, rayrec_ranked_row *room, int64_t count) {
     int64_t places[DIGITS][DIGIT_VALUES];
     memset(places, 0, sizeof places);
@@ -65,7 +65,7 @@ static rayrec_ranked_row *sorted(rayrec_ranked_row *rows, rayrec_ranked_row *roo
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The expected 1 / rank of the first of `positives` among `size` tied rows in random order, `before` rows being above them. */
+/* Returns the expected 1 / rank of the first of `positives` among `size` tied rows in random order, below `before` rows. */
 static double reciprocal_rank(int64_t before, int64_t size, int64_t positives) {
     double expected = 0, none_yet = 1;
     for (int64_t i = 0; i <= size - positives && none_yet > 0; i++) {
@@ -76,14 +76,14 @@ static double reciprocal_rank(int64_t before, int64_t size, int64_t positives) {
     return expected;
 }
 
-/* The probability that one of `positives` among `size` tied rows is among the first `taken` in random order. */
+/* Returns the probability that the first `taken` of `size` tied rows in random order include one of `positives`. */
 static double hit(int64_t size, int64_t positives, int64_t taken) {
     double none = 1;
     for (int64_t i = 0; i < taken && none > 0; i++) none *= (double)(size - positives - i) / (double)(size - i);
     return 1 - none;
 }
 
-static void add(double *sum, double value) { /* Neumaier's: sum[1] has what sum[0] lost */
+static void add(double *sum, double value) { /* Neumaier: sum[1] is the rounding error of sum[0] */
     const double total = sum[0] + value;
     const double larger = sum[0] > value ? sum[0] : value, smaller = sum[0] > value ? value : sum[0];
     sum[1] += larger - total + smaller; /* no value is negative */

@@ -1,12 +1,12 @@
-/* Rows of preprocessed files: packs encoded columns into them and gathers them back in any order. */
+/* Rows of preprocessed files: packs encoded columns and gathers them in any order. */
 #include "kernels.h"
 
 #include <string.h>
 
 enum { TILE = 128 };
-enum { SMALL_FROM = -16, SMALL_COUNT = 2048 }; /* integers whose transform is a load; see click_log.c */
+enum { SMALL_FROM = -16, SMALL_COUNT = 2048 }; /* precomputed transforms, see click_log.c */
 
-/* The run that holds row `row`: the last one that starts at or before it. */
+/* Returns the run that contains row `row`: the last one that starts at or before it. */
 static inline int64_t run_of(const int64_t *starts, int64_t runs, int64_t row) {
     int64_t base = 0;
     while (runs > 1) {
@@ -17,7 +17,7 @@ static inline int64_t run_of(const int64_t *starts, int64_t runs, int64_t row) {
     return base;
 }
 
-/* Where rows order[from..to) lie, and fetches them. */
+/* Computes the addresses of rows order[from..to) and prefetches the rows. */
 static inline void locate(const rayrec_runs *runs, int64_t row_bytes, const int64_t *order, int64_t from, int64_t to,
                           const uint8_t **out) {
     for (int64_t i = from; i < to; i++) {
@@ -30,7 +30,7 @@ static inline void locate(const rayrec_runs *runs, int64_t row_bytes, const int6
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Rows order[0..rows) of row-major matrices: as they are, or transposed (items of 4 or 8 bytes): column c at
+/* Gathers rows order[0..rows) of row-major matrices: unchanged, or transposed (items of 4 or 8 bytes), with column c at
  * out + c * rows * item_bytes. */
 void rayrec_gather_rows(const rayrec_runs *runs, const int64_t *order, int64_t rows, int64_t columns, int64_t item_bytes,
                         int32_t transposed, void *out) {
@@ -58,7 +58,7 @@ void rayrec_gather_rows(const rayrec_runs *runs, const int64_t *order, int64_t r
     }
 }
 
-/* Rows order[0..rows) of int32 (label, num_dense integers, num_sparse ids) into dense float32 (rows, num_dense), ids int32
+/* Unpacks rows order[0..rows) of int32 (label, num_dense integers, num_sparse ids) into dense float32 (rows, num_dense), ids int32
  * (num_sparse, rows) and labels float32 (rows). */
 void rayrec_unpack_rows(const rayrec_runs *runs, const int64_t *order, int64_t rows, int32_t num_dense, int32_t num_sparse,
                         const rayrec_dense_column *columns, float *dense, int32_t *ids, float *labels) {
@@ -94,9 +94,9 @@ void rayrec_unpack_rows(const rayrec_runs *runs, const int64_t *order, int64_t r
     }
 }
 
-/* The inverse: rows int32 (label, integers raised to `lowest`, ids) from integers int64 (rows, num_dense), ids of `id_bytes`
- * 4 or 8 (num_sparse, rows) and labels float32 (rows), NULL for -1. Returns -1, or row * (1 + num_dense + num_sparse) +
- * column of the first number that int32 does not hold. */
+/* Packs rows of int32 (label, integers raised to `lowest`, ids) from integers int64 (rows, num_dense), ids of `id_bytes` 4 or 8
+ * (num_sparse, rows) and labels float32 (rows), NULL for -1. Returns -1, or row * (1 + num_dense + num_sparse) + column of the
+ * first number beyond int32. */
 int64_t rayrec_pack_rows(const int64_t *integers, const int64_t *lowest, const void *ids, int64_t id_bytes,
                          const float *labels, int64_t rows, int32_t num_dense, int32_t num_sparse, int32_t *out) {
     const int64_t width = 1 + (int64_t)num_dense + num_sparse;

@@ -1,8 +1,8 @@
-/* The backward pass of a ReLU, with what the layer before it needs of its result. */
+/* Backward pass of a ReLU, with the sums and the transpose that the preceding layer needs. */
 #include "kernels.h"
 #include "vectors.h"
 
-/* Rows and columns that are taken at once: transposed, a row of such a tile fills a cache line. */
+/* Rows and columns of a tile: its transposed row fills a cache line. */
 enum { TILE = 16 };
 
 #define BODY "relu_body.h"

@@ -1,11 +1,11 @@
-/* Part of relu.c, for one kind of CPU (`each_cpu.h`). */
+/* Body of relu.c for one kind of CPU (`each_cpu.h`). */
 
-/* Rows and columns from the first that are given, fewer than TILE of either. */
+/* Rows and columns at an edge, fewer than TILE of either. */
 PART_OF_IT void NAMED(of_edge)(const rayrec_relu *relu, int64_t row, int64_t rows, int64_t column, int64_t columns, float *sums) {
     for (int64_t r = row; r < row + rows; r++)
         for (int64_t c = column; c < column + columns; c++) {
             float *gradient = relu->gradient + r * relu->columns + c;
-            if (relu->output[r * relu->columns + c] <= 0) *gradient = 0; /* NaN lets it pass, as in torch */
+            if (relu->output[r * relu->columns + c] <= 0) *gradient = 0; /* NaN passes the gradient, like torch */
             relu->turned[c * relu->rows + r] = *gradient;
             sums[c] += *gradient;
         }

@@ -1,11 +1,11 @@
-/* Training of embedding tables by Adam: the gradient of each row that a batch looked up, and the update of rows. */
+/* Training of embedding tables with Adam: gradients of the looked-up rows, and row updates. */
 #include "kernels.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Rows that are fetched ahead of use. */
+/* Rows prefetched ahead of use. */
 enum { AHEAD = 8 };
 
 static inline uint64_t slot_of(int64_t id, uint64_t mask) {
@@ -58,8 +58,8 @@ int32_t rayrec_gather_row_gradients(const void *arguments, int64_t start, int64_
     return failed;
 }
 
-/* Moments of rows that no batch touches shrink until they are subnormal, which a CPU computes a hundred times more slowly, and
- * stop short of 0. Below this they cannot move a weight. */
+/* Moments of untouched rows shrink to subnormal numbers, which a CPU computes a hundred times more slowly, and never reach 0.
+ * Below this limit they cannot change a weight. */
 static inline float flushed(float value) { return fabsf(value) < 1e-36f ? 0.0f : value; }
 
 static inline void update(float *restrict weight, float *restrict mean, float *restrict square, float gradient,

@@ -1,9 +1,9 @@
-/* Embedding rows of all tables of a batch, looked up, dequantised and added up in one call. */
+/* Lookup, dequantization and pooling of a batch's embedding rows in one call. */
 #include "kernels.h"
 
 #include <string.h>
 
-/* Ids that are fetched ahead of use: enough to hide the way to memory, few enough for the core's line-fill buffers. */
+/* Ids prefetched ahead of use: enough to hide memory latency, few enough for the core's line-fill buffers. */
 enum { AHEAD = 12, BLOCK_ROWS = 64 };
 
 static inline uint64_t id_at(const rayrec_lookup *lookup, int64_t place) {
@@ -11,8 +11,8 @@ static inline uint64_t id_at(const rayrec_lookup *lookup, int64_t place) {
                                  : (uint64_t)((const int64_t *)lookup->ids)[place];
 }
 
-/* IEEE half to single precision, of finite numbers. Those below 2^-14 are made by a subtraction, exact, that meets no
- * subnormal single-precision number, which would cost a hundred cycles. */
+/* Converts finite IEEE half to single precision. Numbers below 2^-14 use an exact subtraction without subnormal single-precision
+ * numbers, which would cost a hundred cycles. */
 static inline float half_to_float(uint16_t half) {
     const uint32_t magnitude = (uint32_t)(half & 0x7FFF) << 13, sign = (uint32_t)(half & 0x8000) << 16;
     const uint32_t normal_bits = magnitude + ((uint32_t)(127 - 15) << 23);
@@ -34,7 +34,7 @@ static inline float half_at(const uint8_t *place) {
     return half_to_float(half);
 }
 
-/* One loop for writing and one for adding, so that each vectorises. */
+/* Separate loops for writing and adding, so that each vectorizes. */
 #define EACH_VALUE(expression)                                           \
     do {                                                                 \
         if (first) for (int64_t d = 0; d < dim; d++) out[d] = (expression); \
@@ -64,7 +64,7 @@ static inline void take_row(const uint8_t *row, enum rayrec_table_kind kind, int
     }
 }
 
-/* A row of a list with weights; `values` (dim) is room for the row. */
+/* Adds a weighted row; `values` (dim) is scratch space. */
 static void take_weighted_row(const uint8_t *row, enum rayrec_table_kind kind, int64_t dim, int first, float weight,
                               float *restrict values, float *restrict out) {
     take_row(row, kind, dim, 1, values);
@@ -103,7 +103,7 @@ static inline int64_t pool_column(const rayrec_lookup *lookup, int64_t start, in
 /* `values` (dim): room for the row of a list with weights. */
 static inline int64_t pool(const rayrec_lookup *lookups, int64_t columns, int64_t rows, int64_t dim,
                            enum rayrec_table_kind kind, float *values, float *out) {
-    for (int64_t start = 0; start < rows; start += BLOCK_ROWS) { /* by blocks, so that output rows stay in cache */
+    for (int64_t start = 0; start < rows; start += BLOCK_ROWS) { /* in blocks, so that output rows stay in cache */
         const int64_t stop = start + BLOCK_ROWS < rows ? start + BLOCK_ROWS : rows;
         for (int64_t column = 0; column < columns; column++)
             if (!pool_column(lookups + column, start, stop, rows, kind, dim, columns * dim,
@@ -113,12 +113,12 @@ static inline int64_t pool(const rayrec_lookup *lookups, int64_t columns, int64_
     return -1;
 }
 
-/* out (rows, columns * dim): the sum of each bag's rows of each table. Returns -1 or, at the first id that its table does not
- * have, the column's number; out is unfinished then. */
+/* Writes the sum of each bag's rows of each table to out (rows, columns * dim). Returns -1, or the column of the first id beyond
+ * its table; out is then incomplete. */
 int64_t rayrec_pool_tables(const rayrec_lookup *lookups, int64_t columns, int64_t rows, int64_t dim, int32_t kind,
                            float *out) {
     float values[dim];
-    switch (kind) { /* a call each, so that each is compiled for its kind */
+    switch (kind) { /* separate calls, each compiled for its kind */
     case TABLE_FP32: return pool(lookups, columns, rows, dim, TABLE_FP32, values, out);
     case TABLE_FP16: return pool(lookups, columns, rows, dim, TABLE_FP16, values, out);
     case TABLE_INT8: return pool(lookups, columns, rows, dim, TABLE_INT8, values, out);

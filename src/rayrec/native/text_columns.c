@@ -1,4 +1,4 @@
-/* Splits CSV text into columns, and reads columns of text as numbers. */
+/* Splitting of CSV text into columns, and parsing of text columns as numbers. */
 
 #include "kernels.h"
 
@@ -9,12 +9,12 @@ static inline int ends_line(uint8_t c) { return c == '\n' || c == '\r'; }
 
 static inline int is_blank(uint8_t c) { return c == ' ' || c == '\t'; }
 
-/* The closing quote of a field that starts at `p`, behind its opening quote; NULL if there is none in the text, or none
- * within `max_bytes` bytes and `max_lines` line ends, and then *exceeded is 1. Adds the line ends inside to *lines. */
+/* Returns the closing quote of a field that starts at `p`, after its opening quote. NULL if the text has none, or none within
+ * `max_bytes` bytes and `max_lines` line ends; then *exceeded is 1. Adds the line ends inside to *lines. */
 static const uint8_t *closing_quote(const uint8_t *p, const uint8_t *end, int64_t max_bytes, int64_t max_lines,
                                     int64_t *lines, int *exceeded) {
     const uint8_t *const limit = end - p > max_bytes + 1 ? p + max_bytes + 1 : end;
-    for (;; p += 2) { /* past a doubled quote, which stands for one quote */
+    for (;; p += 2) { /* skip a doubled quote, which means one quote */
         const uint8_t *const quote = p < limit ? memchr(p, '"', (size_t)(limit - p)) : NULL;
         for (const uint8_t *const stop = quote ? quote : limit; p < stop; p++)
             *lines += *p == '\n' || (*p == '\r' && p + 1 < end && p[1] != '\n');
@@ -25,19 +25,19 @@ static const uint8_t *closing_quote(const uint8_t *p, const uint8_t *end, int64_
 }
 
 /* Splits CSV text (RFC 4180; any one-byte delimiter; rows end with \n, \r\n or \r; empty lines are skipped) up to its last
- * complete row. Text behind a closing quote belongs to the field; a quote inside an unquoted field is an ordinary character.
- * With `trim`, blanks and tabs around an unquoted field do not belong to it.
+ * complete row. Text after a closing quote belongs to the field; a quote inside an unquoted field is an ordinary character.
+ * `trim` removes blanks and tabs around an unquoted field.
  *
  * A quote is unmatched if its field has no closing quote within `max_bytes` bytes and `max_lines` line ends, or if the field
  * spans lines and either text follows its closing quote or its row has a wrong number of fields. Then the first line of the
- * row is one faulty row, and the next row starts at the next line.
+ * row is one invalid row, and the next row starts at the next line.
  *
- * Rows have `columns` fields; field c is stored as number places[c], or not if that is negative. Field k of row r is
- * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. kinds[r] is 0, or 1, 2 or 3 for a row of too
+ * Rows have `columns` fields; field c is stored at index places[c], or not if that is negative. Field k of row r is
+ * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. kinds[r] is 0, or 1, 2 or 3 for a row with too
  * few fields, too many fields or an unmatched quote, whose fields are stored as empty.
  *
- * Returns the rows stored, at most `capacity`, and in *consumed the bytes they take up. With `final` the last row may lack
- * its line end. */
+ * Returns the number of rows stored, at most `capacity`; *consumed is their size in bytes. With `final` the last row may lack its
+ * line end. */
 int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t trim, int64_t max_bytes,
                          int64_t max_lines, int32_t columns, const int32_t *places, int32_t kept, int64_t capacity,
                          int64_t *starts, int64_t *lengths, uint8_t *kinds, int64_t *consumed) {
@@ -53,7 +53,7 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t d
         }
         const uint8_t *const line = p;
         int column = 0, spans_lines = 0, unmatched = 0;
-        for (;;) { /* a field a turn */
+        for (;;) { /* one field per turn */
             const uint8_t *const start = p;
             if (p < end && *p == '"') {
                 int64_t lines = 0;
@@ -119,7 +119,7 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t d
     return row;
 }
 
-/* Field number `place` of each row, one after the other in `data`, and where each starts: `offsets` (rows + 1). */
+/* Concatenates field `place` of all rows in `data`, with their starts and the end in `offsets` (rows + 1). */
 void rayrec_gather_text(const uint8_t *text, const int64_t *starts, const int64_t *lengths, int64_t rows, int32_t kept,
                         int32_t place, int64_t *offsets, uint8_t *data) {
     offsets[0] = 0;
@@ -135,7 +135,7 @@ static inline const uint8_t *digits(const uint8_t *p, const uint8_t *end) {
     return p;
 }
 
-/* Which texts are decimal numbers: [+-]? (digits [. digits?] | . digits) ([eE] [+-]? digits)?. */
+/* Checks which texts are decimal numbers: [+-]? (digits [. digits?] | . digits) ([eE] [+-]? digits)?. */
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status) {
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *p = data + offsets[i], *const end = data + offsets[i + 1];
@@ -163,7 +163,7 @@ void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uin
     }
 }
 
-/* Texts as integers of up to 18 digits, as rayrec_parse reads them. */
+/* Parses texts as integers of up to 18 digits, like rayrec_parse. */
 void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, int64_t *out,
                           uint8_t *status) {
     for (int64_t i = 0; i < count; i++) {
@@ -184,7 +184,7 @@ void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uin
     }
 }
 
-/* Texts of 8 hexadecimal digits as numbers. */
+/* Parses texts of 8 hexadecimal digits. */
 void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint32_t *out,
                              uint8_t *status) {
     for (int64_t i = 0; i < count; i++) {

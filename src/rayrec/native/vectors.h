@@ -1,4 +1,4 @@
-/* Vectors of values, for whatever registers a CPU has. */
+/* SIMD vectors, independent of the CPU's registers. */
 #ifndef RAYREC_VECTORS_H
 #define RAYREC_VECTORS_H
 
@@ -16,7 +16,7 @@ typedef int32_t places_of_quad __attribute__((vector_size(QUAD * sizeof(int32_t)
 #define INTERLEAVED(first, second, ...) __builtin_shuffle(first, second, (places_of_quad){__VA_ARGS__})
 #endif
 
-/* (4, 4), of rows `stride` apart, to rows `out_stride` apart. */
+/* Transposes (4, 4) values from rows `stride` apart to rows `out_stride` apart. */
 PART_OF_IT void transpose_tile(const float *restrict tile, int64_t stride, float *restrict out, int64_t out_stride) {
     const quad a = *(const quad *)tile, b = *(const quad *)(tile + stride);
     const quad c = *(const quad *)(tile + 2 * stride), d = *(const quad *)(tile + 3 * stride);

@@ -1,23 +1,23 @@
-/* Builds and reads the open-addressing tables that map categories to ids: of 32-bit tokens a word a slot (token << 32 | id + 1), of
- * 64-bit tokens two (token, id + 1); 0 where free. */
+/* Open-addressing tables that map categories to ids. A slot is one word (token << 32 | id + 1) for 32-bit tokens, two (token, id + 1)
+ * for 64-bit tokens; 0 if free. */
 
 #include "kernels.h"
 
 #include <stddef.h>
 
-#define INLINE static inline __attribute__((always_inline)) /* `wide` is a constant where these are inlined */
+#define INLINE static inline __attribute__((always_inline)) /* `wide` is a constant when inlined */
 
 INLINE uint64_t token_at(const void *tokens, int64_t i, const int wide) {
     return wide ? ((const uint64_t *)tokens)[i] : ((const uint32_t *)tokens)[i];
 }
 
-/* Folding the upper half in lets tokens that differ only there spread too; the high bits of a product are the mixed ones. */
+/* Folds in the upper half, so that tokens that differ only there spread too. The high bits of a product are mixed best. */
 INLINE uint64_t position_of(uint64_t token, int bits, const int wide) {
     return wide ? (token ^ token >> 32) * 0x9E3779B97F4A7C15ULL >> (64 - bits)
                 : (uint64_t)((uint32_t)token * 2654435769U >> (32 - bits));
 }
 
-/* id + 1, 0 where the slot is free. */
+/* Returns id + 1, 0 if the slot is free. */
 INLINE uint32_t id_of(const uint64_t *slot, const int wide) { return (uint32_t)slot[wide]; }
 
 INLINE uint64_t token_of(const uint64_t *slot, const int wide) { return wide ? *slot : *slot >> 32; }
@@ -36,8 +36,8 @@ INLINE int32_t build(const void *tokens, const int32_t *ids, int64_t count, uint
     return 0;
 }
 
-/* Fills `table` (zeroed, a power of two of slots, above count) so that token i, of `token_bytes` 4 or 8, has id ids[i].
- * Returns 0, or -1 where a token comes twice. */
+/* Fills `table` (zeroed, a power of two of slots, above count) so that token i, of `token_bytes` 4 or 8, has id ids[i]. Returns 0,
+ * or -1 for a repeated token. */
 int32_t rayrec_build_slots(const void *tokens, int32_t token_bytes, const int32_t *ids, int64_t count, uint64_t *table,
                            int64_t slots) {
     return token_bytes == 8 ? build(tokens, ids, count, table, slots, 1) : build(tokens, ids, count, table, slots, 0);
@@ -71,7 +71,7 @@ INLINE void look_up(const void *tokens, int64_t count, const uint64_t *table, in
     }
 }
 
-/* Ids of tokens of `token_bytes` 4 or 8 in a table that rayrec_build_slots made; unknown_id where they have none. */
+/* Looks up the ids of tokens of `token_bytes` 4 or 8 in a table of rayrec_build_slots; unknown_id if absent. */
 void rayrec_look_up(const void *tokens, int32_t token_bytes, int64_t count, const uint64_t *table, int64_t slots,
                     int32_t unknown_id, int32_t *out) {
     if (token_bytes == 8) look_up(tokens, count, table, slots, unknown_id, out, 1);

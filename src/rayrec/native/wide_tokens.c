@@ -1,4 +1,4 @@
-/* Categories as 64-bit tokens: text becomes one, and open-addressing tables map them to ids. */
+/* Conversion of text categories to 64-bit tokens. */
 
 #include "kernels.h"
 
@@ -30,7 +30,7 @@ static inline uint64_t merge(uint64_t hash, uint64_t accumulator) {
     return (hash ^ mix_lane(0, accumulator)) * PRIME1 + PRIME4;
 }
 
-/* XXH64 with seed 0, after "xxHash fast digest algorithm" (doc/xxhash_spec.md of github.com/Cyan4973/xxHash). */
+/* XXH64 with seed 0, from "xxHash fast digest algorithm" (doc/xxhash_spec.md in github.com/Cyan4973/xxHash). */
 static uint64_t xxh64(const uint8_t *p, uint64_t length) {
     const uint8_t *const end = p + length;
     uint64_t hash;
@@ -59,7 +59,7 @@ static uint64_t xxh64(const uint8_t *p, uint64_t length) {
     return hash ^ hash >> 32;
 }
 
-/* Whether the text is how an int64 is written: no plus, no leading zeros, no -0. */
+/* Returns whether the text is an int64 in canonical form: no plus, no leading zeros, no -0. */
 static inline int canonical_integer(const uint8_t *p, int64_t length, uint64_t *out) {
     const int negative = length > 1 && *p == '-';
     p += negative;
@@ -76,7 +76,7 @@ static inline int canonical_integer(const uint8_t *p, int64_t length, uint64_t *
     return 1;
 }
 
-/* Whether the bytes are UTF-8 (RFC 3629: no overlong forms, no surrogates, at most U+10FFFF). */
+/* Returns whether the bytes are UTF-8 (RFC 3629: no overlong forms, no surrogates, at most U+10FFFF). */
 static int is_utf8(const uint8_t *p, int64_t length) {
     const uint8_t *const end = p + length;
     while (p < end) {
@@ -106,7 +106,7 @@ static int is_utf8(const uint8_t *p, int64_t length) {
     return 1;
 }
 
-/* 1 or 0 for a text that is true or false in lower case, upper case or capitalized; -1 for other texts. */
+/* Returns 1 or 0 for true or false in lower case, upper case or capitalized; -1 for other texts. */
 static inline int boolean_of(const uint8_t *p, int64_t length) {
     if (length == 4 && (!memcmp(p, "true", 4) || !memcmp(p, "True", 4) || !memcmp(p, "TRUE", 4))) return 1;
     if (length == 5 && (!memcmp(p, "false", 5) || !memcmp(p, "False", 5) || !memcmp(p, "FALSE", 5))) return 0;
@@ -128,20 +128,20 @@ static inline void text_tokens(const int64_t *offsets, const uint8_t *data, cons
     }
 }
 
-/* Tokens of texts data[offsets[i], offsets[i + 1]): an int64 if the text is one in canonical form, 1 and 0 for true and
- * false, else the XXH64 of the text. */
+/* Writes the tokens of texts data[offsets[i], offsets[i + 1]): the int64 of canonical integers, 1 and 0 for true and false, else
+ * the XXH64. */
 void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                         uint8_t *status) {
     text_tokens(offsets, data, null, count, out, status, 1);
 }
 
-/* The same, but true and false are texts like any other. */
+/* The same, with true and false as plain text. */
 void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count,
                               uint64_t *out, uint8_t *status) {
     text_tokens(offsets, data, null, count, out, status, 0);
 }
 
-/* Texts as int64: blanks, [+-]? digits [. zeros?]?, blanks; true and false are 1 and 0, nan is an empty field. */
+/* Parses texts as int64: blanks, [+-]? digits [. zeros?]?, blanks; true and false are 1 and 0, nan is an empty field. */
 void rayrec_text_whole(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                        uint8_t *status) {
     for (int64_t i = 0; i < count; i++) {
