@@ -604,7 +604,7 @@ def flags() -> dict[str, set[str]]:
     found["train"] = {"--config", *SWITCHES}.union(*(flag_names(recipe_flags(recipes.ALL[name]())) for name in kinds))
     kinds_of_models = [models.config_class(name) for name in models.names()]
     settings = [field for model in kinds_of_models if model is not None for field in dataclasses.fields(model)]
-    fields = {field.name for field in settings} | {f"no-{field.name}" for field in settings if field.type == "bool"}
+    fields = {field.name for field in settings} | {f"no-{field.name}" for field in settings if field.type in (bool, "bool")}
     places = ("model", "model.models.0", "model.models.1")  # the latter two of --model ensemble
     found["train"] |= {f"--workload.{place}.{name.replace('_', '-')}" for place in places for name in fields}
     names = [field.name.replace("_", "-") for field in dataclasses.fields(TuneConfig)]

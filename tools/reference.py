@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,17 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return f"{type(value).__name__}" if isinstance(value, Config) else f"`{value!r}`"
 
 
+def _types(kind: type[Config]) -> dict[str, str]:
+    """Return the annotations of a class and of its bases, as in their sources."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[: kind.__mro__.index(Config)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        fields = [line for line in definition.body if isinstance(line, ast.AnnAssign)]
+        found |= {ast.unparse(line.target): ast.unparse(line.annotation) for line in fields}
+    return found
+
+
 def configuration_page() -> str:
     """Every class of settings with its fields."""
     parts: list[str] = []
@@ -126,9 +138,9 @@ def configuration_page() -> str:
         {kind.__name__: kind for kind in classes()}.values(), key=lambda kind: (first.get(kind.__name__, 9), kind.__name__)
     )
     for kind in kinds:
-        docs = field_docs(kind)
+        docs, types = field_docs(kind), _types(kind)
         rows = [
-            (f"`{field.name}`", f"`{field.type}`", _default(field), docs.get(field.name, ""))
+            (f"`{field.name}`", f"`{types[field.name]}`", _default(field), docs.get(field.name, ""))
             for field in dataclasses.fields(kind)
         ]
         parts.append(f"## {kind.__name__}\n\n{summary(kind)}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}")
