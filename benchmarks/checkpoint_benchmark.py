@@ -1,4 +1,5 @@
-"""What saving costs training, and how fast a large state is saved and restored, against plainly copying as many bytes."""
+"""Benchmark of checkpoints: training cost of saves, speed of saving and restoring a large state, both relative to a plain
+copy."""
 
 import os
 import shutil
@@ -25,7 +26,7 @@ def tables(total_bytes: int, number: int = 8) -> dict[str, torch.Tensor]:
 
 
 def drop_from_page_cache(path: str) -> None:
-    """Of a file that is on the disk already."""
+    """Drop the pages of a synced file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -63,7 +64,7 @@ class LargeState:
         return os.path.join(self._newest().path, name)
 
     def save(self) -> float:
-        """From the call to the manifest on the disk, everything synced."""
+        """Save the state -> bytes/s, from the call to the synced manifest."""
 
         def begin() -> int:
             assert self._saver.begin(next(self._steps), self._tensors, state={}, score=None)
@@ -78,7 +79,7 @@ class LargeState:
         return size / seconds
 
     def plain_copy(self) -> float:
-        """The same file, from the page cache to the same disk, synced."""
+        """Copy the data file from the page cache to the same disk, synced -> bytes/s."""
         source, target = self._file(), os.path.join(self._folder, "copy")
 
         def copy() -> int:
@@ -103,7 +104,7 @@ class LargeState:
         return size / seconds
 
     def plain_read(self, *, cached: bool) -> float:
-        """The same file into memory that is there already."""
+        """Read the data file into allocated memory -> bytes/s."""
         self._touch(cached=cached)
 
         def read() -> int:
@@ -159,7 +160,7 @@ def large_state(total_bytes: int, repeats: int) -> None:
 
 
 def trained(path: str, *, every: int | None) -> dict[str, Any]:
-    """Summary of a run of criteo_kaggle's network, with what waiting for each of its saves would have cost."""
+    """Train criteo_kaggle's network -> its summary, with the estimated cost of waiting for each save."""
     from rayrec.recipes import criteo_kaggle
     from rayrec.training.trainer import train
 

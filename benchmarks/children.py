@@ -1,4 +1,4 @@
-"""Candidates of a benchmark as processes of their own, so that none inherits threads, memory or a Ray of another."""
+"""Benchmark candidates as separate processes, which inherit no threads, memory or Ray."""
 
 import json
 import os
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def run_child(script: Path, *arguments: str, **environment: str) -> Any:
-    """Runs a script and returns what the JSON says that it prints last."""
+    """Run a script and return the last JSON line that it prints."""
     # One OpenMP thread by default, and then as many of torch's own as there are cores: what Ray gives its workers, and a
     # quarter faster than two pools that compete. It holds for all candidates alike.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
@@ -40,11 +40,11 @@ def check_ended(name: str, status: int, stderr: str) -> None:
 
 
 def child(script: str, task: str, **arguments: Any) -> Any:
-    """What `task` of a benchmark's own file returns, in a fresh process; see `run_task`."""
+    """Run a task of a benchmark's file in a new process and return its result. See `run_task`."""
     return run_child(Path(script), task, json.dumps(arguments))
 
 
 def run_task(*tasks: Callable[..., Any]) -> None:
-    """The other end of `child`: runs the task that the command line names and prints what it returns."""
+    """Run the task named on the command line and print its result as JSON. Counterpart of `child`."""
     named = {task.__name__: task for task in tasks}
     print(json.dumps(named[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -20,7 +20,7 @@ LOOPS = ("rayrec", "huggingface")
 
 
 def recipe(*, path: str, workers: int, steps: int, precision: str, loop: str) -> Any:
-    """The recipe with a constant learning rate, which is what both sides mean the same by."""
+    """Return the recipe with a constant learning rate, which both sides interpret alike."""
     from rayrec.optim.config import LearningRateSchedule
     from rayrec.recipes import gpt2_tiny
 
@@ -44,7 +44,7 @@ def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]
 
 
 def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
-    """The same of the plain script, told what the recipe tells ours."""
+    """Run the plain script with the recipe's settings."""
     from rayrec.data.text.text_blocks import open_tokens
 
     config = recipe(**arguments, steps=steps, loop="huggingface")
@@ -75,7 +75,7 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
 
 
 def prepare(*, text: str, out: str) -> None:
-    """The text in MDS shards."""
+    """Preprocess the text to MDS shards."""
     from rayrec import preprocess
 
     preprocess(text, out=out, format="mds", tokenizer="characters", block_size=128)
@@ -89,7 +89,7 @@ def workload(*, workers: int, precision: str, loop: str, rows: int, block_size: 
 
 
 def compare_losses(*, steps: int, about: dict[str, Any], **common: Any) -> None:
-    """The largest distance of our two loss curves from the plain one."""
+    """Compare the loss curves of both loops with the plain script's."""
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
     for loop in LOOPS:
         found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common)
@@ -137,7 +137,7 @@ def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, abo
 
 
 def flop_per_token(path: str) -> float:
-    """Of a training step: six for each weight of a matrix product, and for attention's two products over the block."""
+    """Return the FLOP per token of a training step: six per weight of a matrix product, plus attention's two products."""
     from rayrec.data.text.text_blocks import open_tokens
     from rayrec.recipes import gpt2_tiny
 

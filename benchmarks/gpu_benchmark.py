@@ -1,8 +1,10 @@
-"""What one GPU does: training speed from raw and from preprocessed data, its share of what memory and tensor cores allow, stalls
-of checkpoints, memory against its forecast, tables in host memory, device syncs in a trace, and the latency of scores.
+"""Benchmark of one GPU: training speed, utilization, checkpoint stalls, memory, device syncs, scoring latency.
+
+Training reads raw and preprocessed data. Utilization is the share of memory bandwidth and tensor core peak. Memory is compared
+with its forecast, and tables also run in host memory.
 
 `rayrec benchmark gpu [--quick] [--parts train,dcnv2,...] [--out FOLDER]`. `RAYREC_GPU_TESTS_ON=cpu` tries all of it on the CPU,
-in tiny sizes; its rows then have the device `cpu` and say nothing about speed. Every measurement is a process of its own.
+in tiny sizes. Its rows then have the device `cpu` and do not measure speed. Every measurement is a separate process.
 """
 
 import gzip
@@ -35,26 +37,26 @@ PRECISIONS: Final[dict[str, dict[str, Any]]] = {
     "bf16": {"precision": "bf16", "tf32": True},
 }
 TRAINED: Final = tuple(PRECISIONS)
-"""What the part `train` measures."""
+"""Precisions of the part `train`."""
 SCORED_ROWS: Final = 2048
 _CATEGORIES: Final = "synthetic log, at most 100,000 categories a column"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Row, step and repeat counts of all parts."""
 
     log_rows: int
     table_rows: int
-    """Most rows of a table; MLPerf's sizes are cut to it."""
+    """Maximum rows of a table. Larger MLPerf sizes are reduced to it."""
     batch_size: int
     steps: int
     warm_steps: int
     repeats: int
     calls: int
-    """Of a scorer."""
+    """Number of timed scorer calls."""
     large_table_rows: int
-    """Most rows of a table in the parts `checkpoint`, `memory` and `uvm`."""
+    """Maximum rows of a table in the parts `checkpoint`, `memory` and `uvm`."""
 
 
 FULL: Final = Sizes(8_000_000, 1_000_000, 65_536, 600, 100, 3, 2_000, 4_000_000)
@@ -63,7 +65,7 @@ TINY: Final = Sizes(6_000, 500, 32, 10, 4, 1, 5, 600)
 
 
 def device() -> str:
-    """cuda, or cpu where that is asked for. Raises InputError if there is no GPU and the CPU was not asked for."""
+    """Return "cuda", or "cpu" if requested. Raises InputError without a GPU, unless the CPU was requested."""
     import torch
 
     if os.environ.get("RAYREC_GPU_TESTS_ON") == "cpu":
@@ -76,12 +78,13 @@ def device() -> str:
 
 
 def usual(on: str) -> str:
-    """The precision of the parts that compare none; many CPUs have no products of bf16."""
+    """Return the precision of parts that do not compare precisions. Many CPUs have no bf16 products."""
     return "bf16" if on == "cuda" else "fp32"
 
 
 def chosen_parts(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Of `--parts A,B`, in the order of PARTS; all without it. Raises InputError for one that does not exist. Pure."""
+    """Return the parts selected by `--parts A,B` in the order of PARTS, by default all. Raises InputError for an unknown part.
+    Pure."""
     if "--parts" not in arguments:
         return PARTS
     place = arguments.index("--parts") + 1
@@ -115,7 +118,7 @@ def main(*, quick: bool) -> None:
 
 
 def table_sizes(most: int) -> tuple[int, ...]:
-    """Rows of MLPerf's 26 tables, no more than `most` in any."""
+    """Return the row counts of MLPerf's 26 tables, each at most `most`."""
     from rayrec.data.encoding.presets import MLPERF_NUM_EMBEDDINGS
 
     return tuple(min(rows, most) for rows in MLPERF_NUM_EMBEDDINGS)
@@ -136,7 +139,7 @@ def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
 
 
 def preprocessed(path: str, preprocessor: str, *, multi_hot: bool) -> str:
-    """The same rows preprocessed: binary, which holds one id a column; bags as parquet."""
+    """Preprocess the rows once, as binary, or as Parquet if multi-hot, and return the folder."""
     from rayrec import preprocess
 
     form: Literal["parquet", "binary"] = "parquet" if multi_hot else "binary"
@@ -192,7 +195,7 @@ def trained(config: Any, storage: str) -> tuple[str, dict[str, Any], list[dict[s
 
 
 def synthetic_log_of(config: Any) -> str:
-    """The folder of a log or of preprocessed files, which is next to the log."""
+    """Return the path of the training log or of its preprocessed files."""
     path: str = config.train_data.path
     return path
 
@@ -205,7 +208,7 @@ def of_kind(events: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, An
 
 
 def speed(*, sizes: dict[str, Any], on: str, precision: str, **how: Any) -> dict[str, Any]:
-    """`rows_per_s`, `blocked_fraction`, `multiply_adds_per_row` and `config_hash` of a run."""
+    """Train and return `rows_per_s`, `blocked_fraction`, `multiply_adds_per_row` and `config_hash`."""
     measured = Sizes(**sizes)
     with tempfile.TemporaryDirectory() as storage:
         _, summary, events = trained(config_of(measured, on=on, precision=precision, **how), storage)
@@ -217,8 +220,8 @@ def speed(*, sizes: dict[str, Any], on: str, precision: str, **how: Any) -> dict
 
 
 def peaks(*, on: str) -> dict[str, float]:
-    """Of the device: FLOP/s of matrix products by precision, and bytes/s of copying from device memory to device memory, read and
-    written bytes counted."""
+    """Measure the device's FLOP/s of matrix products by precision, and its bytes/s of device-to-device copies (reads plus
+    writes)."""
     import torch
 
     from rayrec.training.step_log import multiply_adds_per_s
@@ -286,7 +289,7 @@ def bytes_of_row(*, ids: int, features: int, width: int, state_values: int, save
 
 
 def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
-    """What saves cost a run with large tables."""
+    """Measure the checkpoint stalls of a run with large tables."""
     measured = Sizes(**sizes)
     saving: dict[str, Any] = {"checkpoint": {"num_to_keep": 1, "keep_best": 0, "every": max(1, measured.steps // 4)}}
     with tempfile.TemporaryDirectory() as storage:
@@ -364,9 +367,9 @@ def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]
 
 
 def syncs_of(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How often each function of CUDA that makes the host wait for the device was called in a trace. Pure.
+    """Count the calls of each blocking CUDA function in a trace. Pure.
 
-    A copy to or from pageable memory waits too; a trace distinguishes it by the name of the copy.
+    Copies to or from pageable memory block too. Traces distinguish them by the name of the copy.
     """
     counts: dict[str, int] = {}
     for event in events:
@@ -427,14 +430,14 @@ TASKS: Final = (speed, peaks, row_bytes, stalls, memories, cached_speed, traced,
 
 
 def run(task: Callable[..., Any], **arguments: Any) -> Any:
-    """What a task returns, in a process of its own; on the CPU, where nothing is measured, in this one."""
+    """Run a task in a new process and return its result. On the CPU, where nothing is measured, run it in this process."""
     if arguments["on"] == "cpu":
         return task(**arguments)
     return child(__file__, task.__name__, **arguments)
 
 
 def described(on: str) -> dict[str, Any]:
-    """Of every row."""
+    """Return the fields shared by all rows."""
     import torch
 
     if on == "cpu":

@@ -1,5 +1,8 @@
-"""A raw log to training batches with a null trainer: ours through Ray Data and by threads of one process, the same kernels
-without either, and for Criteo's TSV the notebook's pipeline. A log of any tokens comes as Parquet and as CSV."""
+"""Benchmark of ingest, from a raw log to training batches for a null trainer.
+
+Candidates: Ray Data, threads of one process, the same kernels without either, and the notebook's pipeline for Criteo's TSV. A log
+of any tokens is read as Parquet and as CSV.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,9 @@ from rayrec.schema import Schema
 
 BATCH_SIZE = 2048
 EPOCHS = 3
-"""Of what is timed, so that the start of a stream counts little, as in a training run."""
+"""Number of timed epochs. More than one makes the start of a stream count little, as in a training run."""
 STEPS_BETWEEN_STATES = 50
-"""Of a run that saves very often."""
+"""Steps between position reads, as in a run that saves very often."""
 
 
 def resident_bytes() -> int:
@@ -104,7 +107,7 @@ def prepare(path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA) -> tupl
 def through(
     engine: StreamEngine, order: BlockOrder, preprocessor: Shared[Preprocessor], preset: Preset = RAYREC, schema: Schema = SCHEMA
 ) -> float:
-    """Rows/s of one worker's loader that has all cores for its data tasks."""
+    """Measure the rows/s of one worker's loader with all cores for its data tasks."""
 
     def read() -> int:
         inputs = preset.inputs(schema)
@@ -123,7 +126,7 @@ def through(
 
 
 def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> float:
-    """Rows/s of the same tasks and batches in whatever order blocks come: nobody could say which rows are left."""
+    """Measure the rows/s of the same tasks and batches in completion order, which allows no exact resume."""
     items = [(block, 0, block.rows) for epoch in range(EPOCHS) for block in order.blocks(epoch)]
     inputs = RAYREC.inputs(SCHEMA)
 
@@ -148,7 +151,7 @@ def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> f
 
 
 def without_ray(order: BlockOrder, preprocessor: Preprocessor) -> float:
-    """Rows/s of the same reading, parsing, mapping and shuffling by two threads of this process, which do nothing else."""
+    """Measure the rows/s of reading, parsing, encoding and shuffling in two threads of this process."""
     keep_freed_memory()
 
     def encoded(block: Block) -> int:
@@ -247,7 +250,8 @@ def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -
 
 
 def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
-    """A log of strings, integers and floats: read as Parquet, and as CSV opened for the first time (later it is Parquet)."""
+    """Measure a log of strings, integers and floats, read as Parquet, and as CSV opened for the first time (later it is
+    Parquet)."""
     order, shared, preprocessor = prepare(any_log(rows, ".parquet"), schema=ANY)
     path = any_log(rows, ".csv")
 

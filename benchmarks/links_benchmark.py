@@ -1,5 +1,8 @@
-"""Training on several hosts with slow links between them, beside what `rayrec plan` forecasts: torchrun on 1, 2 and 4 hosts,
-which are network namespaces on this machine with one core and one worker each (4 hosts share 2 cores), on preprocessed data."""
+"""Benchmark of slow links between hosts, compared with the forecast of `rayrec plan`.
+
+Torchrun trains on 1, 2 and 4 hosts, which are network namespaces on this machine with one core and one worker each (4 hosts share
+2 cores), on preprocessed data.
+"""
 
 import json
 import os
@@ -39,7 +42,7 @@ class Trained:
     """Rows of a worker in a step."""
     rows: int
     sent_bytes: int
-    """By all hosts, from the start to the end of the processes, with the headers of Ethernet, IP and TCP."""
+    """Bytes sent by all hosts, from start to end of the processes, with Ethernet, IP and TCP headers."""
 
 
 def main(*, quick: bool) -> None:
@@ -104,7 +107,7 @@ def _name(hosts: int, gbit: float | None) -> str:
 
 
 def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> Traffic:
-    """What `rayrec plan` would compute for hosts of one worker."""
+    """Forecast the communication of hosts with one worker each, as `rayrec plan` does."""
     config, known = recipes.criteo_kaggle(), Preprocessor.load(preprocessor)
     config = config.replace(batch_size=batch_size, min_steps_per_epoch=1, scaling={"num_workers": hosts})
     assert isinstance(config.workload, ClickWorkload)

@@ -1,6 +1,8 @@
-"""Sends one request over and over, over so many connections, and prints the seconds each answer took: in a process of its own,
-as lean as Python allows. Without a rate each connection sends as soon as it is answered; with one, requests are due at even
-times, and their seconds count from when they were due, so that an answer that comes late is not forgotten."""
+"""Load generator that repeats one HTTP request over N connections and prints the seconds of each answer.
+
+Runs in a separate process, as lean as Python allows. Without a rate, each connection sends as soon as it has its answer. With a
+rate, requests are due at even times, and their seconds count from the due time, so that late answers are included.
+"""
 
 import asyncio
 import json
@@ -43,7 +45,7 @@ class Connection(asyncio.Protocol):
             self._answer.set_exception(ConnectionError("closed"))
 
     async def ask(self, request: bytes) -> int:
-        """The status of the answer, once all of it is here."""
+        """Send a request and return the status of its complete answer."""
         self._received.clear()
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)

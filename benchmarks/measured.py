@@ -17,8 +17,11 @@ from rayrec.workloads.base import TrainConfig
 
 
 def measured_run(config: TrainConfig, *, warm_steps: int) -> dict[str, Any]:
-    """Trains, and returns `losses` (the global mean of each step logged), `rows_per_s` of the steps that are logged behind the
-    warm-up, `blocked_fraction` of these, and the summary's `config_hash`."""
+    """Train and return the run's measurements.
+
+    `losses`: global mean of each logged step. `rows_per_s` and `blocked_fraction`: of steps after the warm-up. `config_hash`:
+    from the summary.
+    """
     import rayrec
 
     with tempfile.TemporaryDirectory() as storage:
@@ -35,7 +38,7 @@ def matrix_peak(precision: str, *, engine: str = "onednn") -> Any:
 
 
 def warm_speed(events: list[dict[str, Any]], *, warm_steps: int) -> dict[str, float]:
-    """`rows_per_s` and `blocked_fraction` of a run's step events behind the warm-up; empty if there are none."""
+    """Return `rows_per_s` and `blocked_fraction` of step events after the warm-up, or {} without such events."""
     late = [(a["rows"], b) for a, b in pairwise(events) if a["step"] >= warm_steps]
     if not late:
         return {}
@@ -47,7 +50,7 @@ def warm_speed(events: list[dict[str, Any]], *, warm_steps: int) -> dict[str, fl
 
 
 def largest_difference(losses: list[float], peer: list[float]) -> float:
-    """Between two loss curves of as many steps."""
+    """Return the largest difference between two loss curves of equal length."""
     return max(abs(a - b) for a, b in zip(losses, peer, strict=True))
 
 
@@ -59,7 +62,7 @@ def interleaved_rates(repeats: int, **candidates: Callable[[], dict[str, Any]]) 
 
 
 def emit_losses(name: str, *, peer: str, workload: str, found: dict[str, Any], peer_losses: list[float]) -> None:
-    """A row with the largest distance of a run's loss curve (of `measured_run`) from the peer's, step by step."""
+    """Print a row with the largest difference between a run's loss curve (of `measured_run`) and the peer's."""
     steps, difference = len(peer_losses), largest_difference(found["losses"], peer_losses)
     emit(
         name,

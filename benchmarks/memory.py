@@ -38,7 +38,7 @@ class Peak:
 
 @contextmanager
 def watched(*, every_s: float = 0.5) -> Iterator[Peak]:
-    """Of this process and those below it, looked at every so many seconds, which costs some milliseconds each time."""
+    """Sample the memory of this process and its descendants every `every_s` seconds. Each sample takes some milliseconds."""
     peak, stop = Peak(), threading.Event()
 
     def watch() -> None:

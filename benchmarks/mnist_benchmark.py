@@ -15,12 +15,12 @@ from samples import synthetic_digits
 
 PLAIN = Path(__file__).parent / "peers" / "plain_ddp.py"
 BATCH_SIZE = 128
-"""Of all workers, as in Ray's tutorial."""
+"""Global batch size, as in Ray's tutorial."""
 LEARNING_RATE = 1e-5
 
 
 def recipe(*, path: str, workers: int, steps: int, precision: str) -> Any:
-    """The recipe held to what the plain script does."""
+    """Return the recipe with the settings of the plain script."""
     from rayrec.recipes import mnist_resnet18
 
     return mnist_resnet18(path).replace(
@@ -41,14 +41,14 @@ def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]
 
 
 def plain(*, loader_workers: int, **arguments: Any) -> dict[str, Any]:
-    """The same of the plain script."""
+    """Run the plain script."""
     arguments |= {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "seed": 0, "loader_workers": loader_workers}
     found = run_child(PLAIN, json.dumps(arguments))
     return {"losses": [statistics.fmean(step) for step in found["losses"]], "rows_per_s": found["rows_per_s"]}
 
 
 def compare_losses(*, steps: int, **common: Any) -> None:
-    """The largest distance of the two loss curves."""
+    """Compare both loss curves."""
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
     found = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, **common)
     emit_losses("mnist", peer="plain PyTorch DDP script", workload=workload(**common), found=found, peer_losses=peer)
@@ -89,7 +89,8 @@ def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **c
 
 
 def flop_per_image() -> float:
-    """Of a training step: backward costs twice the forward pass, less the gradient of the image."""
+    """Return the FLOP per image of a training step: the backward pass costs twice the forward pass, minus the gradient of the
+    image."""
     import torch
 
     from rayrec.layers.operation_count import counted

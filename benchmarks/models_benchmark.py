@@ -1,5 +1,8 @@
-"""Training speed of every model for one label and single categories, beside the same network in a plain PyTorch loop: on the same
-batches in memory, in one process, in turn, sparse Adam on the tables."""
+"""Benchmark of every model's training speed, relative to the same network in a plain PyTorch loop.
+
+Models have one label and single categories. Both sides train in turn on the same batches in memory, in one process, with sparse
+Adam on the tables.
+"""
 
 import logging
 import os

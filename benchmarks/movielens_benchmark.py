@@ -61,7 +61,7 @@ def main(*, quick: bool) -> None:
 
 
 def ratings(package: str) -> pd.DataFrame:
-    """The ratings with what is known of user and film, in a random order."""
+    """Return the ratings joined with user and film features, in random order."""
     rated, users, films = tables_of(package)
     joined = rated.merge(users, on="user_id").merge(films[["item_id", "release_year", "class"]], on="item_id")
     joined = joined.fillna({"release_year": "none", "class": "none"})
@@ -114,7 +114,7 @@ def tables_of(package: str) -> list[pd.DataFrame]:
 
 
 def recbole_python() -> str:
-    """The interpreter that `--recbole` names. Raises InputError without it."""
+    """Return the interpreter of `--recbole`. Raises InputError without it."""
     arguments = sys.argv[1:]
     if "--recbole" not in arguments:
         raise InputError(
@@ -124,7 +124,7 @@ def recbole_python() -> str:
 
 
 def run_peer(python: str, model: str, folder: str, task: str) -> Any:
-    """The metrics that a model of RecBole's prints on FOLDER/ml; it writes its logs into the folder."""
+    """Run a RecBole model on FOLDER/ml and return its printed metrics. Writes its logs into the folder."""
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers", "recbole_models.py")
     return json.loads(_run([python, "-W", "ignore", script, model, folder, task], cwd=folder).splitlines()[-1])
 

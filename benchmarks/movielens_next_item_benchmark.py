@@ -1,10 +1,12 @@
-"""MovieLens-100K's next film, SASRec beside RecBole's SASRec: each user's last film is the test and the one before it validates;
-all films are ranked by the LENGTH films before.
+"""Benchmark of next-item prediction on MovieLens-100K: SASRec and RecBole's SASRec.
+
+Each user's last film is the test, and the film before it validates. All films are ranked, given the LENGTH films before.
 
 `--recbole PYTHON` as in `rayrec benchmark movielens`. Both have the same width, blocks, heads, dropout and Adam, a softmax over
-all films, and the dropout of the grid that validates best; both stop early after 5 epochs without a better NDCG@10. RecBole
-learns the film after each list of films before it; ours learns from windows of LENGTH + 1 films that overlap by half, the film
-at each place."""
+all films, and the dropout of the grid with the best validation. Both stop early after 5 epochs without a better NDCG@10. RecBole
+trains on each prefix and its next film. rayrec trains on windows of LENGTH + 1 films that overlap by half, with a target at each
+position.
+"""
 
 import os
 import tempfile
@@ -58,7 +60,8 @@ def main(*, quick: bool) -> None:
 
 
 def write_logs(ratings: Ratings, folder: str) -> None:
-    """`train`: windows of a user's films but the last two; `valid`, `test`: the last films of each user but one, and all."""
+    """Write `train`, windows of all films except each user's last two, and `valid` and `test`, the films up to the last but one
+    and all."""
     order = np.argsort(ratings.user, kind="stable")
     ends = np.cumsum(np.bincount(ratings.user, minlength=len(ratings.users)))
     films = np.split(ratings.items["item_id"].to_numpy()[ratings.item[order]], ends[:-1])

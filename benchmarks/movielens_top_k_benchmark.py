@@ -1,8 +1,11 @@
-"""MovieLens-100K as a ranking task, beside RecBole's models: each user's last film is the test and the one before it validates;
-all films that the user has not rated before are ranked. A rating of any height counts.
+"""Benchmark of ranking on MovieLens-100K, compared with RecBole's models.
 
-`--recbole PYTHON` as in `rayrec benchmark movielens`. RecBole's models have their default settings, and stop early. Ours learn
-from each rating and four films that the user has not rated."""
+Each user's last film is the test, and the film before it validates. All films that the user has not rated before are ranked.
+Ratings of any value count.
+
+`--recbole PYTHON` as in `rayrec benchmark movielens`. RecBole's models have their default settings, and stop early. rayrec's
+models train on each rating and four films that the user has not rated.
+"""
 
 import os
 import tempfile
@@ -39,16 +42,16 @@ SCHEMA: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Ratings:
-    """In the order of time."""
+    """Ratings in the order of time."""
 
     user: np.ndarray
-    """int64 (ratings,), from 0."""
+    """User number of each rating, from 0, int64 [ratings]."""
     item: np.ndarray
-    """int64 (ratings,), from 0."""
+    """Film number of each rating, from 0, int64 [ratings]."""
     before: np.ndarray
-    """int64 (ratings, HISTORY): the user's last films before this one, the latest first; -1: none."""
+    """Last films of the user before this one, latest first, -1 if none, int64 [ratings, HISTORY]."""
     last: np.ndarray
-    """int64 (ratings,): how many ratings of the user follow."""
+    """Number of later ratings of the user, int64 [ratings]."""
     users: pd.DataFrame
     items: pd.DataFrame
 
@@ -58,7 +61,7 @@ class Ratings:
         return np.flatnonzero(chosen)
 
     def rated(self, *parts: str) -> np.ndarray:
-        """bool (users, items): what a user has rated in these parts."""
+        """Return whether a user has rated an item in these parts, bool [users, items]."""
         found = np.zeros((len(self.users), len(self.items)), bool)
         for name in parts:
             rows = self.part(name)
@@ -66,7 +69,7 @@ class Ratings:
         return found
 
     def table(self, label: np.ndarray, user: np.ndarray, item: np.ndarray, before: np.ndarray) -> pa.Table:
-        """Rows of a log."""
+        """Return rows of a log."""
         users, items = self.users.iloc[user], self.items.iloc[item]
         there = before >= 0
         offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)

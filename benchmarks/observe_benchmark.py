@@ -1,5 +1,8 @@
-"""What observing costs: the same training with every phase timed, rows counted and the driver's views fed, and without, in turn
-within one process, since two processes differ by more than is looked for."""
+"""Benchmark of the cost of observing a run.
+
+The same training runs with every phase timed, rows counted and the driver's views updated, and without, in turn within one
+process: two processes would differ by more than the cost.
+"""
 
 import dataclasses
 import os
@@ -27,7 +30,7 @@ BATCH, STEPS = 4096, 20
 WARM_BLOCKS: Final = 20
 MOST_S: Final = 720.0
 ENOUGH: Final = 0.004
-"""Half of the interval of the ratio; a cost of 1 % shows then."""
+"""Half width of the ratio's interval that ends the measurement. Shows a cost of 1 %."""
 
 
 # -- training, as a worker's loop does it
@@ -94,8 +97,10 @@ class Lane:
 
 
 def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
-    """The demo's network on one worker with all cores, set up as `rayrec plan` does to measure it; real batches; the share of a
-    block's CPU time that measuring its stages takes; and the stages of the block."""
+    """Set up the demo's network on one worker with all cores, as `rayrec plan` does.
+
+    Returns the setup, real batches, the share of a block's CPU time spent on measuring its stages, and the stages of the block.
+    """
     import torch
 
     from rayrec.data.engine import ThreadEngine
@@ -117,8 +122,11 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
 
 
 def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float, pa.Table]:
-    """(the CPU time of measuring a block's stages, of the CPU time of making the block; an empty table with the block's times).
-    It is spent in data tasks, so the training that is measured here does not see it."""
+    """Return the CPU time of measuring a block's stages as a share of the block's CPU time, and an empty table with the stage
+    times.
+
+    Data tasks spend this time, so the measured training does not include it.
+    """
     from rayrec.data import stage_times
     from rayrec.ingest.block_order import BlockOrder, Part
     from rayrec.ingest.stream import encoded_block
@@ -154,7 +162,7 @@ def _cpu_s(work: Callable[[], Any], *, times: int = 1) -> float:
 
 
 def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], None]) -> tuple[Any, list[Lane], float]:
-    """(the writer of events, the lanes: observed, not observed, and not observed once more; the share of measuring stages)."""
+    """Return the event writer, the lanes (observed, not observed, again not observed), and the share of measuring stages."""
     import torch
 
     from rayrec.observe.events import EventWriter
@@ -234,7 +242,7 @@ def measure(*, path: str, quick: bool) -> dict[str, Any]:
 
 
 def figures(found: Comparison) -> dict[str, Any]:
-    """Of a comparison, what a row tells."""
+    """Return the fields of a comparison's row."""
     ratio, cpu, null = map(median_interval, (found.ratios, found.cpu_ratios, found.null_ratios))
     rows_per_s, peer = (
         BATCH * STEPS / statistics.median(spent.wall_s for spent in spents) for spents in (found.ours, found.theirs)

@@ -20,8 +20,10 @@ _DIE_WITH_PARENT: Final = 1
 
 
 def drive(*, folder: str) -> dict[str, float]:
-    """What the driver does while a run trains, until standard input ends: follows its events for TensorBoard, Prometheus and a
-    terminal. The CPU seconds of that, from the first line of input on."""
+    """Follow a run's events for TensorBoard, Prometheus and a terminal, as its driver does, until standard input ends.
+
+    Returns the CPU seconds since the first line of input.
+    """
     from rayrec.observe.console import Console
     from rayrec.observe.events import follow
     from rayrec.observe.tracking.tensorboard import TensorBoardTracker
@@ -48,27 +50,27 @@ def _used_s() -> float:
 
 @final
 class Driver:
-    """The other end of `drive`."""
+    """Handle of a `drive` process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.signal = process.send_signal
 
     def begin(self) -> None:
-        """From now on its CPU time counts."""
+        """Start counting the process's CPU time."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
     def end(self) -> float:
-        """Its CPU seconds since `begin`; it must not be stopped, and the writer of events must be closed."""
+        """Return the process's CPU seconds since `begin`. The process must be running, and the event writer closed."""
         told, _ = self._process.communicate()
         return json.loads(told.strip().splitlines()[-1])["cpu_s"]
 
 
 @contextlib.contextmanager
 def driver(folder: str) -> Iterator[Driver]:
-    """The driver as a process whose standard error is a terminal that somebody looks at."""
+    """Start the driver as a process whose standard error is a terminal."""
     terminal, its_end = pty.openpty()
     command = [sys.executable, __file__, "drive", json.dumps({"folder": folder})]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}

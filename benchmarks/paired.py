@@ -1,4 +1,4 @@
-"""Which of two ways of doing the same is faster, where the machine's own noise is larger than what they differ by."""
+"""Paired timing of two equivalent functions whose difference is smaller than the machine's noise."""
 
 import math
 import random
@@ -13,23 +13,23 @@ from rows import say
 LOOK_EVERY: Final = 50
 """Quartets between two checks of the interval: checking after each, and stopping at a convenient one, finds false effects."""
 _NULL_EVERY: Final = 4
-"""Of so many quartets one is of the same against the same."""
+"""Number of quartets per quartet that compares a candidate with itself."""
 _Z: Final = 1.96
-"""Of a normal distribution 95 % lie within so many standard deviations."""
+"""Standard deviations that contain 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """On a stretch of work."""
+    """Time of one piece of work."""
 
     wall_s: float
     cpu_s: float
-    """Of the whole process."""
+    """CPU time of the whole process."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the median of what was drawn from lies, in 95 of 100 cases."""
+    """Interval that contains the median of the sampled distribution in 95 of 100 cases."""
 
     median: float
     low: float
@@ -44,8 +44,10 @@ class Interval:
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """The median with the interval between two order statistics that holds it whatever the distribution: below the median lie
-    as many of n values as a fair coin shows heads. Needs one value at least."""
+    """Return the median and its interval between two order statistics, valid for any distribution.
+
+    The number of values below the median is binomial with probability one half. Needs at least one value.
+    """
     ordered, n = sorted(values), len(values)
     low = max(1, math.floor((n - _Z * math.sqrt(n)) / 2))
     high = min(n, math.ceil(1 + (n + _Z * math.sqrt(n)) / 2))
@@ -53,7 +55,7 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def speed_ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
-    """How many times as fast we are as they, by the geometric means of the times that the same work took."""
+    """Return our speed relative to theirs, by the geometric means of the times of equal work."""
     return math.exp(statistics.fmean(map(math.log, theirs_s)) - statistics.fmean(map(math.log, ours_s)))
 
 
@@ -80,7 +82,7 @@ class Comparison:
     ratios: list[float] = field(default_factory=list)
     cpu_ratios: list[float] = field(default_factory=list)
     null_ratios: list[float] = field(default_factory=list)
-    """Of theirs against the same once more: what nothing looks like here."""
+    """Ratios of theirs compared with itself: the noise."""
     ours: list[Spent] = field(default_factory=list)
     theirs: list[Spent] = field(default_factory=list)
 

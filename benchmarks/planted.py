@@ -24,7 +24,7 @@ class Planted:
     """True log-odds of each label, (rows,)."""
 
     def write(self, folder: str) -> Schema:
-        """The log, as Parquet in a new folder."""
+        """Write the log as Parquet in a new folder and return its schema."""
         os.makedirs(folder)
         pq.write_table(self.table, os.path.join(folder, "train.parquet"), row_group_size=1 << 16)
         return load_schema(yaml.safe_dump(self.schema), "planted")
@@ -39,7 +39,7 @@ class Planted:
 
 
 def crosses(rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, products: int = 6) -> Planted:
-    """Each of six products of three fields raises or lowers the odds; a field alone says little."""
+    """Make a log in which six products of three fields change the odds. A single field has little effect."""
     rng = np.random.default_rng(seed)
     columns = _popular(rng, values, (rows, fields), 0.5)
     logits = 0.3 * sum(rng.normal(0, 1, values)[columns[:, field]] for field in range(fields))
@@ -54,14 +54,14 @@ def crosses(rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, prod
 
 
 def interests(rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, users: int = 20_000, length: int = 10) -> Planted:
-    """An item is of one topic; a user is likelier to click it if any of the items clicked before is of that topic."""
+    """Make a log in which a click is likelier if an earlier clicked item has the topic of this item. Each item has one topic."""
     rng = np.random.default_rng(seed)
     topic = np.sort(rng.integers(0, topics, items))
     begins = np.searchsorted(topic, np.arange(topics + 1))
     naming = rng.permutation(items)  # so that the number of an item says nothing
 
     def of(wanted: np.ndarray) -> np.ndarray:
-        """An item of each wanted topic."""
+        """Draw an item of each wanted topic."""
         return begins[wanted] + (rng.random(wanted.shape) * (begins[wanted + 1] - begins[wanted])).astype(np.int64)
 
     likes = rng.integers(0, topics, (users, 3))
@@ -81,7 +81,8 @@ def interests(rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, u
 def returns(
     rows: int, seed: int = 0, *, items: int = 1000, length: int = 20, rate: float = 0.3, exponent: float = 0.5
 ) -> Planted:
-    """An item that is among those seen before is likelier clicked: which one of many, a sum of embeddings does not hold."""
+    """Make a log in which an item of the history is likelier clicked. A sum of embeddings does not store which items it
+    contains."""
     rng = np.random.default_rng(seed)
     history = _popular(rng, items, (rows, length), exponent)
     lengths = rng.integers(length // 2, length + 1, rows)
@@ -95,7 +96,7 @@ def returns(
 
 
 def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, known: float = 0.05) -> Planted:
-    """What fits a user decides about clicks, which all rows have, and about purchases, which one row in twenty has."""
+    """Make a log in which one affinity decides clicks, a label of all rows, and purchases, a label of one row in twenty."""
     rng = np.random.default_rng(seed)
     user, item = _popular(rng, users, (rows,), 0.5), _popular(rng, items, (rows,), 0.6)
     hour, device = rng.integers(0, 24, rows), _popular(rng, 6, (rows,), 0.8)
@@ -117,7 +118,7 @@ def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, know
 
 
 def only(planted: Planted, label: str) -> Planted:
-    """The rows that have `label`, which is then the only one."""
+    """Return the rows with `label`, with this label only."""
     known = planted.table[label].is_valid().to_numpy()
     schema = {**planted.schema, "label": label, "labels": []}
     return Planted(planted.table.filter(pa.array(known)), schema, {label: planted.logits[label][known]})
@@ -136,7 +137,7 @@ def _listed(
     naming: np.ndarray,
     **more: np.ndarray,
 ) -> Planted:
-    """A log of items and what came before them, (rows, length), where `there` is true; `naming` gives each item its number."""
+    """Make a log of items and their history, [rows, length], masked by `there`. `naming`: number of each item."""
     offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
     lists = pa.ListArray.from_arrays(offsets, naming[history[there]])
     table = pa.table({"click": _drawn(rng, logits), **more, "item": naming[item], "history": lists})

@@ -1,5 +1,8 @@
-"""Predicting from raw TSV to Parquet with criteo_kaggle's network, against a bare PyTorch forward pass over tensors that lie
-ready, and against the same pipeline without a model; and whether memory stays flat. Every candidate in a process of its own."""
+"""Benchmark of prediction from raw TSV to Parquet with criteo_kaggle's network.
+
+Peers: a bare PyTorch forward pass over tensors in memory, and the same pipeline without a model. Also checks that memory stays
+constant. Every candidate is a separate process.
+"""
 
 import dataclasses
 import os
@@ -19,7 +22,7 @@ STEP = 1
 
 
 def checkpoint_of(path: str) -> str:
-    """A checkpoint of the network with the values it starts with, made once: speed does not depend on what it has learnt."""
+    """Return a checkpoint of the untrained network, made once. Speed does not depend on the weights."""
     from rayrec import checkpoint as checkpoints
     from rayrec import recipes, storage
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -49,7 +52,7 @@ def checkpoint_of(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class WithoutModel:
-    """What a scoring process loads in place of the model: everything but the forward pass is done."""
+    """Stand-in for the model of a scoring process, without the forward pass."""
 
     process: Any
 
@@ -69,7 +72,8 @@ class WithoutModel:
 
 
 def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = False) -> dict[str, float]:
-    """`rows_per_s` once all processes have scored a first block, `whole_rows_per_s` with their start, and `peak_bytes`."""
+    """Predict and return `rows_per_s` after each process has scored a block, `whole_rows_per_s` with their start, and
+    `peak_bytes`."""
     import rayrec
     from rayrec.inference.scoring import ScoringJob
     from rayrec.observe.console import Console
@@ -97,8 +101,8 @@ def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = Fa
 
 
 def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool) -> float:
-    """Rows/s of the forward pass over batches that lie ready in memory: PyTorch's own operators, or with `ours` what a
-    scoring process does."""
+    """Measure the rows/s of the forward pass over batches in memory, by PyTorch's operators, or with `ours` by a scoring
+    process."""
     import numpy as np
     import torch
     from peers.bare_forward import BareDLRM

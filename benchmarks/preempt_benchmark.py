@@ -1,8 +1,8 @@
-"""What preemptions with notice cost, by the protocol of Ray's own benchmark of them (ray-project/ray#65047), on one machine.
+"""Benchmark of preemptions with notice, by the protocol of Ray's own benchmark (ray-project/ray#65047), on one machine.
 
-Eight workers, one on each of eight Ray nodes. Four times, at random steps from a seed, a node is announced to go, is killed at
-its deadline, and another joins some seconds later. The same with notices ignored, so that only periodic checkpoints count, is
-the baseline. A run that nothing happens to has the weights to compare with.
+Eight workers run on eight Ray nodes, one on each. Four times, at random steps from a seed, a node gets a preemption notice, is
+killed at its deadline, and another joins some seconds later. The baseline ignores notices, so that only periodic checkpoints
+count. An undisturbed run gives the weights to compare with.
 """
 
 import json
@@ -23,11 +23,11 @@ from rows import emit, part
 
 WORKERS = 8
 NOTICE_S = 20.0
-"""From a notice to the kill."""
+"""Seconds from a notice to the kill."""
 REPLACEMENT_S = 5.0
-"""From a kill until another node starts."""
+"""Seconds from a kill to the start of another node."""
 PACE_S = 0.4
-"""That a step takes at least, so that as many steps as on other machines are between a notice and its kill."""
+"""Minimum seconds per step, which gives as many steps between notice and kill as on other machines."""
 WAIT_S = 1800.0
 NODE = json.dumps({"num_cpus": 1, "resources": {"slot": 1}})
 UNDISTURBED = "no preemption"
@@ -48,17 +48,17 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Loss:
-    """What one preemption cost."""
+    """Cost of one preemption."""
 
     steps_redone: int
     idle_s: float
-    """From the beginning of the last step before it to the first step after it; of all restarts that it caused."""
+    """Seconds from the start of the last step before a restart to the first step after it, summed over the restarts it caused."""
     after_kill_s: float
-    """Of it, what came after the kill."""
+    """Part of `idle_s` after the kill."""
 
 
 def stretches(stamps: str) -> list[Stretch]:
-    """Of the file that `stamped_clicks` writes, in order; a line that is not whole is left out. Pure."""
+    """Parse the file of `stamped_clicks` into stretches, in order. Skips an incomplete line. Pure."""
     lines = [line.split() for line in stamps.splitlines(keepends=True) if line.endswith("\n")]
     found = []
     for _, of_process in groupby(lines, key=lambda line: line[0]):
@@ -69,8 +69,10 @@ def stretches(stamps: str) -> list[Stretch]:
 
 
 def losses(attempts: Sequence[Stretch], preemptions: Sequence[tuple[float, float]]) -> list[Loss]:
-    """Of each preemption, a pair of the Unix times of its notice and of its kill, in order: the restarts between its notice and
-    the next one's are its own. Pure."""
+    """Return the loss of each preemption, given in order as (Unix time of notice, Unix time of kill).
+
+    Restarts between a notice and the next one belong to the first. Pure.
+    """
     found = []
     for number, (notice_s, kill_s) in enumerate(preemptions):
         end_s = preemptions[number + 1][0] if number + 1 < len(preemptions) else float("inf")
@@ -86,7 +88,7 @@ def losses(attempts: Sequence[Stretch], preemptions: Sequence[tuple[float, float
 
 
 def moments(steps: int, number: int, *, seed: int) -> list[int]:
-    """The steps at which notices come: at random in the first two fifths of each of `number` equal parts. Pure."""
+    """Draw notice steps: random steps in the first two fifths of each of `number` equal parts. Pure."""
     chosen, part = random.Random(seed), steps // number
     return [part * each + chosen.randrange(2 * part // 5) for each in range(number)]
 
@@ -162,7 +164,7 @@ class Arm:
 
 
 def measured(log: Path, notices: Sequence[int], *, seed: int, **arm: Any) -> dict[str, Any]:
-    """What `Arm.measure` returns of an arm in a folder of its own."""
+    """Run `Arm.measure` of an arm in a separate folder."""
     with tempfile.TemporaryDirectory(prefix="preempt-") as name:
         folder = Path(name)
         with RayCluster(folder, cache=folder / "cache") as cluster:

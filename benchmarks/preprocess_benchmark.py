@@ -1,5 +1,5 @@
-"""Raw TSV to preprocessed files: every format, the bytes it writes against a plain copy of as many, one core against two, and one
-Ray node against two of one CPU each."""
+"""Benchmark of preprocessing raw TSV: every format, bytes written relative to a plain copy, one core and two, one Ray node and
+two."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from rayrec.observe.console import Console
 
 MEMORY = "/dev/shm"
 FULL_ROWS = 4_373_472_329
-"""Of Criteo 1TB, all 24 days."""
+"""Rows of all 24 days of Criteo 1TB."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def scaled_rate(cluster_of: Callable[[], AbstractContextManager[None]], repeats:
 
 
 def copy_rate(path: str, row_bytes: int, rows: int) -> float:
-    """Rows/s of copying as many bytes from one file to another and syncing them, without looking at them."""
+    """Measure the rows/s of copying as many bytes from one file to another, synced."""
     source, target = path + ".copy-source", path + ".copy-target"
     with open(path, "rb") as read, open(source, "wb") as write:
         write.write(read.read(row_bytes * rows))

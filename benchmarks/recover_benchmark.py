@@ -1,5 +1,7 @@
-"""How long a run stands still when a train worker, or the driver with its Ray, is killed: against a bare Ray Train run that
-does next to nothing, and so needs only what Ray needs."""
+"""Benchmark of recovery from a killed train worker, or a killed driver with its Ray.
+
+Peer: a bare Ray Train run that does almost nothing, and so needs only the time of Ray.
+"""
 
 import sys
 import tempfile

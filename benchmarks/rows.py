@@ -112,7 +112,7 @@ def attempt(name: str, function: Callable[[], Found]) -> Found | Any:
 
 @contextlib.contextmanager
 def part(name: str, workload: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """A part of a benchmark, after whose failure the others continue: it prints a row with the error, unless it is `passing`."""
+    """Run a part of a benchmark. If it fails, print a row with the error and continue, unless the error is `passing`."""
     try:
         yield
     except passing:
@@ -130,8 +130,11 @@ def in_turn(
     shown: Callable[[Found], str],
     known: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Run the candidates of each round in turn -> the results of each, or Failed for one that failed, which is not run again:
-    what drifts on the machine hits all alike. `known` gets the candidates whose last round is over, after each of these."""
+    """Run the candidates of each round in turn, so that drift of the machine affects all alike.
+
+    Returns the results of each candidate, or Failed for a candidate that failed, which is not run again. `known` gets the
+    candidates whose last round has ended, after each of these.
+    """
     found: dict[str, Any] = {}
     done: dict[str, Any] = {}
     for number in range(repeats):
@@ -151,7 +154,7 @@ def in_turn(
 
 
 def median_of(results: Any, field: Callable[[Any], float] = lambda result: result) -> Any:
-    """Return the median of a field of the results of one candidate of `in_turn`, or its failure."""
+    """Return the median of a result's field over a candidate's results of `in_turn`, or its failure."""
     return results if isinstance(results, Failed) else statistics.median(map(field, results))
 
 
@@ -160,7 +163,7 @@ def say(text: str) -> None:
 
 
 def timed(function: Callable[[], Found]) -> tuple[Found, float]:
-    """What the function returns, and its seconds."""
+    """Return the function's result and its seconds."""
     start = time.perf_counter()
     result = function()
     return result, time.perf_counter() - start

@@ -38,7 +38,7 @@ NAMES = (
     "movielens-next-item",
 )
 OTHERS = ("gpu",)
-"""Which `all` leaves out: they need hardware."""
+"""Benchmarks that `all` skips, because they need hardware."""
 
 
 def main(arguments: list[str]) -> int:

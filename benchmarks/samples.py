@@ -34,7 +34,7 @@ def synthetic_digits(rows: int, test_rows: int) -> str:
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
-    """uint8 values of any shape, as MNIST's files hold them."""
+    """Write uint8 values of any shape in the format of MNIST's files."""
     head = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
     path.write_bytes(head + values.tobytes())
 

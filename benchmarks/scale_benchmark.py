@@ -1,6 +1,6 @@
-"""How time and memory grow: many tiny files in a slow store, many categories, many row groups; each row has its limit.
+"""Benchmark of time and memory with many tiny files in a slow store, many categories and many row groups, with limits.
 
-Every case runs in a process of its own, so that its largest resident memory is its own.
+Every case runs in a separate process, which gives its peak resident memory.
 """
 
 import json
@@ -48,11 +48,11 @@ def clicks(rows: int, first: int = 0) -> pa.Table:
 
 
 Result = tuple[str, float, float]
-"""What was measured, its value, and what is allowed."""
+"""Name, value and limit of a measurement."""
 
 
 def many_files(folder: Path, size: int) -> Iterator[Result]:
-    """`size` Parquet files of three rows: opened for the first time, by a resumed run, and one block of 256 of them read."""
+    """Measure `size` Parquet files of three rows: first open, open by a resumed run, and reading one block of 256 files."""
     log = folder / "log"
     log.mkdir()
     pq.write_table(clicks(3), folder / "one")
@@ -77,7 +77,7 @@ def many_files(folder: Path, size: int) -> Iterator[Result]:
 
 
 def many_row_groups(folder: Path, size: int) -> Iterator[Result]:
-    """A file of `size` row groups of ten rows: opened, and then every segment read."""
+    """Measure a file of `size` row groups of ten rows: open, then read every segment."""
     with pq.ParquetWriter(folder / "one.parquet", clicks(1).schema) as writer:
         for number in range(size):
             writer.write_table(clicks(10, 10 * number))
@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Callable[[Path, int], Iterator[Result]], int, int]] = {
     "row groups": (many_row_groups, 1_000, 10_000),
     "categories": (many_categories, 1_000_000, 100_000_000),
 }
-"""What runs, its size with --quick, and without."""
+"""Function, size with --quick, and size without, of each case."""
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -123,7 +123,7 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def run(name: str, size: int) -> list[Result]:
-    """One case, in this process."""
+    """Run one case in this process."""
     with tempfile.TemporaryDirectory() as folder:
         results = list(CASES[name][0](Path(folder), size))
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

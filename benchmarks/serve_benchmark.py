@@ -1,9 +1,13 @@
-"""Raw rows in, as TSV and as JSON, scores out, over HTTP with criteo_kaggle's network: latency and requests/s at 1, 16 and 64
-connections, of single rows and of 256 and 2048, with the load from a separate process. Peers: bare Ray Serve handlers (the
-same forward over preprocessed rows; a small MLP), the limit of Ray Serve's proxy; our server without that proxy (--ingress
-direct), and behind the HAProxy that Ray Serve has in place of its own (RAY_SERVE_ENABLE_HA_PROXY=1); within one process
-against the bare forward and ONNX Runtime. `--soak MINUTES` instead: 70 % of the peak by either ingress, with swaps to
-the export and back, refused swaps, rollbacks, shadow models and killed replicas in turn; failures and memory."""
+"""Benchmark of serving criteo_kaggle's network over HTTP: raw rows in, as TSV and as JSON, scores out.
+
+Measures latency and requests/s at 1, 16 and 64 connections, with 1, 256 and 2048 rows per request. The load comes from a separate
+process. Peers: bare Ray Serve handlers (the same forward over preprocessed rows, and a small MLP), which are the limit of Ray
+Serve's proxy. rayrec's server also runs without that proxy (--ingress direct), and behind Ray Serve's HAProxy
+(RAY_SERVE_ENABLE_HA_PROXY=1). Within one process, it is compared with the bare forward and ONNX Runtime.
+
+`--soak MINUTES` instead: 70 % of the peak by either ingress, with swaps to the export and back, rejected swaps, rollbacks, shadow
+models and killed replicas in turn. Reports failures and memory.
+"""
 
 import contextlib
 import itertools
@@ -29,7 +33,7 @@ from rows import attempt, emit, in_turn, interleaved, median_of, part, say
 SIZES = (1, 256, 2048)
 CONNECTIONS = (1, 16, 64)
 FORMATS = {"tsv": "raw TSV", "json": "JSON"}
-"""Of a request's rows, and how workloads name them."""
+"""Request formats and their names in workloads."""
 TARGETS = {
     "ours": "/v1/score",
     "bare handler, same forward over preprocessed rows": "/forward",
@@ -39,7 +43,7 @@ CHANGE_EVERY_S = 5.0
 DEATH_S = 3.0
 """How long requests may fail after a replica was killed."""
 ROOM: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS), "max_held_bytes": 8 << 30}
-"""What waits for the model at most: all that the connections ask for at once, as JSON too."""
+"""Request queue limits, sized for simultaneous requests of all connections, also as JSON."""
 
 
 def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
@@ -138,8 +142,11 @@ def host_haproxy(*, path: str, checkpoint: str, port: int) -> None:
 
 
 def host_changing(*, path: str, checkpoint: str, export: str, damaged: str, ingress: Any, port: int) -> None:
-    """Two replicas of ours, to which everything happens in turn every CHANGE_EVERY_S: a swap, one that is refused, a rollback, a
-    shadow model, the death of a replica. Prints changes, times of deaths and memory as JSON at the end."""
+    """Host two replicas and change them in turn every CHANGE_EVERY_S: swap, rejected swap, rollback, shadow model, killed
+    replica.
+
+    Prints changes, times of kills and memory as JSON at the end.
+    """
 
     import psutil
 
@@ -235,7 +242,7 @@ def in_process(*, path: str, checkpoint: str, export: str, format: Any, size: in
 
 
 def prepare(*, path: str, export: str) -> str:
-    """The checkpoint's folder; exports it."""
+    """Return the checkpoint's folder, after exporting it."""
     from predict_benchmark import checkpoint_of
 
     import rayrec
@@ -250,7 +257,7 @@ def prepare(*, path: str, export: str) -> str:
 
 @contextlib.contextmanager
 def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """A process that serves; on leaving, what it printed last is in `told`."""
+    """Run a serving process. On exit, its last output is in `told`."""
     told: dict[str, Any] = {}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     if role == "host_haproxy":
@@ -286,7 +293,7 @@ def measure(port: int, path: str, *, body: str, connections: int, seconds: float
 
 
 def percentiles_ms(found: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Of all requests of some measurements; empty if they failed."""
+    """Return the latency percentiles over all requests of these measurements, or {} if they failed."""
     ordered = sorted(taken_s for one in found for taken_s in one["taken_s"])
     if not ordered:
         return {}
@@ -300,7 +307,7 @@ PERCENTILES = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
 def compare_http(
     ports: dict[str, int], body: str, *, format: str, size: int, connections: int, seconds: float, repeats: int
 ) -> None:
-    """All targets in turn, `repeats` rounds."""
+    """Measure all targets in turn, in `repeats` rounds."""
     targets = {name: (ports["ray"], f"{path}?rows={size}" if name != "ours" else path) for name, path in TARGETS.items()}
     targets["ours with --ingress direct"] = (ports["direct"], TARGETS["ours"])
     targets["ours behind Ray Serve's HAProxy"] = (ports["haproxy"], TARGETS["ours"])

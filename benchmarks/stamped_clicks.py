@@ -45,7 +45,7 @@ def _stamped(begin_step: Callable[[int, int], None], workload: StampedClicks) ->
 
 
 def stamped() -> rayrec.TrainConfig:
-    """criteo_demo with stamps."""
+    """Return criteo_demo with stamps."""
     config = recipes.criteo_demo()
     assert isinstance(config.workload, ClickWorkload)
     fields = {field.name: getattr(config.workload, field.name) for field in dataclasses.fields(config.workload)}

@@ -1,6 +1,9 @@
-"""From a command to its exit, stage by stage: training with one worker in its own process, with one and two on a local Ray, and
-with two on a running one that trained before; evaluation, prediction, export, and serving until the first answer. Against bare
-Ray Train until its first step, a plain TorchRec script and LightGBM until their test AUROC, and Python that imports torch."""
+"""Benchmark of command times, from start to exit, stage by stage.
+
+Trains with one worker in its process, with one and two on a local Ray, and with two on a running Ray that trained before. Also
+evaluates, predicts, exports, and serves until the first answer. Peers: bare Ray Train until its first step, a plain TorchRec
+script and LightGBM until their test AUROC, and Python that imports torch.
+"""
 
 import contextlib
 import functools
@@ -38,7 +41,7 @@ TRAININGS = {
 }
 """Flags of each; HEAD is the address of a Ray that has run the same command once before."""
 QUICK = tuple(name for name in TRAININGS if "1 worker on" not in name)
-"""Trainings of a quick run."""
+"""Trainings that `--quick` includes."""
 SCORINGS = {
     "evaluate": ["evaluate", "RUN", "LOG"],
     "predict": ["predict", "RUN", "LOG", "--out", "predicted"],
@@ -52,8 +55,10 @@ TIMEOUT_S = 600.0
 
 
 def waterfall(events: Sequence[Mapping[str, Any]], *, began_s: float, ended_s: float) -> dict[str, float]:
-    """Seconds of each stage of a training command that began and ended at these times, in order; they add up to all of it. Of
-    the events of a run of one start."""
+    """Return the seconds of each stage of a training command, in order. They add up to the whole command.
+
+    `events`: events of a run with one start.
+    """
     run = RunSummary(events)
     (stages,) = run.starts
     times = {kind: [event["time"] for event in events if event["kind"] == kind] for kind in {e["kind"] for e in events}}
@@ -96,8 +101,10 @@ def rayrec(*arguments: str) -> list[str]:
 
 
 def train(flags: Sequence[str], log: Path, run: Path) -> dict[str, float]:
-    """The waterfall of one training, and `auroc` of its test rows. On a running Ray, which this starts, it is that of a second
-    command. Its run is left in the folder `run`."""
+    """Train once and return the waterfall, with `auroc` of the test rows.
+
+    For a running Ray, starts it and measures the second command. Keeps the run in the folder `run`.
+    """
     if "HEAD" not in flags:
         return train_once(flags, log, run)
     with (
@@ -150,7 +157,7 @@ def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
 
 
 def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
-    """On the rows of the log as NumPy arrays, with the categories that recipe criteo_demo keeps."""
+    """Train the plain script on the log's rows as NumPy arrays, with the categories of recipe criteo_demo."""
     rows = folder / "npy"
     if not rows.exists():
         options = ("--format", "npy", "--split", "sevenths", "--min-count", "2")
@@ -192,15 +199,17 @@ def candidates(
 
 
 class Report:
-    """The rows of each command and end, each printed once, as soon as the command and its peer are measured: training until its
-    first step and until its exit, scoring until its exit, serving until its first answer."""
+    """Printer of each command's rows, each once, as soon as the command and its peer are measured.
+
+    A row measures the time until a training's first step or exit, until scoring exits, or until a server's first answer.
+    """
 
     def __init__(self, *, rows: int, repeats: int, with_lightgbm: bool) -> None:
         self._rows, self._repeats, self._with_lightgbm = rows, repeats, with_lightgbm
         self._printed: set[tuple[str, str, str | None]] = set()
 
     def print(self, found: Mapping[str, Any]) -> None:
-        """`found`: the medians of the candidates that are measured."""
+        """Print the rows of the measured candidates. `found`: their medians."""
         for name in TRAININGS:
             plain = PLAIN[int(TRAININGS[name][1])]
             self._row(found, name, FIRST_STEP, ": command -> first step", "bare Ray", RAY)

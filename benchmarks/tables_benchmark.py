@@ -45,7 +45,7 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
 
 
 def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
-    """What trains a model (None: criteo_kaggle's own) with its tables by this optimizer, in this process."""
+    """Set up training in this process, with this optimizer for the tables. `model` None: criteo_kaggle's network."""
     import torch
 
     from rayrec.data.engine import InProcess, ThreadEngine

@@ -35,7 +35,7 @@ def recipe(path: str, *, precision: str, batch_size: int, workers: int, steps: i
 
 
 def from_binary(**arguments: Any) -> float:
-    """Rows/s as `from_raw`, from the same log made ready as memory-mapped binary rows."""
+    """Measure the rows/s as `from_raw`, from the same log preprocessed as memory-mapped binary rows."""
     from rayrec import preprocess
 
     path = arguments["path"]
@@ -46,7 +46,7 @@ def from_binary(**arguments: Any) -> float:
 
 
 def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps: int, log: str | None = None) -> float:
-    """Rows/s from raw TSV (or from what `path` is), under Ray Train, once the first fifth of the steps is over."""
+    """Measure the rows/s from raw TSV, or from `path`, under Ray Train, after the first fifth of the steps."""
     from rayrec.observe.console import Console
     from rayrec.observe.events import read_events
     from rayrec.training.trainer import train
@@ -108,7 +108,7 @@ def _one_process() -> None:
 
 
 def _rate(pipeline: Any, batches: list[Any], steps: int, *, batch_size: int, before_step: Any = None) -> float:
-    """Rows/s of `steps` steps, after a fifth as many to warm up."""
+    """Measure the rows/s of `steps` steps after a warm-up of a fifth as many."""
     from itertools import cycle, islice
 
     warm = max(5, steps // 5)
@@ -123,7 +123,7 @@ def _rate(pipeline: Any, batches: list[Any], steps: int, *, batch_size: int, bef
 
 
 def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> float:
-    """Rows/s of the same training code on batches that lie ready in memory, without Ray."""
+    """Measure the rows/s of the same training code on batches in memory, without Ray."""
     import torch
 
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -149,7 +149,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
 
 
 def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> float:
-    """Rows/s of TorchRec's own DLRM, planned, sharded and pipelined by TorchRec, on preprocessed batches, without Ray."""
+    """Measure the rows/s of TorchRec's DLRM, planned, sharded and pipelined by TorchRec, on preprocessed batches, without Ray."""
     import torch
     from peers.torchrec_dlrm import build
     from torchrec.datasets.utils import Batch

@@ -82,7 +82,7 @@ def main(*, quick: bool) -> None:
 
 
 def _auroc(folder: str, data: planted.Planted, contest: Contest, name: str, model: ClickModelConfig | str, recipe: Any) -> float:
-    """On the test rows, of the checkpoint that the recipe chooses by the validation rows."""
+    """Train and return the test AUROC of the best checkpoint by validation."""
     log = os.path.join(folder, "-".join(["log", *data.logits, name]))
     config = recipe(log, data.write(log))
     if model != "recipe":

@@ -1,5 +1,8 @@
-"""Successive halving against a full grid of 48 trials: the share of rows and of seconds that it trains, whether it finds the best
-trial of the grid, and the AUROC that it loses if not. Also what it costs to resume a paused trial, and to read the log."""
+"""Benchmark of successive halving, compared with a full grid of 48 trials.
+
+Measures its share of rows and seconds, whether it finds the grid's best trial, and the AUROC lost if not. Also measures the cost
+of resuming a paused trial and of reading the log.
+"""
 
 import os
 import statistics
@@ -41,7 +44,7 @@ class Searched:
 
     @property
     def seconds(self) -> float:
-        """Of all trials, without the time in which they were paused."""
+        """Seconds of all trials, without their pauses."""
         return sum(trial["seconds"] for trial in self.found["trials"])
 
     @property
@@ -49,7 +52,7 @@ class Searched:
         return sum(trial["rows"] for trial in self.found["trials"])
 
     def events(self) -> list[list[dict[str, Any]]]:
-        """Of each trial."""
+        """Return the events of each trial."""
         trials = (f"trial_{trial['number']:04d}" for trial in self.found["trials"])
         return [read_events(os.path.join(self.folder, "trials", name, "events.jsonl")) for name in trials]
 
@@ -102,7 +105,7 @@ def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_
 
 
 def _steps(config: rayrec.TrainConfig, path: str) -> int:
-    """Of a trial on this log, nearly: twelve of fourteen parts of it are trained on."""
+    """Return the approximate step count of a trial: twelve of fourteen parts of the log train."""
     if config.steps is not None:
         return config.steps
     with open(path, "rb") as file:
@@ -145,7 +148,7 @@ def _report(workload: str, halving: Searched, full: Searched) -> None:
 
 
 def _report_ingest(workload: str, searched: Searched) -> None:
-    """Of all trials, which read the log once, against that of one."""
+    """Print the ingest time of all trials, which read the log once, relative to one trial."""
     opened = [_opened_s(events) for events in searched.events()]
     alone = searched.prepare_s + statistics.median(opened)
     # The first ones in a process import modules too
@@ -164,7 +167,7 @@ def _report_ingest(workload: str, searched: Searched) -> None:
 
 
 def _starts(events: list[dict[str, Any]]) -> list[float]:
-    """Seconds from the start of each part of a trial to the end of its first step."""
+    """Return the seconds from the start to the end of the first step, for each part of a trial."""
     found, begun_s = [], 0.0
     for event in events:
         if event["kind"] == "run":

@@ -64,7 +64,7 @@ def index_and_count(files: Sequence[storage.File], *, task_bytes: int = TASK_BYT
 
 
 def one_pass_rate(path: str) -> float:
-    """Rows/s of indexing and counting in one pass."""
+    """Measure the rows/s of indexing and counting in one pass."""
     warm()
     files = storage.list_files(path)
     index, seconds = timed(lambda: index_and_count(files))
@@ -72,7 +72,7 @@ def one_pass_rate(path: str) -> float:
 
 
 def two_passes_rate(path: str) -> float:
-    """Rows/s of the index pass and the counting pass."""
+    """Measure the rows/s of the index pass and the counting pass."""
 
     warm()
 
@@ -85,7 +85,7 @@ def two_passes_rate(path: str) -> float:
 
 
 def kernels_rate(path: str) -> float:
-    """Rows/s of reading, parsing and counting on one core, without Ray: what a core can do."""
+    """Measure the rows/s of reading, parsing and counting on one core, without Ray: the ceiling of a core."""
     keep_freed_memory()
     entries = []
     for chunk in cut(storage.list_files(path), CHUNK_BYTES)[:8]:
@@ -110,7 +110,7 @@ def groupby_rate(path: str, rows: int) -> float:
 
 
 def arrow_rate(path: str, rows: int) -> float:
-    """Rows/s of pyarrow's reader and value_counts on one core, without Ray."""
+    """Measure the rows/s of pyarrow's reader and value_counts on one core, without Ray."""
     types = {name: pa.int64() for name in ["label", *DENSE]} | {name: pa.string() for name in SPARSE}
 
     def count() -> int:
@@ -233,7 +233,8 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
 
 
 def raydp_rate(path: str, rows: int, rounds: int) -> float:
-    """Rows/s of Spark's groupBy on one executor of two cores inside the Ray cluster, its start-up and first round left out."""
+    """Measure the rows/s of Spark's groupBy on one executor of two cores inside the Ray cluster, without start-up and first
+    round."""
     python = environment("raydp", folder=os.path.join(cache.folder(), "environments"), note=say)
     with tempfile.TemporaryDirectory() as folder:
         script = os.path.join(os.path.dirname(__file__), "peers", "raydp_groupby.py")

@@ -1,5 +1,8 @@
-"""A model of clicks that drift, kept up to date day by day: each day trained on the new day alone, from the model of the day
-before, against a model trained on all days so far and one that is never trained again. All are scored on the next day."""
+"""Benchmark of incremental training on clicks that drift from day to day.
+
+The candidates train on each new day from the model of the day before, on all days so far, and never again. All are scored on the
+next day.
+"""
 
 import os
 import tempfile

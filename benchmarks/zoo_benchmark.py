@@ -43,17 +43,17 @@ BUDGET: Final = 6
 
 @dataclass(frozen=True)
 class Log:
-    """A rotation of the log."""
+    """A rotated copy of the log: its rows start at another place."""
 
     path: str
     test_path: str
-    """Its test rows alone."""
+    """Path of a log with only the test rows."""
     number: int
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one training."""
+    """Metrics of one training."""
 
     validation_logloss: float
     auroc: float
@@ -199,7 +199,7 @@ def _config(recipe: Any, folder: str, model: str | None, settings: dict[str, flo
 
 
 def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], log: Log) -> Found:
-    """On the Preprocessor and the split of DLRM's run with its defaults, which resumes, and so ends at once, if it was made."""
+    """Fit a baseline on the Preprocessor and split of DLRM's default run, which ends at once if it exists."""
     config = _config(recipe, folder, "dlrm", {}, log)
     checkpoint = rayrec.train(config, console=Console(quiet=True)).summary["checkpoint"]
     given = open_baselines(config, checkpoint, most_rows=10**7, kinds=(kind,))

@@ -1,16 +1,16 @@
-"""Trains, scores and exports tiny models of every kind, and prints one JSON line for each: `python tools/bits.py [NAME ...]`.
+"""Train, score and export tiny models of every kind, and print one JSON line for each: `python tools/bits.py [NAME ...]`.
 
-A line has the losses of all steps, the metrics of the run's last evaluation and of `rayrec evaluate`, and three SHA-256:
-`weights_sha256` of the last checkpoint, `predict_sha256` of the content of the predictions, `export_sha256` of the export's
-weights, tables and program. A change that must not alter results leaves all of them as they are:
+A line has the losses of all steps, the metrics of the last evaluation and of `rayrec evaluate`, and three SHA-256 digests.
+`weights_sha256` covers the last checkpoint, `predict_sha256` the content of the predictions, `export_sha256` the export's
+weights, tables and program. A change that must not alter results keeps all of them:
 
     python tools/bits.py --save /tmp/before.json       # before the change, on this machine
-    python tools/bits.py --against /tmp/before.json    # after it; prints what differs, exit status 1 if anything does
+    python tools/bits.py --against /tmp/before.json    # after it: prints differences, exit status 1 if there are any
 
 NAME is a run, or `quick`: the runs within this process, which need no Ray and no torchrun. A run that needs others (`distilled`
-its teacher) brings them along. Only public functions, commands and formats are used, so that the file runs on the code of other
+needs its teacher) includes them. The tool uses only public functions, commands and formats, so that it runs on the code of other
 commits, too: PYTHONPATH=OTHER/src python tools/bits.py. On another machine, or with another torch, floating point may have other
-bits; `--against` then says so and compares the losses alone, which must agree within 2e-4 in any case.
+bits. `--against` then reports this and compares only the losses, which must agree within 2e-4 in any case.
 """
 
 import argparse
@@ -141,7 +141,7 @@ class Run:
     goes_on: str | None = None
     """The run that is resumed, in its own folder."""
     predict: str | None = None
-    """What to score; None: `data`."""
+    """Path of the rows to score. None: `data`."""
     exports: dict[str, Any] | None = field(default_factory=dict)
     """Options of the export; None: the model has none."""
 

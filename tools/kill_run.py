@@ -1,5 +1,7 @@
-"""Trains one small run twice on a local Ray, once with a worker killed by SIGKILL, and writes what happened for the picture of
-docs/faults.md: `python tools/kill_run.py` (two minutes; needs two CPUs). `make pictures` draws it."""
+"""Train a small run twice on a local Ray, once with a worker killed by SIGKILL, for the picture of docs/faults.md.
+
+`python tools/kill_run.py` takes two minutes and needs two CPUs. `make pictures` draws the picture.
+"""
 
 import json
 import sys
@@ -20,7 +22,7 @@ FIELDS = ("kind", "step", "cause", "number", "checkpoint", "weights_sha256", "st
 
 
 def run(folder: Path, log: Path, *, kill: bool) -> list[dict[str, object]]:
-    """The events of a run; time in seconds since its first event."""
+    """Return the events of a run, with times in seconds since its first event."""
     checkpoint = {"every": 500, "num_to_keep": 5}
     changes = {"steps": STEPS, "evaluate_every": STEPS, "checkpoint": checkpoint, "log_every": 50}
     config = small_run(log, str(folder), epochs=100, failure={"standby_after_s": 5.0}, **changes)

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Writes the layout of the package into the documentation: folders, files and layers, as the code has them.
+"""Write the package's folders, files and layers into the documentation.
 
 usage: layout.py [--check]
 
-Replaces the text between two marks of a page. In docs/architecture.md: `layout` (each folder with the first sentence of its
-docstring and its files; each file beside the folders with the first sentence of its own) and `layers` (those of .importlinter).
-In CONTRIBUTING.md: `folders` (the top folders alone). `--check` writes nothing and ends with status 1 if a text differs. Standard
-library only.
+Replaces the text between two marks of a page. docs/architecture.md has `layout` (folders with the first sentence of their
+docstrings and their files, and the other files with theirs) and `layers` (from .importlinter). CONTRIBUTING.md has `folders` (the
+top folders). `--check` writes nothing and exits with status 1 if a text differs. Standard library only.
 """
 
 import ast

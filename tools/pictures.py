@@ -84,7 +84,7 @@ SHOWN = (
 
 
 def numbers(theme: Theme) -> str:
-    """rows/s of rayrec and of a peer, side by side: a pair of bars for each of SHOWN."""
+    """Draw the rows/s of rayrec and of a peer as a pair of bars for each entry in SHOWN."""
     parts, panel, hardware = [], 290, ""
     for place, (shown, title) in enumerate(SHOWN):
         _, row = results.find(shown.name, shown.workload, shown.peer)
@@ -104,7 +104,7 @@ def numbers(theme: Theme) -> str:
 
 
 def kill(theme: Theme) -> str:
-    """A run in which a worker was killed, step against time, from docs/assets/kill.jsonl."""
+    """Draw step against time of a run with a killed worker, from docs/assets/kill.jsonl."""
     events = [json.loads(row) for row in (ASSETS / "kill.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["kind"] in ("start", "step", "finish") and "step" in event]
     width, height, left, bottom, top = 870, 330, 60, 270, 50
@@ -193,7 +193,7 @@ def boxes(found: list[Box], theme: Theme) -> list[str]:
 
 
 def flow(theme: Theme) -> str:
-    """From the raw log to the served model, and the one Preprocessor that all of it uses."""
+    """Draw the path from the raw log to the served model, and the Preprocessor shared by all parts."""
     found = [
         Box(10, 40, 150, 70, ("Raw log", "TSV, CSV, Parquet", "disk, s3, gs, az")),
         Box(205, 40, 150, 70, ("Index", "faults counted", "rows numbered")),
@@ -232,7 +232,7 @@ def flow(theme: Theme) -> str:
 
 
 def batch(theme: Theme) -> str:
-    """What happens to the rows of one batch, in the order in which it happens."""
+    """Draw the steps of one batch's rows, in order."""
     steps = [
         ("Segment", "a byte range", "of the index"),
         ("Block", "segments by seed", "rows permuted"),
@@ -265,7 +265,7 @@ def batch(theme: Theme) -> str:
 
 
 def top(theme: Theme) -> str:
-    """What `rayrec top` showed in a terminal."""
+    """Draw the terminal output of `rayrec top`."""
     lines = (ASSETS / "top.txt").read_text().rstrip().splitlines()
     width, height = round(7.8 * max(map(len, lines))) + 30, 18 * len(lines) + 56
     parts = [rectangle(1, 1, width - 2, height - 2, theme.box, stroke=theme.line, round_=8)]
@@ -284,13 +284,16 @@ DRAWN: dict[str, Callable[[Theme], str]] = {"numbers": numbers, "kill": kill, "f
 
 
 def files() -> dict[str, str]:
-    """The content of every drawn file by its name in docs/assets."""
+    """Return the content of every drawing by its name in docs/assets."""
     return {f"{name}-{theme}.svg": draw(colors) for name, draw in DRAWN.items() for theme, colors in THEMES.items()}
 
 
 def report() -> None:
-    """Writes docs/assets/report.png, the upper part of the report of a run on a synthetic log, two epochs of 150,000 rows, and
-    docs/assets/top.txt, what `rayrec top` shows after its first evaluations."""
+    """Write docs/assets/report.png and docs/assets/top.txt.
+
+    The picture is the upper part of the report of a run on a synthetic log (two epochs, 150,000 rows). The text is the output of
+    `rayrec top` after its first evaluations.
+    """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         raise SystemExit("pictures: no chromium; install Debian's package chromium")

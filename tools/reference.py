@@ -1,7 +1,7 @@
-"""Makes the reference pages of the documentation from the code, as Markdown: `python tools/reference.py [PAGE]` prints them.
+"""Make the reference pages of the documentation from the code, as Markdown: `python tools/reference.py [PAGE]` prints them.
 
-Commands and flags come from their declarations, fields from the Config classes, the Python interface from `rayrec.__all__`;
-events, metrics, HTTP and exit statuses from the tables that the code itself uses; file formats from the modules that write them.
+Commands and flags come from their declarations, fields from the Config classes, the Python interface from `rayrec.__all__`.
+Events, metrics, HTTP and exit statuses come from the tables that the code uses, file formats from the modules that write them.
 """
 
 import ast
@@ -52,16 +52,16 @@ Criteo's columns and a server with a token; [serve](../serve.md) has examples.""
     "exit-statuses": "Scripts and schedulers may rely on these; all commands have the same.",
     "formats": "No file is a pickle, and none is executed when it is read. A folder that has its manifest is complete.",
 }
-"""How each page begins."""
+"""Introduction of each page."""
 
 
 def cell(text: object) -> str:
-    """A text as one cell of a table."""
+    """Format a text as a table cell."""
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def summary(documented: Any) -> str:
-    """The first paragraph of a docstring."""
+    """Return the first paragraph of a docstring."""
     return (inspect.getdoc(documented) or "").partition("\n\n")[0]
 
 
@@ -71,7 +71,7 @@ def table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
 
 
 def commands_page() -> str:
-    """Every command with its arguments and flags."""
+    """Return the page of commands with their arguments and flags."""
     parts: list[str] = []
     for command in COMMANDS.values():
         flags = own_flags(command)
@@ -98,7 +98,7 @@ def _flag(flag: Flag) -> tuple[object, ...]:
 
 
 def classes() -> Iterator[type[Config]]:
-    """The Config classes of the package, each after those that it is derived from, by module."""
+    """Yield the package's Config classes by module, each after its bases."""
     for path in sorted(SOURCE.rglob("*.py")):
         if not re.search(r"^class \w+\(.*\b\w*(?<!Backend)(Config|Workload)\b", path.read_text(), re.MULTILINE):
             continue
@@ -131,7 +131,7 @@ def _types(kind: type[Config]) -> dict[str, str]:
 
 
 def configuration_page() -> str:
-    """Every class of settings with its fields."""
+    """Return the page of settings classes with their fields."""
     parts: list[str] = []
     first = {"TrainConfig": 0, "DataConfig": 1, "ScalingConfig": 2}
     kinds = sorted(
@@ -148,7 +148,7 @@ def configuration_page() -> str:
 
 
 def recipes_page() -> str:
-    """Every recipe and every click model."""
+    """Return the page of recipes and click models."""
     recipes = [(f"`{name}`", summary(recipe)) for name, recipe in ALL.items()]
     rows = []
     for name in models.names():
@@ -159,13 +159,13 @@ def recipes_page() -> str:
 
 
 def python_page() -> str:
-    """The public names, in full, by mkdocstrings."""
+    """Return the page of public names, for mkdocstrings."""
     names = sorted(set(rayrec.__all__) - {"recipes"}, key=lambda name: (name[0].isupper(), name))
     return "".join(f"::: rayrec.{name}\n\n" for name in names)
 
 
 def events_page() -> str:
-    """The kinds of events, with the fields that the code names where it writes them."""
+    """Return the page of event kinds, with the fields named by the code that writes them."""
     named: dict[str, set[str]] = {}
     for kind, fields in written_events():
         named.setdefault(kind, set()).update(fields)
@@ -236,7 +236,7 @@ def metrics_page() -> str:
 
 
 def http_page() -> str:
-    """What `rayrec serve` answers, for Criteo's columns."""
+    """Return the page of the HTTP interface of `rayrec serve`, for Criteo's columns."""
     model: Any = SimpleNamespace(
         preprocessor=SimpleNamespace(schema=SCHEMA, inputs=SimpleNamespace(sparse=())),
         scorer=SimpleNamespace(heads=label_heads(SCHEMA.label)),
@@ -278,7 +278,7 @@ FORMATS = {
 
 
 def formats_page() -> str:
-    """What the files are, from the modules that write them: docstring, and the names of files with theirs."""
+    """Return the page of file formats: docstrings and file names of the modules that write them."""
     parts: list[str] = []
     for title, name in FORMATS.items():
         place = SOURCE.parent.joinpath(*name.split("."))
@@ -315,7 +315,7 @@ PAGES: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def page(name: str) -> str:
-    """A whole page, as Markdown."""
+    """Return a whole page as Markdown."""
     title, content = PAGES[name]
     return f"# {title}\n\n{INTRODUCTIONS[name]}\n\n{content()}"
 

@@ -23,11 +23,11 @@ FIGURE = re.compile(r"(<!--= ([^>]*)-->)[^<]*(<!--/-->)")
 
 
 class Measured(NamedTuple):
-    """Which rows a line of the table is of."""
+    """Selector of the rows of a table line."""
 
     job: str
     name: str
-    """Of the benchmark, which is the command's argument, too."""
+    """Name of the benchmark, which is also its command-line argument."""
     workload: str
     peer: str
     peer_text: str
@@ -111,7 +111,7 @@ SUMMARY = (
 
 @functools.cache
 def _rows(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Date and content of the rows of a benchmark, oldest first, without those of measurements that failed."""
+    """Return (date, row) of a benchmark's rows, oldest first, without failed measurements."""
     rows = [
         (path.stem.rpartition("_")[2], json.loads(line))
         for path in sorted(RESULTS.glob("*.jsonl"))
@@ -121,7 +121,7 @@ def _rows(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def find(name: str, workload: str, peer: str) -> tuple[str, dict[str, Any]]:
-    """Date and content of the newest row of a benchmark with this workload and figures, whose peer begins so."""
+    """Return (date, row) of a benchmark's newest row with this workload and figures, and with a peer that starts with `peer`."""
     found = [(date, row) for date, row in _rows(name) if row["workload"] == workload and (row["peer"] or "").startswith(peer)]
     if not found:
         raise SystemExit(f"no row of {name}, {workload!r}, {peer!r} in {RESULTS.name}; correct tools/results.py")
@@ -129,7 +129,7 @@ def find(name: str, workload: str, peer: str) -> tuple[str, dict[str, Any]]:
 
 
 def figure(key: str) -> str:
-    """The text of a figure of the newest rows, from what its mark says."""
+    """Return the text of a figure from the newest rows, as its mark specifies."""
     try:
         name, workload, peer, field, form = (part.strip() for part in key.split(";"))
     except ValueError:
@@ -156,14 +156,14 @@ def _contains(text: str, part: str) -> bool:
 
 
 def number(value: float, digits: int) -> str:
-    """With so many significant digits, and commas between thousands."""
+    """Format a number with N significant digits, and commas between thousands."""
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     places = digits - 1 - exponent
     return f"{round(value, places):,.{max(places, 0)}f}"
 
 
 def table() -> str:
-    """The summary, as Markdown."""
+    """Return the summary as Markdown."""
     lines = [
         "| job | rayrec | peer | ours / it | limit: share of it | date | `rayrec benchmark` |",
         "| --- | ---: | --- | ---: | --- | --- | --- |",
@@ -210,7 +210,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {"summary": table, "serving": serv
 
 
 def page(text: str) -> str:
-    """A page with its tables and figures as they must be."""
+    """Return a page with current tables and figures."""
     text = TABLE.sub(lambda place: place[1] + TABLES[place[2]]() + "\n", text)
     return FIGURE.sub(lambda mark: mark[1] + figure(mark[2]) + mark[3], text)
 

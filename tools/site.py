@@ -22,7 +22,7 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
 def groups(index: str) -> dict[str, list[tuple[str, str]]]:
-    """Title and path of the pages in each group of docs/index.md: links in the first column of the tables below its headings."""
+    """Return title and path of the pages in each group of docs/index.md: the links in the first table column."""
     found: dict[str, list[tuple[str, str]]] = {}
     heading = ""
     for line in index.splitlines():
@@ -57,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def from_the_root(text: str) -> str:
-    """A page of the root as one of docs/: with links that lead from there."""
+    """Return a page of the root as a page of docs/, with corrected links."""
 
     def moved(link: re.Match[str]) -> str:
         words, target = link[1], link[2]

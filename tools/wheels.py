@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 STAND_IN = "packaging/fbgemm-gpu-cpu"
 GLIBC = (2, 28)
-"""As PyTorch's wheels: manylinux_2_28."""
+"""Required platform, as for PyTorch's wheels: manylinux_2_28."""
 KERNELS = "rayrec/native/_kernels.abi3.so"
 
 
@@ -31,7 +31,7 @@ def package_files(root: Path) -> set[str]:
 
 
 def wheel_faults(names: Iterable[str], wanted: set[str]) -> list[str]:
-    """What is wrong with a wheel of these file names: a line each. `wanted`: see `package_files`."""
+    """Return the faults of a wheel with these file names, a line each. `wanted`: see `package_files`."""
     held = {name for name in names if ".dist-info/" not in name}
     wanted = wanted | {KERNELS}
     return [
@@ -41,7 +41,7 @@ def wheel_faults(names: Iterable[str], wanted: set[str]) -> list[str]:
 
 
 def sdist_faults(names: Iterable[str], root: Path) -> list[str]:
-    """What is wrong with a source archive of these file names (the first folder included): a line each."""
+    """Return the faults of a source archive with these file names (including the top folder), a line each."""
     held = {name.partition("/")[2] for name in names}
     sources = {path.relative_to(root).as_posix() for path in (root / "src" / "rayrec" / "native").glob("*.[ch]")}
     wanted = {f"src/{name}" for name in package_files(root)} | sources

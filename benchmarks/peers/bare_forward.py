@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class BareDLRM(nn.Module):
-    """With the weights of a `criteo_kaggle` checkpoint (interaction "dot")."""
+    """Plain DLRM with the weights of a `criteo_kaggle` checkpoint (interaction "dot")."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], features: Sequence[str]) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class BareDLRM(nn.Module):
         self.pairs = torch.triu_indices(len(features) + 1, len(features) + 1, offset=1)
 
     def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """float32 (rows,) of dense features (rows, num_dense) and ids (num_sparse, rows)."""
+        """Return float32 [rows] for dense features [rows, num_dense] and ids [num_sparse, rows]."""
         for weight, bias in self.bottom:
             dense = functional.relu(functional.linear(dense, weight, bias))
         looked_up = [functional.embedding(column, table) for column, table in zip(ids, self.tables, strict=True)]

@@ -32,7 +32,7 @@ def _normalise(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def vocabularies_of(path: str, rows: int) -> dict[str, dict[str, int]]:
-    """token -> id from 2 on, of the first rows; the notebook takes them preprocessed."""
+    """Return token -> id, from 2, for the first rows. The notebook uses preprocessed vocabularies."""
     seen: dict[str, dict[str, int]] = {name: {} for name in SPARSE}
     with open(path) as file:
         for number, line in enumerate(file):

@@ -12,8 +12,11 @@ from rayrec.inference.export.read import open_export
 
 
 def load(export: str, *, num_threads: int = 0) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """The model of an export's folder as a function of dense float32 (rows, num_dense) and ids integer (rows, ids a row) that
-    gives logits float32 (rows,). `num_threads` 0: ONNX Runtime's choice. Callable by several threads at once."""
+    """Return an export's model as a thread-safe function of dense features and ids.
+
+    Takes float32 [rows, num_dense] and integer [rows, ids per row], returns logits, float32 [rows]. `num_threads` 0: ONNX
+    Runtime's choice.
+    """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads
     with tempfile.TemporaryDirectory() as folder:

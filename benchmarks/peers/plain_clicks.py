@@ -1,5 +1,8 @@
-"""A click model as a user of PyTorch trains it without a framework: an `nn.Embedding` a feature, `nn.Linear` layers, the loop of
-PyTorch's tutorials, Adam on the network and SparseAdam on the tables."""
+"""Click model in plain PyTorch, without a framework.
+
+One `nn.Embedding` per feature, `nn.Linear` layers, the loop of PyTorch's tutorials, Adam on the network and SparseAdam on the
+tables.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +16,7 @@ from rayrec.layers.mlp import MLP
 
 
 class PlainClicks:
-    """A network of rayrec's (`ClickModelConfig.build`), whose MLPs are made of plain layers, with tables of its own."""
+    """Network of rayrec (`ClickModelConfig.build`) with MLPs of plain layers and separate plain tables."""
 
     def __init__(self, network: nn.Module, features: Sequence[str], sizes: Sequence[int], *, dim: int) -> None:
         self.network, self._features, self._dim = _with_plain_mlps(network).train(), list(features), dim
@@ -22,7 +25,7 @@ class PlainClicks:
         self._sparse = torch.optim.SparseAdam([table.weight for table in self.tables], lr=0.001)
 
     def step(self, batch: Any) -> torch.Tensor:
-        """Of a batch with one id a feature and row; the mean loss."""
+        """Train on a batch with one id per feature and row, and return the mean loss."""
         ids = batch.sparse_features.values().view(len(self._features), -1)
         vectors = torch.cat([table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1)
         outputs = self.network(batch.tensors["dense"], Embedded.in_order(self._features, self._dim, vectors))

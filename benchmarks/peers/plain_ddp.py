@@ -24,7 +24,7 @@ from rayrec.workloads.vision import ResNetConfig
 
 
 def data_set(path: str) -> TensorDataset:
-    """float32 (rows, 1, 28, 28) from -1 to 1, int64 (rows,)."""
+    """Return images from -1 to 1, float32 [rows, 1, 28, 28], and labels, int64 [rows]."""
     digits = read_part(path, "train", num_classes=10)
     images, labels = torch.tensor(digits.images), torch.tensor(digits.labels)
     return TensorDataset((images.unsqueeze(1).float() / 255 - 0.5) / 0.5, labels.long())
@@ -39,7 +39,7 @@ def epochs(loader: DataLoader, sampler: DistributedSampler) -> Iterator[Any]:
 
 
 def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
-    """One worker; leaves what it found in the scratch folder."""
+    """Train as one worker. Writes results into the scratch folder."""
     workers, steps, warm_steps = arguments["workers"], arguments["steps"], arguments["warm_steps"]
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     if workers > 1:

@@ -45,7 +45,7 @@ class Rows:
         self._keys = [f"cat_{number}" for number in range(self._sparse.shape[1])]
 
     def batches(self, *, global_batch: int, shuffled: bool) -> Iterator[Batch]:
-        """Each process has as many, of the same size; the rows that are left over are dropped."""
+        """Yield batches, equally many and of equal size in each process. Drops the remaining rows."""
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
         rows = len(self)
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)) if shuffled else torch.arange(rows)

@@ -63,7 +63,7 @@ class Clock(TrainerCallback):
 
 
 def train(rank: int, told: dict[str, Any], scratch: str, port: int) -> None:
-    """One worker; leaves what it found in the scratch folder."""
+    """Train as one worker. Writes results into the scratch folder."""
     workers, steps, warm_steps = told["workers"], told["steps"], told["warm_steps"]
     if workers > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}

@@ -17,7 +17,7 @@ def _melt(batch: pa.Table) -> pa.Table:
 
 
 def distinct_tokens(path: str) -> int:
-    """How many (column, token) pairs the log holds; the counts are made on the way."""
+    """Count the log's distinct (column, token) pairs by counting each token."""
     types = {name: pa.int64() for name in ["label", *DENSE]} | {name: pa.string() for name in SPARSE}
     dataset = ray.data.read_csv(
         path,
