@@ -24,9 +24,8 @@ class Batch:
     tensors: dict[str, torch.Tensor]
     """Images, blocks of tokens, or (DENSE) a click log's dense features, float32 [rows, num_dense]. Each [rows, ...]."""
     loss_weight: float
-    """World size divided by the rows of the global batch. The sum of row losses times this, averaged over workers (as in DDP and
-    FSDP), is the exact mean over the global batch, even if workers have different row counts. 0 marks a filler that counts
-    nowhere, for a worker without rows."""
+    """World size / rows of the global batch. The sum of row losses times this, averaged over workers (as in DDP and FSDP), is the
+    exact global mean, even if workers have different row counts. 0: a filler that counts nowhere, for a worker without rows."""
     sparse_features: KeyedJaggedTensor | None = None
     """Categorical features of a click log: one key per feature with `rows` lists of ids, with weights if any feature has them."""
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -84,8 +83,8 @@ class Batch:
                 ids.record_stream(stream)
 
     def parts(self, count: int) -> list[Batch]:
-        """Split the tensors into exactly `count` parts of nearly equal size, so that all workers make equally many passes. With
-        fewer rows than parts, fillers complete the list. Not for click logs."""
+        """Split the tensors into exactly `count` near-equal parts, so that all workers make equally many passes. Too few rows are
+        completed with fillers. Not for click logs."""
         assert self.sparse_features is None
         if count == 1:
             return [self]

@@ -10,16 +10,14 @@ _PRIME4, _PRIME5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's finalizer (Steele, Lea, Flood 2014), a bijection that spreads neighbours and multiples evenly over any
-    modulus. Takes and returns uint64 [values]."""
+    """Apply SplitMix64's finalizer (Steele, Lea, Flood 2014), a bijection that spreads multiples over any modulus, to uint64."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
 
 
 def murmur3(tokens: np.ndarray) -> np.ndarray:
-    """Return murmur3_x86_32 (Appleby) of each token's four bytes, seed 0, plus 0x9E3779B9 as added by cuDF's row hash. Takes and
-    returns uint32 [tokens]."""
+    """Return murmur3_x86_32 (Appleby) of each token's bytes, seed 0, plus 0x9E3779B9 from cuDF's row hash. uint32 [tokens]."""
     k = tokens * np.uint32(0xCC9E2D51)
     k = k << np.uint32(15) | k >> np.uint32(17)
     h = k * np.uint32(0x1B873593)

@@ -19,8 +19,7 @@ class Label(Config):
     name: str
     """Column name."""
     kind: Literal["binary", "number", "count"] = "binary"
-    """Label type. binary: 1 or 0; number: any finite number; count: a number of 0 or more, such as views, whose mean is
-    predicted."""
+    """Label type. binary: 1 or 0; number: any finite number; count: a number of 0 or more, such as views; predicts its mean."""
     missing: Literal["fault", "allowed"] = "allowed"
     """Handling of empty values. fault: the row is invalid; allowed: the row does not train this label."""
 
@@ -32,14 +31,12 @@ class Feature(Config):
     name: str
     """Column name, one of `Schema.sparse`."""
     vocabulary: str | None = None
-    """Name of its vocabulary and embedding table. Features with the same vocabulary share ids and embeddings, such as an item and
-    the items that a user clicked before. The name of another feature means the vocabulary of that feature. None: a separate
-    vocabulary."""
+    """Name of its vocabulary and embedding table. Features with one vocabulary share ids and embeddings, such as an item and the
+    items that a user clicked before. A feature's name means that feature's vocabulary. None: a separate vocabulary."""
     max_length: int | None = None
     """Maximum categories per row in a column of `Schema.lists`; the last ones are kept. None keeps all."""
     weights: str | None = None
-    """Weight column for a column of `Schema.lists`: one number per category, which multiplies the category's embedding before the
-    sum. None: 1 each."""
+    """Weight column for a column of `Schema.lists`: a factor for each category's embedding before the sum. None: 1 each."""
     aligned_with: str | None = None
     """List column with the items that this list describes, such as the items of earlier clicks for the list of their shops. In
     each row, both must have categories at the same positions. None: independent."""
@@ -52,8 +49,7 @@ class Feature(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Schema(Config):
-    """Columns of a click log. Files without a header have them in the order label, dense, sparse; columns of other files are
-    found by name."""
+    """Columns of a click log, in the order label, dense, sparse without a header; otherwise they are found by name."""
 
     label: str | None = "label"
     """Column with 1 for a click and 0 for no click. None: the first of `labels` is the main label, or the log is unlabelled."""
@@ -74,7 +70,7 @@ class Schema(Config):
     """Separator of the categories of a list in a text file."""
     integers: tuple[str, ...] = ()
     """Columns of `sparse` whose text is parsed as an integer: 7, 07, +7 and 7.0 are one category, other text is a fault. In other
-    columns, these texts are different categories. Needs tokens "any"."""
+    columns, these are different categories. Needs tokens "any"."""
     optional: tuple[str, ...] = ()
     """Columns of `dense` and `sparse` that files with named columns may lack. Their values are then missing."""
     features: tuple[Feature, ...] = ()
@@ -87,8 +83,8 @@ class Schema(Config):
     nan: Literal["fault", "missing"] = "fault"
     """Handling of NaN in dense columns. fault: the row is invalid; missing: the value is missing."""
     group: str | None = field(default=None, compare=False)
-    """Column of `sparse`, such as the user, for grouped metrics: evaluations also measure the ranking within each of its values
-    (gauc). Does not change training or the Preprocessor."""
+    """Column of `sparse`, such as the user, within whose values evaluations also measure ranking (gauc). Does not change
+    training."""
     category_rules: Literal[1, 2] = field(default=2, compare=False)
     """Version of the parsing rules for text categories, stored in a Preprocessor. 2: `true` and `false` are the integers 1 and 0,
     and blanks around an unquoted CSV field are removed. 1: both are plain text."""
@@ -222,8 +218,8 @@ class Schema(Config):
         return self.replace(label=None, weight=None, labels=(), timestamp=None)
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields that decide how a log is read, as JSON values. Newer fields are omitted if they have no effect, so
-        that the hashes of earlier schemas stay the same."""
+        """Return the fields that decide how a log is read, as JSON values, without newer fields that have no effect, so that the
+        hashes of earlier schemas stay the same."""
         plain = self.to_dict()
         del plain["group"]
         for feature in plain["features"]:
@@ -255,8 +251,7 @@ _ADDED: dict[str, Any] = {
 def load_schema(text: str, where: str) -> Schema:
     """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`.
 
-    The default delimiter is a comma. `where` is the source of the text, for messages. Raises InputError for invalid YAML and for
-    inconsistent columns.
+    The default delimiter is a comma. `where` is the text's source, for messages. Raises InputError for invalid YAML or columns.
     """
     import yaml
 

@@ -1,5 +1,5 @@
-"""Zero-copy conversion between Arrow arrays and NumPy arrays, bytes and texts. pyarrow's own conversions (`pa.array`, `to_numpy`)
-import pandas, which takes longer than a small command's work."""
+"""Zero-copy conversion between Arrow arrays and NumPy arrays, bytes and texts, without pyarrow's own conversions (`pa.array`,
+`to_numpy`), whose import of pandas takes longer than a small command's work."""
 
 import json
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import pyarrow as pa
 
 
 def arrow_numbers(values: np.ndarray, missing: np.ndarray | None = None) -> pa.Array:
-    """Convert a one-dimensional array of integers or floats to Arrow, sharing its memory if it is contiguous. Elements are null
-    if `missing` (bool, or uint8 of 0 and 1) is set."""
+    """Convert one-dimensional numbers to Arrow, sharing contiguous memory. Null if `missing` (bool, or uint8 of 0 and 1) is
+    set."""
     kind, values = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
     valid = None if missing is None else pa.py_buffer(np.packbits(missing == 0, bitorder="little"))
     return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(values)])
@@ -37,8 +37,7 @@ def arrow_texts(values: Sequence[str]) -> pa.Array:
 
 
 def numpy_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Convert an Arrow array of integers or floats without nulls to a read-only NumPy array. Shares the memory of an array with
-    one chunk."""
+    """Convert Arrow numbers without nulls to a read-only NumPy array. Shares the memory of an array with one chunk."""
     dtype = np.dtype(array.type.to_pandas_dtype())
     if isinstance(array, pa.ChunkedArray):
         parts = [numpy_of(chunk) for chunk in array.chunks]

@@ -15,8 +15,7 @@ from rayrec import storage
 from rayrec.config import Config
 
 STOP_ASKED: Final = threading.Event()
-"""Event of a worker process, set when its run is asked to stop. The worker then no longer waits for data tasks that may never
-run."""
+"""Set in a worker process when its run is asked to stop: it then stops waiting for data tasks that may never run."""
 _Value = TypeVar("_Value")
 _Held_co = TypeVar("_Held_co", covariant=True)
 _Item = TypeVar("_Item")
@@ -24,8 +23,7 @@ _Result = TypeVar("_Result")
 
 
 class Engine(Protocol):
-    """Parallel execution of one function over many items. All engines return the same results in the order of the items, so that
-    their outputs are byte-identical."""
+    """Parallel execution of one function over many items. All engines produce byte-identical results in the items' order."""
 
     def run(
         self, name: str, function: Callable[[Any], pa.Table], items: Sequence[Any], *, block_bytes: int = 16 << 20
@@ -43,8 +41,6 @@ class Shared(Protocol[_Held_co]):
 
 @dataclass(frozen=True)
 class InProcess(Generic[_Value]):
-    """Value shared by the threads of one process."""
-
     value: _Value
 
     def get(self) -> _Value:
@@ -63,8 +59,7 @@ class StreamEngine(Engine, Protocol):
     def stream(
         self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int
     ) -> Generator[pa.Table, None, None]:
-        """Run like `run`, for a slower reader: tasks run ahead by `prefetch_blocks` results in addition to those in progress, and
-        end when the reader closes the generator."""
+        """Run like `run`, but only `prefetch_blocks` results ahead of the reader, until it closes the generator."""
         ...
 
     def share(self, value: _Value) -> Shared[_Value]:
@@ -161,10 +156,9 @@ def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, most_byt
 def in_order(
     function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, ahead: int
 ) -> Generator[_Result, None, None]:
-    """Yield the function's values for the items in order, computed by threads.
+    """Yield the function's values for the items in order, computed by threads; an exception is raised at its position.
 
-    At most `num_threads` + `ahead` values exist or are in progress, in addition to the reader's current one. An exception of the
-    function is raised at its position.
+    At most `num_threads` + `ahead` values exist or are in progress, in addition to the reader's current one.
     """
     waiting = iter(items)
     made: deque[Future[_Result]] = deque()

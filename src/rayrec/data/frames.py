@@ -48,8 +48,7 @@ def transform(
 ) -> pandas.DataFrame | ray.data.Dataset:
     """Transform rows with the raw columns of the Preprocessor's schema, found by name, to model inputs.
 
-    The inputs are bit-identical to those that training reads of the same rows. A DataFrame returns a DataFrame with its index, a
-    Dataset a Dataset, computed when it is consumed.
+    The inputs are bit-identical to those of training. A DataFrame returns a DataFrame with its index, a Dataset a lazy Dataset.
 
     `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. The result has the columns of
     `preprocessor.inputs`: label (int8) and weight (float32) if `data` has them, dense columns (float32), and ids of sparse
@@ -58,8 +57,8 @@ def transform(
 
     Row order is that of `data`; Ray Data keeps the order of blocks if `DataContext.execution_options.preserve_order` is set. All
     rows are transformed, so limits on invalid rows do not apply. Raises InputError for the first invalid row, with its number
-    (from 0; in a Dataset, within its block) and column, for missing columns, unusable types, and other `data`. Errors in the rows
-    of a Dataset come from Ray Data, when it is consumed.
+    (from 0; in a Dataset, within its block) and column, for missing columns, unusable types, and other `data`. Ray Data raises
+    errors in the rows of a Dataset when it is consumed.
     """
     if not isinstance(preprocessor, Preprocessor):
         preprocessor = Preprocessor.load(preprocessor_folder(os.fspath(preprocessor)))
@@ -87,8 +86,7 @@ def transform_table(table: pa.Table, preprocessor: Preprocessor, *, where: str) 
 
 
 def arrow_of(frame: pandas.DataFrame) -> pa.Table:
-    """Convert a DataFrame's columns to Arrow, without its index; NaN and None become null. Raises InputError for a column of
-    mixed types."""
+    """Convert a DataFrame without its index; NaN and None become null. Raises InputError for a column of mixed types."""
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -96,8 +94,7 @@ def arrow_of(frame: pandas.DataFrame) -> pa.Table:
 
 
 def _schema_for(schema: Schema, names: Sequence[str], where: str) -> Schema:
-    """Return the schema without the labels, weight and timestamp that the data lacks. Raises InputError for another missing
-    column."""
+    """Return the schema without the labels, weight and timestamp that the data lacks. Raises InputError for other columns."""
     if schema.label is not None and schema.label not in names:
         schema = schema.unlabelled()
     else:

@@ -113,8 +113,8 @@ class ResumableJob:
         engine: Engine,
         progress: Callable[[int, int], None] = lambda done, items: None,
     ) -> Iterator[dict[str, Any]]:
-        """Run the task, which ends with `JobFolder.done`, on all items except finished ones, and yield the results in the items'
-        order. `progress` gets the numbers of finished and of all items."""
+        """Run the task, which ends with `JobFolder.done`, on the unfinished items; yield all results in order. `progress`
+        receives the numbers of finished and of all items."""
         found = self.finished(kind, items)
         made = engine.run(kind, task, [item for item in items if item.number not in found], block_bytes=1 << 16)
         for done, item in enumerate(items, start=1):
@@ -128,8 +128,7 @@ def resumable_job(out: str, made_of: dict[str, Any], *, last_file: str | None) -
 
     After an error the partial folder stays for the same call to resume, unless no task is finished. `last_file` is the name of
     the file that the job writes last. None: no file marks the folder as complete, so at a URL its files are copied sequentially,
-    and then COMPLETE. Raises InputError if `out` exists, is being written by another process, or was started with a different or
-    unknown `made_of`.
+    then COMPLETE. Raises InputError if `out` exists, is being written, or was started with a different or unknown `made_of`.
     """
     out = storage.absolute(out).rstrip("/")
     is_url, in_place = storage.is_url(out), storage.is_url(out) and last_file is not None

@@ -38,8 +38,7 @@ SNIFFED_FILES = 256
 
 
 def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[storage.File]:
-    """Return the files as splittable text. Gzip files are unpacked once, in parallel, into the cache folder, replacing the text
-    of older versions."""
+    """Return the files as splittable text. Gzip files are unpacked once to the cache folder, where older versions are removed."""
     packed = [file for file, is_packed in zip(files, _are_gzip(files, context.engine), strict=True) if is_packed]
     if not packed:
         return list(files)
@@ -190,8 +189,7 @@ class LogSource:
     def is_labelled(self, schema: Schema) -> bool:
         """Return whether the rows have the label column of `schema`, from the first conclusive file.
 
-        Text without a header: from the first line with the right number of columns. Without such a line, the log is labelled, and
-        its lines are invalid.
+        Text without a header: from the first line with the right number of columns. Without one, the log is labelled and invalid.
         """
         dataset = self.dataset()
         if dataset is not None:
@@ -258,8 +256,8 @@ _MANY_WRONG_LABELS: Final = 0.2
 
 
 def with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
-    """Return a schema whose delimiter is a tab with tokens: hexadecimal, if the files are text without a header. Raises
-    InputError for a local text without a valid line."""
+    """Return a tab-delimited schema with tokens: hexadecimal if the files are text. Raises InputError for local text without a
+    valid line."""
     found = [file for file in files if file.size_bytes]
     if not found or any(file.path.lower().endswith(SUFFIXES) for file in found):
         return schema

@@ -25,8 +25,7 @@ class RowSource(Protocol):
         ...
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Read the rows `indices`, int64 [n], as named arrays [n, ...], in the given order. Raises InputError for damaged
-        data."""
+        """Read rows `indices`, int64 [n], in the given order as named arrays [n, ...]. Raises InputError for damaged data."""
         ...
 
     def will_read(self, indices: np.ndarray) -> None:
@@ -158,8 +157,7 @@ def find(folder: str, part: str, what: str) -> str | None:
 
 
 def read_part(folder: str, part: str, *, num_classes: int) -> LabelledImages:
-    """Read the images and labels of `train` or `t10k` in a folder with MNIST's file names. Raises InputError if a file is missing
-    or damaged, or if their counts differ."""
+    """Read the images and labels of `train` or `t10k` in a folder with MNIST's file names. Raises InputError like `read_pair`."""
     paths = {what: find(folder, part, what) for what in ("images", "labels")}
     for what, path in paths.items():
         if path is None:

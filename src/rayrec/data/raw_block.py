@@ -65,8 +65,8 @@ class RawBlock:
     """Rows with the values of a log.
 
     Matrices have one row per log row. In a log of hexadecimal tokens they are row-major, because kernels gather random rows, and
-    `missing` has one bit per column. Other logs are read and encoded by column: their matrices are column-major, and `missing` is
-    bool [rows, columns]. `is_missing` reads both.
+    `missing` has one bit per column. Other logs are read and encoded by column, so that matrices are column-major, and `missing`
+    is bool.
     """
 
     schema: Schema

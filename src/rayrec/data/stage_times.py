@@ -12,8 +12,7 @@ from typing import Final, TypeVar, final
 import pyarrow as pa
 
 STAGES: Final = ("read", "parse", "encode")
-"""Stages: bytes from storage; text or columns to raw rows; raw rows to permuted model inputs. Preprocessed rows have only
-read."""
+"""Bytes from storage; text or columns to raw rows; raw rows to permuted model inputs. Preprocessed rows have only read."""
 _METADATA: Final = b"rayrec.stages"
 _local = threading.local()
 _Result = TypeVar("_Result")

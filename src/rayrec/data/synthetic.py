@@ -230,12 +230,11 @@ def _block_text(plan: Plant, block: int, spans: list[tuple[int, int]], logits: n
 def generate(
     out: str, *, parallelism: int | None = None, progress: Callable[[int, int], None] | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Write a synthetic click log and `truth.json`, the best quality that any model could reach on it, and return the latter's
-    dict.
+    """Write a synthetic click log and `truth.json`, the best quality that any model could reach on it; return the latter.
 
     `settings` are the fields of SyntheticLog. The files appear complete or not at all, `truth.json` last. `parallelism` is the
-    number of threads (default: the CPUs available to this process). `progress(rows done, rows)` is called after every block.
-    Raises InputError for invalid settings and existing files.
+    number of threads (default: available CPUs). `progress(rows done, rows)` is called after every block. Raises InputError for
+    invalid settings and existing files.
     """
     out = os.fspath(out)
     if "://" in out:

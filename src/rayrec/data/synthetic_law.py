@@ -46,8 +46,8 @@ class Dialect:
     interacting: tuple[tuple[int, int], ...]
     """Pairs of sparse columns with few, popular tokens. The dot product of their latent vectors adds to the logit."""
     shares: tuple[float, float, float]
-    """Fractions of the logit's variance for dense columns, tokens and interactions. The rarer clicks are, the less can come from
-    tokens: a model could not learn more from a million rows."""
+    """Fractions of the logit's variance for dense columns, tokens and interactions. With rarer clicks, tokens must contribute
+    less for a model to learn them from a million rows."""
     shrinkage_rows: float
     """Occurrences in a million rows at which a token has half its column's strength."""
 
@@ -303,7 +303,7 @@ def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray
     """Return the token at each rank on a day, and its key: a token may swap its rank or be replaced by a new one.
 
     Every 8 days, a quarter of the pairs of ranks (r, r with its second highest bit flipped) are swapped. Each day, 1/32 of the
-    rare tokens is replaced. Each rank has a separate phase.
+    rare tokens are replaced. Each rank has a separate phase.
     """
     cardinality = len(column.popularity)
     ranks = np.arange(cardinality, dtype=np.int64)

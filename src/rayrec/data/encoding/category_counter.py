@@ -42,8 +42,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def _zeros(slots: int, words: int) -> np.ndarray:
-    """Allocate a table; a large one in separate memory with huge pages, which is returned to the system immediately when
-    freed."""
+    """Allocate a table; a large one in separate memory with huge pages, returned to the system immediately when freed."""
     size = slots * words * 8
     if size < _HUGE_PAGE:
         return np.zeros((slots, words), np.uint64)
@@ -58,8 +57,7 @@ class TokenCounter:
     """Counts of one column's tokens in a growing open-addressing table with 16 bytes per slot, 24 with first rows."""
 
     def __init__(self, slots: int = 1024, *, dtype: Any = np.uint32, first_rows: bool = False, family: int = 0) -> None:
-        """Create an empty table for tokens of `dtype` uint32 or uint64. With `first_rows`, each token's smallest row number is
-        kept. `family` selects one of three hash functions."""
+        """Create a table for `dtype` uint32 or uint64; `first_rows` keeps each token's smallest row, `family` is a hash of 3."""
         self.dtype = np.dtype(dtype)
         assert self.dtype in (np.uint32, np.uint64)
         self.first_rows = first_rows
@@ -153,8 +151,7 @@ def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
 def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: int, absences: np.ndarray) -> None:
     """Count the categorical columns of a log of hexadecimal tokens, with one counter each.
 
-    Row r is number first_row + r. For each column, adds the number of rows without a value to `absences`, int64 [columns, 2], and
-    lowers its second number to the first such row.
+    Row r is number first_row + r. `absences` int64 [columns, 2] is the number of rows without a value and the first such row.
     """
     tokens, done = raw.categories, 0
     if not counters:
@@ -174,7 +171,7 @@ def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: in
 
 _PARTITION_BITS = 6
 _CHUNK = 1 << 16
-"""Tokens of a run read at once."""
+"""Tokens read at once."""
 
 
 class _Run:
@@ -184,7 +181,6 @@ class _Run:
         self.start, self.offsets, self.dtypes = start, offsets, dtypes
 
     def read(self, file: int, first: int, stop: int) -> Iterator[list[np.ndarray]]:
-        """Yield the items of partitions [first, stop) in chunks."""
         total = int(self.offsets[-1])
         for low in range(int(self.offsets[first]), int(self.offsets[stop]), _CHUNK):
             high, base, arrays = min(low + _CHUNK, int(self.offsets[stop])), self.start, []
@@ -216,7 +212,7 @@ class Spill:
         return self._file is not None
 
     def write(self, counters: Sequence[TokenCounter]) -> None:
-        """Move the counters' contents to disk. Raises InputError if the disk is full."""
+        """Move the counters' contents to disk. Raises InputError if it is full."""
         try:
             if self._file is None:
                 os.makedirs(self.folder, exist_ok=True)
@@ -245,8 +241,7 @@ class Spill:
             view = view[done:]
 
     def merged(self, column: int, like: TokenCounter, min_count: int, *, always: int | None = None) -> tuple[Items, int]:
-        """Return the sum of a column's spilled counts for tokens counted at least `min_count` times or equal to `always`, and the
-        number of distinct tokens."""
+        """Return a column's spilled tokens counted at least `min_count` times or equal to `always`, and the distinct number."""
         runs, distinct = self._runs.get(column, []), 0
         kept = like.items(NO_ROW)
         sizes = sum((np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64))
@@ -271,8 +266,7 @@ class Spill:
 
 
 def _groups(sizes: Sequence[int], table_bytes: int, like: TokenCounter) -> Iterator[tuple[int, int, int]]:
-    """Yield (first partition, end, split bits) for partitions whose tokens fit into a table together. One that does not fit alone
-    is read 2^split bits times."""
+    """Yield (first partition, end, split bits): partitions that fit into a table together, or one to read 2^split bits times."""
     empty = TokenCounter(dtype=like.dtype, first_rows=like.first_rows)
     first = 0
     while first < len(sizes):

@@ -66,19 +66,17 @@ class Counts:
 
     rows: int
     tokens: list[TokenCounter]
-    """Counter of each sparse column. Columns with a shared vocabulary are counted in the first of them. After spilling, these are
-    only the latest counts: use `kept`."""
+    """Counter of each sparse column, or of the first with its vocabulary. After spilling, only the latest counts: use `kept`."""
     missing: np.ndarray
     """Number of rows without a value and the first such row (2^63 - 1 if none), int64 [num_sparse, 2]."""
     dense_moments: np.ndarray
     """Count of present values, sum of q, and sums of the upper and lower DENSE_LOW_BITS bits of q * q, int64 [num_dense, 4].
 
     q = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows.
-    Integer sums are independent of grouping and order.
+    Integers, so that sums are exact in any order.
     """
     file_minimum: dict[str, int]
-    """File (see `file_key`) -> smallest integer over all its dense columns, counting a missing one as 0. Logs of integers
-    only."""
+    """File (see `file_key`) -> smallest integer in all its dense columns, 0 for a missing one. Integer logs only."""
     labels: np.ndarray
     """Number of rows with label 0 and with label 1, int64 [2]."""
     spill: Spill | None = None
@@ -102,9 +100,8 @@ class Counts:
         )
 
     def kept(self, column: int, min_count: int = 1, *, always: int | None = None) -> Items:
-        """Return (tokens, counts int64, first rows int64 or None) of a sparse column's tokens with at least `min_count`, and of
-        the token `always` with any count, unordered. Reads spilled counts in parts, so that only the returned ones are in memory
-        together."""
+        """Return a sparse column's tokens counted at least `min_count` times, and the token `always` with any count. Spilled
+        counts are read in parts, so that only the returned ones are in memory together."""
         if self.spill is None or not self.spill.begun:
             return frequent_items(self.tokens[column], min_count, always)
         self.spill.write(self.tokens)
@@ -271,8 +268,7 @@ def mean_and_variance(moments: Sequence[int]) -> tuple[float, float]:
 
 
 def problems_of(counts: Counts, inputs: Schema) -> list[str]:
-    """Return sentences on problems of the counted rows: labels of one class, columns without a value. `inputs` are the counted
-    columns."""
+    """Return sentences on problems of the counted rows: labels of one class, or columns in `inputs` without a value."""
     problems = []
     if counts.rows and counts.labels.sum() and not counts.labels.all():
         only = int(np.flatnonzero(counts.labels)[0])
@@ -343,8 +339,8 @@ def count_log(
 
     `progress` receives the number of counted rows. `into` are counts of other rows to add to. Tables that together exceed
     `memory_bytes` (None: `default_memory_bytes()`) are spilled to a file in `spill_folder` (None: the folder for temporary files)
-    and read back by `Counts.kept`; the result is the same. Close the Counts to free that file. Raises InputError if a segment no
-    longer has its rows, or if the disk is full.
+    and read back by `Counts.kept`; the result is the same. Close the Counts to free that file. Raises InputError if rows are
+    missing, or if the disk is full.
     """
     total = counting.total(memory_bytes, spill_folder) if into is None else into
     tasks = tasks_of(parts, [_size_bytes(part.segment) for part in parts], task_bytes)

@@ -20,13 +20,12 @@ class Derivation:
     """Derivation of a model's input columns; the log's columns unchanged for most presets."""
 
     buckets: bool = False
-    """Whether to convert integers to categories, before the others: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that they sort
-    like the numbers. 0 is missing (the rule of FuxiCTR on Criteo_x4)."""
+    """Whether to convert integers to categories, before the others: floor(ln(x)^2) for x > 2, else x, plus 2^31 to sort like the
+    numbers. 0 is missing (the rule of FuxiCTR on Criteo_x4)."""
     modulo: int | None = None
     """Modulo applied to categories before counting. None: no modulo."""
     file_minimum: dict[str, int] | None = None
-    """Smallest integer of each file by `file_key`, "" for other files. It is subtracted from the file's integers, counting a
-    missing one as 0."""
+    """Smallest integer of each file by `file_key`, "" for others, subtracted from its integers; a missing one is 0."""
 
     def inputs(self, schema: Schema) -> Schema:
         """Return the derived columns."""

@@ -32,10 +32,10 @@ class MultiHot(Config):
     sizes: tuple[int, ...] = MLPERF_SIZES
     """Ids per row in each sparse column."""
     distribution: Literal["uniform", "pareto"] = "uniform"
-    """Distribution of ids. uniform over the table; pareto: (1 - u)^-4 - 1 cut to 32 bits, modulo the table size (NumPy's pareto,
-    a = 0.25)."""
+    """Distribution of ids. uniform: over the table; pareto: (1 - u)^-4 - 1 in 32 bits, modulo the table size (NumPy, a =
+    0.25)."""
     seed: int = 0
-    """Seed of the bags."""
+    """Seed of the random ids."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +115,6 @@ def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> boo
     """Fill the zeroed table `out` so that category i has id ids[i] (int32, 0 or more); return False for a repeated category.
 
     `out` has a power of two of slots, more than categories: uint64 [slots] for uint32, uint64 [slots, 2] for uint64 categories.
-    Takes about 20 ns per category.
     """
     wide = categories.dtype == np.uint64
     assert categories.dtype in (np.uint32, np.uint64)
@@ -207,8 +206,7 @@ class Encoder:
 
     @cached_property
     def _c_columns(self) -> tuple[ctypes.Array[CDenseColumn], ctypes.Array[CSparseColumn]]:
-        """Rules as C structs. Cached, because building them costs as much as encoding 300 rows, and servers encode single
-        ones."""
+        """Rules as C structs, cached: building them costs as much as encoding 300 rows, and servers encode single ones."""
         return (
             (CDenseColumn * len(self._numbers))(*map(c_dense_column, self._numbers)),
             (CSparseColumn * len(self._categories))(*map(_c_sparse_column, self._categories, self._slots)),

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 def preprocessor_folder(path: str) -> str:
-    """Return the Preprocessor folder at `path`: the folder itself, or one in a run, checkpoint, export or preprocessed log.
-    Raises InputError if there is none."""
+    """Return the Preprocessor folder in a run, checkpoint, export, preprocessed log or `path` itself. Raises InputError."""
     for folder in (path, storage.join(path, PREPROCESSOR_FOLDER)):
         if storage.exists(storage.join(folder, "preprocessor.json")):
             return folder
@@ -29,8 +28,7 @@ def preprocessor_folder(path: str) -> str:
 
 @dataclass(frozen=True)
 class Extension:
-    """Preprocessor with the ids of an older one and additional ids. Counts of categories are by the first column of each
-    vocabulary."""
+    """Preprocessor with an older one's ids and additional ids. Counts of categories are by each vocabulary's first column."""
 
     preprocessor: Preprocessor
     kept: dict[str, int]

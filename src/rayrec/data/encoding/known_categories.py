@@ -29,8 +29,7 @@ def _edges() -> Iterator[int]:
 
 
 def frequency_ends(amounts: np.ndarray) -> list[int]:
-    """Return the number of tokens at or above each frequency edge, without trailing zeros. `amounts` are the rows of each
-    token."""
+    """Return the number of tokens at or above each frequency edge, without trailing zeros, from the rows of each token."""
     ends: list[int] = []
     for edge in _edges():
         ends.append(int(np.count_nonzero(amounts >= edge)))
@@ -40,8 +39,7 @@ def frequency_ends(amounts: np.ndarray) -> list[int]:
 
 
 def bucket_names(preprocessor: Preprocessor, column: str) -> list[str]:
-    """Return a sparse column's buckets "1", "2-9", "10-99", ..., up to its highest frequency, and UNKNOWN. Raises InputError if
-    its token frequencies are unknown."""
+    """Return a sparse column's buckets "1", "2-9", "10-99", ..., and UNKNOWN. Raises InputError if frequencies are unknown."""
     ends = _ends(preprocessor, column)
     edges = [edge for edge, _ in zip(_edges(), [*ends, 0], strict=False)]
     ranges = ["1", *(f"{low:,}-{high - 1:,}" for low, high in pairwise(edges[1:]))]
@@ -79,8 +77,7 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
 def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
     """Return the token of each id in a sparse column, -1 if an id has none, int64 [num_embeddings].
 
-    The token is the category itself if it is an integer, the 64-bit hash of a text. Raises InputError for a hashed column, whose
-    ids have many tokens.
+    The token is the category if it is an integer, else the 64-bit hash of its text. Raises InputError for a hashed column.
     """
     number = preprocessor.inputs.sparse.index(column)
     rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
@@ -108,8 +105,7 @@ class UnknownCategories:
             self._told_apart = self._encoder()
 
     def count(self, block: RawBlock, encoded: EncodedRows) -> np.ndarray:
-        """Return counts over the columns of `preprocessor.inputs`, int32 [rows, num_sparse]. `encoded` is the result of `encode`
-        for `block`. Takes about 0.1 microseconds per Criteo row."""
+        """Return counts by row and column of `preprocessor.inputs`, int32 [rows, num_sparse]. About 0.1 µs per Criteo row."""
         ids = encoded.ids if self._told_apart is None else self._told_apart.encode(block).ids
         if self._preprocessor.integer_buckets:
             block = self._preprocessor.derivation.applied(block)

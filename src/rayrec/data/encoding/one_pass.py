@@ -105,8 +105,8 @@ _MARGIN: Final = 0.03
 class CountingIndexer:
     """Indexer of a text log that counts most of the chosen rows in the same pass. Must be closed.
 
-    Only the index determines the chosen rows exactly, so the pass estimates them from file sizes. `counts` adds the rows left
-    out, or counts again if too many were counted.
+    Only the index determines the chosen rows exactly, so the pass estimates them from file sizes. `counts` adds missed rows, or
+    counts again if there were too many.
     """
 
     def __init__(
@@ -141,8 +141,7 @@ class CountingIndexer:
         return cache.keep(index, context.note)
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
-        """Return the bytes [start, stop) of each file that contain only chosen rows, assuming equally long rows. The margin is
-        left out at each end that is not a file border."""
+        """Return the bytes [start, stop) of each file with chosen rows only, assuming equally long rows, minus a margin."""
         sizes = numbered(Entry(file.path, 0, file.size_bytes, file.size_bytes) for file in files)
         try:
             start, stop = self._chosen(LogIndex(sizes, Faults()))

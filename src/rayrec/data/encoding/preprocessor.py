@@ -75,8 +75,7 @@ class Preprocessor:
     sparse: tuple[SparseColumn, ...]
     """Rule of each column of `inputs.sparse`."""
     tokens: np.ndarray
-    """Concatenated tokens of all vocabularies in id order, uint32, or uint64 for a schema of any tokens. A shared vocabulary is
-    stored once, at the first of its columns."""
+    """Concatenated vocabularies in id order, uint32, or uint64 for any tokens. Columns with a shared one store it once."""
     integer_buckets: bool = False
     """Whether to convert the log's integers to categories, before the sparse columns: floor(ln(x)^2) above 2, else x."""
     file_minimum: dict[str, int] | None = None
@@ -124,8 +123,7 @@ class Preprocessor:
 
     @property
     def _stored_tokens(self) -> list[int]:
-        """Number of tokens stored in `tokens` for each sparse column: 0 if hashed, or if an earlier column shares its
-        vocabulary."""
+        """Number of entries in `tokens` by sparse column, 0 if hashed, or stored at an earlier column."""
         owners = self.inputs.vocabulary_owners
         return [(column.num_tokens or 0) if owners[number] == number else 0 for number, column in enumerate(self.sparse)]
 
@@ -154,10 +152,8 @@ class Preprocessor:
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """Concatenated open-addressing tables of all vocabulary columns, uint64; costs about 20 ns per token.
-
-        Raises InputError if a column has a token twice.
-        """
+        """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises InputError for a repeated
+        token."""
         places = self._slot_places
         slots = np.zeros((places[-1], 2) if self.tokens.dtype == np.uint64 else places[-1], np.uint64)
         for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):
@@ -186,8 +182,7 @@ class Preprocessor:
         return self.slots[places[owner] : places[owner + 1]]
 
     def grouped_by(self, column: str | None) -> Preprocessor:
-        """Return the same Preprocessor with the given `Schema.group`, which is not stored, so that encoded rows have group
-        keys."""
+        """Return the same Preprocessor with another `Schema.group`, which is not stored, for group keys in encoded rows."""
         if column == self.schema.group:
             return self
         changed = replace(self, schema=self.schema.replace(group=column))

@@ -32,8 +32,7 @@ class Preset(Config):
     name: str = "rayrec"
     """Name of the pipeline."""
     dense: Literal["signed_log", "log", "identity", "buckets"] = "signed_log"
-    """Transform of numbers: sign(x) ln(1 + |x|); ln(x + shift); x; or categories floor(ln(x)^2) for x > 2, else x, where 0 is
-    missing."""
+    """Transform of numbers: sign(x) ln(1 + |x|), ln(x + shift), x, or categories floor(ln(x)^2) for x > 2, else x, 0 missing."""
     dense_shift: float = 1.0
     """Shift before the logarithm ("log")."""
     dense_lowest: int | None = None
@@ -50,8 +49,7 @@ class Preset(Config):
     unknown_id: int | None = 0
     """Id of categories that are new or too rare. None: an additional row at the end of the table."""
     missing: int | Literal["token", "zero", "unknown"] = 1
-    """Id of an empty field. token: a separate category, counted like others; zero: the category 00000000; unknown: like a new
-    category."""
+    """Id of an empty field. token: a counted category; zero: the category 00000000; unknown: like a new category."""
     min_count: int = 2
     """Minimum count of a category. Rarer ones get unknown_id."""
     token_modulo: int | None = None
@@ -61,8 +59,8 @@ class Preset(Config):
     max_num_embeddings: int | None = None
     """Maximum rows of a table. None: no limit."""
     beyond_limit: Literal["hash", "modulo"] = "hash"
-    """Handling of columns that exceed max_num_embeddings. hash: no vocabulary, id = first_id + token modulo the rest (64-bit
-    tokens are mixed first); modulo: ids modulo the limit."""
+    """Handling of columns above max_num_embeddings. hash: no vocabulary, id = first_id + token modulo the rest (64-bit tokens are
+    mixed first); modulo: ids modulo the limit."""
     counted: Literal["train", "all"] = "train"
     """Rows used for vocabulary and constants. all: includes held-out rows, like the published pipeline."""
     multi_hot: MultiHot | None = None
@@ -121,8 +119,7 @@ class Preset(Config):
 
 
 def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preprocessor:
-    """Build a Preprocessor from counts of a log of `schema`. It depends only on the counted rows, not on their division into
-    tasks. Raises InputError if the preset does not fit the log."""
+    """Build a Preprocessor from counts, independent of their division into tasks. Raises InputError if the log does not fit."""
     preset.check(schema)
     inputs = preset.inputs(schema)
     if preset.num_embeddings is not None and len(preset.num_embeddings) != len(inputs.sparse):
@@ -268,8 +265,7 @@ def merged(
 
 
 RAYREC = Preset()
-"""Default preset. Negative numbers keep their values, ids are independent of row order, new and missing categories are
-distinguished."""
+"""Default preset: negative numbers keep their values, ids are independent of row order, new and missing categories differ."""
 
 MLPERF_V1 = Preset(
     name="mlperf-v1",
@@ -284,9 +280,8 @@ MLPERF_V1 = Preset(
     counted="all",
     split=Split(test_first=True),
 )
-"""Preset of dlrm's data_utils.py: ln(max(x, 0) + 1), dictionaries in order of first appearance over all rows, including held-out
-ones, ids from 0. `token_modulo` is its --max-ind-range. Its dictionary includes the test's categories, so it has no id for new
-ones; here each table has an additional row for them."""
+"""Preset of dlrm's data_utils.py: ln(max(x, 0) + 1), dictionaries in order of first appearance over all rows, held-out ones too,
+ids from 0. `token_modulo` is its --max-ind-range. It has no id for new categories; here each table has a row for them."""
 
 TORCHREC = Preset(
     name="torchrec",
@@ -345,9 +340,8 @@ FUXICTR_X4 = Preset(
     min_count=10,
     split=Split(kind="named_files"),
 )
-"""Preset of FuxiCTR 2.1 to 2.3.6 on Criteo_x4: integers become categories, except 0 and the empty field. Id 0 is padding and
-never produced, ids from 1 by falling count, then category; rarer ones and empty fields share the last row. The published split
-has files train, valid and test."""
+"""Preset of FuxiCTR 2.1 to 2.3.6 on Criteo_x4: integers become categories, except 0 and the empty field. Id 0 is unused padding,
+ids from 1 by falling count, then category; rarer ones and empty fields share the last row. Splits are files."""
 
 FUXICTR_X1 = Preset(
     name="fuxictr-x1",

@@ -68,8 +68,7 @@ class SparseColumn:
     murmur3: bool = False
     """Whether to replace 32-bit tokens of a hashed column by their murmur3 hashes."""
     mixed: bool = False
-    """Whether to mix the 64 bits of a hashed column's tokens before the modulo, so that multiples of a number spread over all
-    rows. False in Preprocessors of earlier versions."""
+    """Whether to mix a hashed column's token bits before the modulo, to spread multiples over all rows. Old versions: False."""
 
     @property
     def has_own_ids(self) -> bool:

@@ -25,8 +25,7 @@ MAX_ROW_BYTES = 64 << 20
 MAX_QUOTED_BYTES, MAX_QUOTED_LINES = 256 << 10, 100
 """Maximum bytes and line ends of a quoted field. A quote not closed within them is unmatched."""
 FAULT = "rayrec.fault"
-"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED for a line with an unmatched quote, 0 for valid
-rows."""
+"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED for a line with an unmatched quote, or 0."""
 TOO_FEW, TOO_MANY, UNMATCHED = 1, 2, 3
 _HEADER_BYTES = 1 << 20
 _SEARCHED_BYTES = 64 << 10
@@ -87,7 +86,7 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
     """Yield the schema's columns of a CSV file (plain or gzip) as tables of bytes, with the column FAULT.
 
     Invalid rows have empty values; empty lines are skipped. In a row with an unmatched quote, the first line is one invalid row
-    and the next row starts at the next line. Raises InputError if the file lacks a column, is damaged, or has a row of more than
+    and the next row starts at the next line. Raises InputError for a missing column, damage, and a row of more than
     MAX_ROW_BYTES.
     """
     with _opened(path) as stream:
@@ -105,8 +104,8 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
 
 
 class CsvRange:
-    """Rows that begin in bytes [start, stop) of a plain CSV file, as tables like those from `read_csv`. `start` is 0 or the first
-    byte of a row. The rows do not depend on earlier ones."""
+    """Rows that begin in bytes [start, stop) of a plain CSV file, independent of earlier rows, as tables like those from
+    `read_csv`. `start` is 0 or the first byte of a row."""
 
     def __init__(self, path: str, schema: Schema, start: int, stop: int) -> None:
         self._path, self._schema, self._start, self._stop = path, schema, start, stop
@@ -142,8 +141,7 @@ class CsvRange:
 
 
 def row_start(path: str, start: int) -> int:
-    """Return the first byte after the line end at or after byte `start` - 1: the start of a row, unless the line end is in a
-    quoted field."""
+    """Return the first byte after the line end at or after `start` - 1: a row start, unless the line end is in a quoted field."""
     at = start - 1
     while piece := _bytes_at(path, (at, _SEARCHED_BYTES)):
         ends = [place for end in (b"\n", b"\r") if (place := piece.find(end)) >= 0]

@@ -47,13 +47,12 @@ class Segment:
     path: str
     start: int
     stop: int
-    """End of [start, stop): bytes of full lines in text, rows of the file in other formats."""
+    """End of [start, stop): bytes of full lines of text, or rows of the file in other formats."""
     first_row: int
     rows: int
     format: Format = "text"
     checksum: int | None = None
-    """Checksum (native/checksum.c) of the rows' bytes, in a table of the schema's columns. None: unknown; preprocessed files have
-    separate checksums."""
+    """Checksum (native/checksum.c) of the rows' bytes, in a table of the schema's columns. None: unknown or preprocessed."""
 
     @property
     def is_preprocessed(self) -> bool:
@@ -140,7 +139,7 @@ class LogIndex:
             place += 1
 
     def check(self, max_bad_fraction: float, path: str) -> None:
-        """Check that the log has rows, and not more invalid ones than allowed. Raises InputError with the likely cause."""
+        """Check that the log has rows, and not too many invalid ones. Raises InputError with the likely cause."""
         if self.rows and self.bad_fraction <= max_bad_fraction:
             return
         why = self.faults.describe() if self.faults.total else "it is empty"
@@ -189,8 +188,7 @@ def numbered(entries: Iterable[Entry | tuple[str, int, int, int]], format: Forma
 
 
 def checksum(data: np.ndarray) -> int:
-    """Compute the checksum of contiguous bytes (uint8), from 0 to 2^63 - 1. Finds any change of one 8-byte word, and other
-    changes with probability 1 - 2^-63."""
+    """Compute the checksum of contiguous uint8, 0 to 2^63 - 1. Always detects a changed 8-byte word, else misses 1 in 2^63."""
     return call("rayrec_checksum", data, data.nbytes)
 
 
@@ -224,8 +222,8 @@ def source_of(path: str) -> tuple[str, str]:
 
 
 def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the sources (see `source_of`) of segments at these paths in log order, sorted by path. Sorted by name if some are in
-    the cache folder, because such paths depend on the log's folder."""
+    """Return the sources (see `source_of`) of segments in log order, sorted by path, or by name if some are in the cache folder,
+    whose paths depend on the log's folder."""
     sources = list(dict.fromkeys(map(source_of, dict.fromkeys(paths))))
     if all(storage.name_of(key) == name.rpartition("/")[2] for key, name in sources):
         return sorted(sources)
@@ -266,8 +264,7 @@ class CachedIndex:
         return cls(path, version, frozenset(paths))
 
     def read(self) -> LogIndex | None:
-        """Return the index; None if absent, damaged, of other file versions, or if files derived from them are missing. The log
-        is then indexed again."""
+        """Return the index; None if absent, damaged, of other file versions, or if files derived from them are missing."""
         version, index = self._stored()
         if index is None or version != self.version:
             return None
@@ -275,8 +272,7 @@ class CachedIndex:
         return index if len(storage.find_files(sorted(made))) == len(made) else None
 
     def write(self, index: LogIndex) -> str | None:
-        """Replace the index of an older version of the files. Return the first edited range, a file and its first segment with
-        other bytes in the same place, or None."""
+        """Replace the index of an older version of the files. Return its first segment with other bytes now, or None."""
         if self.path is None:
             return None
         _, old = self._stored()

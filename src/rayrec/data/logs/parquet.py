@@ -88,7 +88,7 @@ def _top_level(column: pq.ColumnSchema, wanted: set[str]) -> bool:
 
 def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[Part]:
     """Return the Parquet files to read for `file`: itself, or rewritten ones in `folder`, created if absent. Raises InputError
-    for a file with a missing column or one of an unusable type."""
+    for a missing column or an unusable type."""
     if is_parquet(file.path):
         with open_parquet(file.path) as parquet:
             names = [*parquet.schema_arrow.names, *missing_partitions(file.path, parquet.schema_arrow.names)]
@@ -177,10 +177,7 @@ def _read_parquet(path: str, schema: Schema) -> Iterator[pa.Table]:
 def _written(
     tables: Iterable[pa.Table], folder: str, name: str, schema: Schema, segment_bytes: int
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their paths and row groups.
-
-    The base name, the key of constants by file, is the source's.
-    """
+    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their paths and row groups."""
     pieces = _of_size(tables, segment_bytes)
     piece = next(pieces, None)
     number = 0
@@ -267,8 +264,8 @@ def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequ
     """Return rows [start, stop), which are full row groups, and the checksum of their bytes in the file.
 
     The columns are `schema.columns`, or `columns` among them, without optional ones that the file lacks, and FAULT if present.
-    Partition columns come from the file's path. Neighbouring column chunks are one request to a store. Raises InputError if the
-    file cannot be read, lacks a column, or has other row groups.
+    Partition columns come from the file's path. Neighbouring column chunks are one request to a store. Raises InputError for an
+    unreadable file, a missing column, or other row groups.
     """
     version = _version(path)
     footer = _footer(path, version)

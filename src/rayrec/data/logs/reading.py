@@ -75,8 +75,7 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
 def values_of(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Array:
     """Return the column's value in each row of an unpermuted block, whose segments `raw` contains; null if missing.
 
-    Type: uint32 for a category of 8 hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a
-    number.
+    uint32 for a category of 8 hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a number.
     """
     order = block.order()
     values = raw.column(column)
@@ -109,8 +108,7 @@ def _is_binary(values: pa.ChunkedArray) -> bool:
 
 
 def stretch_of(block: Block, stretches: Sequence[Slice]) -> pa.Array:
-    """Return the name of the range that contains each row of an unpermuted block, as a dictionary. The ranges are adjacent and
-    cover the log."""
+    """Return the name of each row's range in an unpermuted block, as a dictionary. The ranges are adjacent and cover the log."""
     starts = np.array([stretch.start for stretch in stretches], np.int64)
     rows = np.concatenate([part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64) for part in block.parts])
     numbers = np.searchsorted(starts, rows, side="right") - 1

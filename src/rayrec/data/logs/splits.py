@@ -95,13 +95,12 @@ class Split(SplitParts):
         check_parts(self.kind, self)
 
     def rows(self, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """Return the row ranges [start, stop) of `train`, `validation` and `test`. They do not overlap; kinds days and named_days
-        may omit rows, and `test` may be absent for kinds named_files, fraction, days and named_days.
+        """Return the row ranges [start, stop) of `train`, `validation` and `test`, which do not overlap.
 
-        sevenths: seven near-equal chunks, the first `rows mod 7` one row longer. The first half of the last chunk, longer by one
-        row if odd, is for validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils).
-        fraction: each fraction times the rows, rounded to the nearest integer. Raises InputError for an empty part, and for named
-        days that are missing or not adjacent.
+        Kinds days and named_days may omit rows; `test` may be absent for kinds named_files, fraction, days and named_days.
+        sevenths: seven near-equal chunks, the first `rows mod 7` one row longer. The last chunk's first half, longer by one row
+        if odd, is for validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils).
+        fraction: rounded to rows. Raises InputError for an empty part, and for named days that are missing or not adjacent.
         """
         if self.kind == "named_files":
             return _by_name(index)

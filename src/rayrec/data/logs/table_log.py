@@ -51,8 +51,8 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
 def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
     """Read the full log once to number its rows and count its faults.
 
-    The cache folder gets the index, which is returned for the same files later, and rewritten files. Raises InputError for a file
-    with a missing column or one of an unusable type.
+    The cache folder gets the index, which is returned for the same files later, and rewritten files. Raises InputError for a
+    missing column or an unusable type.
     """
     cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
     if cached := cache.read():

@@ -106,7 +106,7 @@ def parse_table(table: pa.Table, schema: Schema, *, path: str = "", first_row: i
     """Parse a table with the schema's columns to its valid rows, and its faults, with rows numbered from `first_row`.
 
     Null and empty text are missing values; such items of a list are dropped. An absent column has missing values only. Raises
-    InputError for a column of an unusable type.
+    InputError for an unusable type.
     """
     block, refused = _parsed(table, schema, path)
     return block, refused.faults(schema.columns, path, first_row)
@@ -208,8 +208,7 @@ def _first_feature(schema: Schema) -> int:
 def _values_of(
     array: pa.Array, name: str, schema: Schema, refused: _Refused, refuse_type: RefuseType, *, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a column of numbers, 0 if missing or rejected, and which are missing: (`number_type`, bool). Adds its faults to
-    column `number`."""
+    """Return numbers, `number_type`, 0 if missing or rejected, and which are missing. Adds faults to column `number`."""
     if schema.tokens == "hexadecimal":
         values, status = integers_of(array, name, refuse_type)
         refused.add(status == REFUSED, NOT_AN_INTEGER, number)
@@ -311,8 +310,7 @@ def _categories(array: pa.Array, name: str, schema: Schema, refuse_type: RefuseT
 def _lists(
     arrays: dict[str, pa.Array], name: str, schema: Schema, refuse_type: RefuseType
 ) -> tuple[RawList, np.ndarray, int, np.ndarray]:
-    """Return (column, rejected rows bool [rows], their fault kind, row and position of each category int64). Splits lists in
-    text."""
+    """Return (column, rejected rows bool [rows], their fault kind, row and position of each category int64)."""
     feature, array = schema.feature(name), arrays[name]
     rows = len(array)
     if types.is_null(array.type):

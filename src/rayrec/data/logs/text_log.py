@@ -124,10 +124,7 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
 
 
 def read_text(segment: Segment) -> np.ndarray:
-    """Return the segment's bytes and the padding that the parser needs, uint8.
-
-    Raises InputError if they changed since the log was indexed.
-    """
+    """Return the segment's bytes and the parser's padding, uint8. Raises InputError if they changed since indexing."""
     size = segment.stop - segment.start
     text = np.empty(size + PADDING_BYTES, np.uint8)
     text[size:] = 0

@@ -74,7 +74,7 @@ class TextParser:
         """Append the rows of text[:length], and return the faults among its lines with details of the first `most_faults`.
 
         `text` is uint8 with PADDING_BYTES after `length`; it begins with a line, at `first_byte` of file `path`. `labelled` is
-        whether its lines begin with a label. None: if the schema has one.
+        whether lines begin with a label. None: if the schema has one.
         """
         assert text.dtype == np.uint8
         assert text.flags.c_contiguous
