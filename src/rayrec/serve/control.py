@@ -5,6 +5,8 @@ an actor of the deployment, stores the accepted state. Replicas report to it eve
 that missed a call catch up.
 """
 
+from __future__ import annotations  # Evaluated ones would be pickled with Register, and need rayrec
+
 import contextlib
 import logging
 import os
