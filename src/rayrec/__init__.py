@@ -1,4 +1,4 @@
-"""rayrec: from raw logs to a served model on Ray. Names are imported when first used; `import rayrec` loads no torch."""
+"""Train and serve models from raw logs on Ray. Names are imported on first use, so `import rayrec` does not load torch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _HOMES = {
 
 
 _RENAMED = {"ReplicatedWorkload": "DataParallelWorkload"}
-"""New names by old ones, which are accepted for one release."""
+"""New names by old names, which are accepted for one release."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m rayrec` is the command `rayrec`."""
+"""Entry point of `python -m rayrec`, the same as the `rayrec` command."""
 
 from rayrec.cli import main
 

@@ -1,4 +1,4 @@
-"""Bounds of settings, as types of fields that `Config` checks; apart from `config`, which a broken installation can import."""
+"""Field types with bounds, checked by `Config`. Separate from `config`, which must import even in a broken installation."""
 
 import math
 from typing import Annotated
@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, MultipleOf
 Count = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 Limit = Annotated[int, Ge(-1)]
-"""-1: there is none."""
+"""Limit, -1 if unlimited."""
 Zero = Annotated[int, Ge(0), Le(0)]
 Even = Annotated[int, Ge(2), MultipleOf(2)]
 Amount = Annotated[float, Ge(0)]

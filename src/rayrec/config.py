@@ -1,4 +1,4 @@
-"""The frozen base of every configuration: checked when built, replaced not changed, printed as YAML, and hashed."""
+"""Frozen base class for configurations: validated when built, copied instead of changed, printed as YAML, and hashed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; the message says what, where and the remedy in one line (exit status 2)."""
+    """Invalid user input. The one-line message says what, where and how to fix it (exit status 2)."""
 
 
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
-"""The bounds of a field's type in words, by pydantic's names of them."""
+"""Wording of bounds, by pydantic's names."""
 
 CLASS: Final = "class"
-"""Key of the class's name in a stored configuration; no field can have it."""
+"""Key of the class name in a stored configuration. No field can have this name."""
 
 
 @lru_cache(maxsize=1024)
@@ -38,7 +38,7 @@ def field_types(cls: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def _checked_types(cls: Any) -> dict[str, Any]:
-    """As `field_types`, with the bounds of values."""
+    """Return the field types with their bounds."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -50,7 +50,7 @@ def _adapter(annotation: Any) -> Any:
 
 
 def _bounds(annotation: Any) -> list[str]:
-    """The bounds of a type and of the types in it, in words."""
+    """Return the bounds of a type and its nested types, in words."""
     own = [
         f"{words} {getattr(bound, name):g}"
         for bound in getattr(annotation, "__metadata__", ())
@@ -61,7 +61,7 @@ def _bounds(annotation: Any) -> list[str]:
 
 
 def _misfit(error: pydantic.ValidationError, annotation: Any) -> str:
-    """What is wrong with a value, in words that follow it."""
+    """Describe the problem with a value, in words that follow the value."""
     first = error.errors()[0]
     if first["type"] == "too_short":
         return f"needs {first['ctx']['min_length']} or more values"
@@ -72,7 +72,7 @@ def _misfit(error: pydantic.ValidationError, annotation: Any) -> str:
 
 
 def _config_type(annotation: Any) -> type | None:
-    """The Config class an annotation names (also inside `X | None`), or None."""
+    """Return the Config class of an annotation (also inside `X | None`), or None."""
     of_union = () if typing.get_origin(annotation) is tuple else typing.get_args(annotation)
     for candidate in (annotation, *of_union):
         if isinstance(candidate, type) and issubclass(candidate, Config):
@@ -81,7 +81,7 @@ def _config_type(annotation: Any) -> type | None:
 
 
 def _item_type(annotation: Any) -> type[Config] | None:
-    """The Config class C of an annotation tuple[C, ...], or None."""
+    """Return the Config class C of an annotation tuple[C, ...], or None."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is not tuple or len(arguments) != 2 or arguments[1] is not Ellipsis:
         return None
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    # YAML has no subclasses, such as the path of a result's checkpoint
+    # YAML cannot write subclasses of str, such as the path of a result's checkpoint.
     return str(value) if isinstance(value, str) else value
 
 
@@ -104,22 +104,21 @@ def _tuples(value: Any) -> Any:
 
 
 def same_class(stored: object, own: str) -> bool:
-    """Whether the `class` of a stored configuration is that of `own`; a recipe's file may be imported under another name than
-    before."""
+    """Return whether a stored `class` is `own`, ignoring the module: a recipe's file may be imported under another name."""
     return str(stored).rpartition(".")[2] == own.rpartition(".")[2]
 
 
 def renamed(old: str, new: str) -> str:
-    """The notice about an old name of a field or a flag."""
+    """Return the deprecation message for an old field or flag name."""
     return f"{old} is now {new}; the old name will be removed in the next release"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of all configurations: frozen dataclasses whose field types are checked when they are built."""
+    """Base class for configurations: frozen dataclasses whose field types are checked when they are built."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
-    """New names of fields by their old ones, which are accepted for one release."""
+    """New field names by old names, which are accepted for one release."""
 
     def __post_init__(self) -> None:
         import pydantic
@@ -139,12 +138,11 @@ class Config:
 
     @classmethod
     def _own_class(cls) -> str | None:
-        """The name of a class that is not rayrec's own, which a stored configuration must not be silent about."""
+        """Return the class name if it is defined outside rayrec, in which case a stored configuration must contain it."""
         return None if cls.__module__.partition(".")[0] == "rayrec" else f"{cls.__module__}.{cls.__qualname__}"
 
     def of_class(self, name: object) -> Any:
-        """The configuration of another class that may stand in the place of this one, by the `class` of a stored one; None: there
-        is no such class."""
+        """Return a configuration of another class that can replace this one, given its stored `class`, or None if unknown."""
         del name
 
     def _known_classes(self) -> str:
@@ -152,16 +150,16 @@ class Config:
         return f"{own} there; give the recipe that the configuration was made by"
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with the given fields changed; a dict changes fields of a nested configuration. Warns of an old field name."""
+        """Return a copy with changed fields. A dict changes fields of a nested configuration. Warns about old field names."""
         for old in self.RENAMED.keys() & changes.keys():
             warnings.warn(renamed(f"{type(self).__name__}.{old}", self.RENAMED[old]), FutureWarning, stacklevel=2)
         return self.updated(changes)
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
-        """A copy with `changes` laid over it, nested mappings reaching into nested configurations.
+        """Return a copy updated with `changes`. Nested mappings update nested configurations.
 
-        A `class` changes the class, if another may stand here (`of_class`). Raises InputError for a name that does not exist,
-        with the nearest one that does, and for a `class` that may not stand here.
+        A `class` changes the class, if `of_class` allows it. Raises InputError, with the closest match, for an unknown name, and
+        for a `class` that is not allowed here.
         """
         stored = changes.get(CLASS)
         if stored is not None:
@@ -192,9 +190,9 @@ class Config:
 
     @classmethod
     def made(cls, values: Mapping[str, Any], *, where: str = "") -> Self:
-        """A configuration of plain values, its other fields at their defaults; `where` is named in errors.
+        """Build a configuration from plain values and defaults. `where` is the prefix of errors.
 
-        Raises InputError for a name that does not exist, for a value that does not fit, and for a missing one.
+        Raises InputError for an unknown name, an invalid value, or a missing value.
         """
         for name in values:
             cls._check_field(name, where)
@@ -209,7 +207,7 @@ class Config:
 
     @classmethod
     def item(cls, values: Mapping[str, Any], *, among: Sequence[Config], where: str) -> Config:
-        """As `made`, for an item of a list that takes the place of the list `among`."""
+        """Build an item of a list that replaces the list `among`. Otherwise the same as `made`."""
         del among
         return cls.made(values, where=where)
 
@@ -228,26 +226,26 @@ class Config:
             raise InputError(f"{where}{name}: {cls.__name__} has no such field{hint}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and scalars, ready for JSON or YAML; `class` names a class that is not rayrec's own."""
+        """Return plain dicts, lists and scalars for JSON or YAML, with `class` for a class defined outside rayrec."""
         own = type(self)._own_class()
         named = {} if own is None else {CLASS: own}
         return named | {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
-        """The whole resolved configuration as YAML, fields in declaration order."""
+        """Return the full resolved configuration as YAML, with fields in declaration order."""
         import yaml
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
     def config_hash(self) -> str:
-        """The first 16 hex digits of the SHA-256 over the canonical JSON of the configuration."""
+        """Return the first 16 hex digits of the SHA-256 over the canonical JSON of the configuration."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1024)
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a class and of its bases."""
+    """Return the docstrings below the fields of a class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         if base is Config:
@@ -261,7 +259,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def line_of(error: BaseException) -> str:
-    """An error as one line, for events and the terminal: an InputError's text, else the class and the text's last line."""
+    """Return an error as one line: the text of an InputError, else the class and the last line of its text."""
     if isinstance(error, InputError):
         return " ".join(str(error).split())
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

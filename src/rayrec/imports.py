@@ -1,6 +1,6 @@
-"""Imports that may fail: optional packages, and functions of the user's by their file, FILE.py:FUNCTION.
+"""Imports that may fail: optional packages, and user functions named FILE.py:FUNCTION.
 
-Only what a person gives is run, never what a file names.
+Only runs code that the user passed, never code named by a stored file.
 """
 
 import importlib.util
@@ -18,26 +18,26 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "language": ("streaming", "tokenizers", "transformers", "accelerate"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
 }
-"""Modules of extras that are needed together."""
+"""Modules of each extra that are required together."""
 
 
 def require(*modules: str, extra: str) -> None:
-    """Raises InputError, with what fixes it, where modules of an extra (default: all of `EXTRAS`) are not installed."""
+    """Check that modules of an extra (default: all in `EXTRAS`) are installed. Raises InputError with the fix."""
     for module in modules or EXTRAS[extra]:
         if importlib.util.find_spec(module) is None:
             raise InputError(f"{module} is not installed; pip install 'rayrec[{extra}]'")
 
 
 def is_in_file(name: str) -> bool:
-    """Whether a name is FILE.py:FUNCTION."""
+    """Return whether a name has the form FILE.py:FUNCTION."""
     file, colon, _ = name.rpartition(":")
     return bool(colon) and file.endswith(".py")
 
 
 def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Returned]:
-    """The function without arguments that FILE.py:FUNCTION names; the file is run as a module, once a process.
+    """Return the function without arguments named FILE.py:FUNCTION. The file is imported once per process.
 
-    Raises InputError if there is none, or if it does not return a `returns`.
+    Raises InputError if it is missing, or if it does not return a `returns`.
     """
     file, _, function = name.rpartition(":")
     path = os.path.abspath(file)
@@ -58,7 +58,7 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
 
 
 def _module_name(path: str) -> str:
-    """The name of the file, or one of its own if another module has this name or would be imported by it, such as mlflow."""
+    """Return the file's name, or a unique name if another module has it or would be shadowed, such as mlflow."""
     name = os.path.splitext(os.path.basename(path))[0]
     if name in sys.modules:
         other = getattr(sys.modules[name], "__file__", None)

@@ -1,6 +1,7 @@
-"""CPUs and memory that this process may use: what the machine has, within the limits of its container and of Ray.
+"""CPUs and memory available to this process, within the limits of its container and of Ray.
 
-psutil reads the machine's memory; limits of control groups, which it does not know, are read here."""
+psutil reads the machine's memory. Limits of control groups, unknown to psutil, are read here.
+"""
 
 import os
 from collections.abc import Iterator
@@ -12,24 +13,24 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of host memory."""
+    """Host memory in bytes."""
 
     total: int
-    """Of the machine, or of the container if that has less."""
+    """Memory of the machine, or of the container if smaller."""
     available: int
-    """What processes can still take: page cache that the kernel can drop counts as available."""
+    """Memory that processes can still allocate, including page cache that the kernel can drop."""
 
 
 def usable_cpus(*, granted: float | None = None, root: Path = _ROOT) -> int:
-    """CPUs that this process may keep busy, at least 1: its affinity, within its container's CPU quota and `granted`, for
-    example the CPUs of the Ray node it runs on. `root` is where /proc and /sys are, for tests."""
+    """Return the CPUs that this process may keep busy, at least 1: its affinity, limited by the container's CPU quota and by
+    `granted` (e.g. the CPUs of its Ray node). `root` is the folder of /proc and /sys, for tests."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([cpus, *_cpu_quotas(root), *([granted] if granted else [])])))
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Host memory within the limits of the control groups (version 1 and 2) of this process. `root` is the folder of /proc and
-    /sys, for tests."""
+    """Return the host memory within the control group limits (versions 1 and 2) of this process. `root` is as for
+    `usable_cpus`."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -40,7 +41,7 @@ def memory(root: Path = _ROOT) -> Memory:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     import psutil
 
     return psutil.Process().memory_info().rss
@@ -54,7 +55,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used without page cache) of every control group that has a limit."""
+    """Yield (limit, usage without page cache) of each control group that has a limit."""
     for folder in _groups(root, "memory", "memory.max", "memory.limit_in_bytes"):
         limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
         used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
@@ -63,17 +64,18 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _droppable_bytes(stat: Path) -> int:
-    """Page cache of files. `file` counts memory of tmpfs too (Ray's object store), which stays."""
+    """Return the page cache of files. `file` is not used because it includes tmpfs (Ray's object store), which cannot be
+    dropped."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
     except (OSError, ValueError):
         return 0
-    total = "total_" if "total_inactive_file" in fields else ""  # version 1 counts groups below in fields of their own
+    total = "total_" if "total_inactive_file" in fields else ""  # version 1 has separate fields that include child groups
     return sum(int(fields.get(f"{total}{kind}_file", 0)) for kind in ("inactive", "active"))
 
 
 def _groups(root: Path, controller: str, *files: str) -> Iterator[Path]:
-    """Folders of the control groups, from this process's own up to the root, that have one of the files."""
+    """Yield the folders of control groups, from this process's group up to the root, that contain one of the files."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -95,7 +97,7 @@ def _groups(root: Path, controller: str, *files: str) -> Iterator[Path]:
 
 
 def _numbers(file: Path) -> tuple[float, ...]:
-    """The numbers of a control group's file; none if there is no such file or no limit ("max", -1)."""
+    """Return the numbers in a control group's file, or () if the file is missing or sets no limit ("max", -1)."""
     try:
         words = file.read_text().split()
         numbers = tuple(float(word) for word in words)

@@ -1,4 +1,4 @@
-"""Texts of numbers, sizes, times and durations, for terminals, reports and errors; numbers as JSON has them."""
+"""Formatting of numbers, sizes, times and durations for terminals, reports, errors and JSON."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 TIME_UNITS = (("s", 1.0, 300.0), ("min", 60.0, 3 * 3600.0), ("h", 3600.0, float("inf")))
-"""Each with its seconds, and those of the longest duration it suits."""
+"""(unit, seconds per unit, exclusive upper bound in seconds of durations shown in this unit)."""
 
 
 def number_text(value: float) -> str:
-    """Short: 1.5M, 20k, 0.0125."""
+    """Format a number briefly: 1.5M, 20k, 0.0125."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
@@ -18,7 +18,7 @@ def number_text(value: float) -> str:
 
 
 def estimate_text(value: float) -> str:
-    """A positive estimate: three digits of it, no more than whole ones."""
+    """Format a positive estimate as a whole number with at most three significant digits."""
     return number_text(round(value, -max(0, math.floor(math.log10(max(value, 1.0))) - 2)))
 
 
@@ -40,21 +40,21 @@ def duration_text(seconds: float) -> str:
 
 
 def durations_text(seconds: Sequence[float]) -> list[str]:
-    """Several durations in one unit, that of the longest."""
+    """Format several durations in the unit of the longest."""
     unit, size = next((unit, size) for unit, size, most in TIME_UNITS if max(seconds, default=0.0) < most)
     return [f"{value / size:.{1 if unit == 's' else 2}f} {unit}" for value in seconds]
 
 
 def clock_text(seconds: float) -> str:
-    """Hours, minutes and seconds since the run began."""
+    """Format seconds as H:MM:SS."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def size_text(size_bytes: float) -> str:
-    """Three digits in decimal units: 12 B, 3.4 kB, 44 MB, 16.3 GB, 1.1 TB."""
+    """Format bytes with three digits in decimal units: 12 B, 3.4 kB, 44 MB, 16.3 GB, 1.1 TB."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= 0.9995 * size:  # less would be rounded to 1000 of the smaller unit
+        if size_bytes >= 0.9995 * size:  # smaller values round to less than 1000 of the smaller unit
             value = size_bytes / size
             return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
     return f"{size_bytes:.0f} B"

@@ -1,4 +1,4 @@
-"""Which rows were trained, in a few kilobytes: counted where they are trained, and compared with what the log holds."""
+"""Compact record of trained rows (a few kilobytes), compared with the expected rows of the log."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import numpy as np
 from rayrec.hashing import GOLDEN, mix64
 
 RESIDUES: Final = 16_381
-"""Rows are counted by their number modulo this prime."""
+"""Rows are counted by row number modulo this prime."""
 _WORD: Final = 1 << 64
 
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """The rows of one worker's batch, as the code that read them numbered them."""
+    """Row numbers of one worker's batch, assigned by the reader."""
 
     epoch: int
     numbers: np.ndarray
-    """int64 (rows): each row's number in the log or the data set."""
+    """Number of each row in the log or data set, int64 [rows]."""
 
 
 @final
 class RowTally:
-    """A multiset of (epoch, row number), of which it keeps only counts and checksums. The order of the rows does not matter.
+    """Multiset of (epoch, row number), stored as counts and checksums, independent of the row order.
 
-    `counts`: how often rows were added, by row number modulo `RESIDUES`. Two checksums modulo 2^64 identify the rows: the sums of
-    w(r + 1) and w(r + 1)^2 over all rows r, w being a fixed odd number of the epoch. Counts and checksums of a range of rows
-    have closed forms, so what a log holds costs nothing to compute, however many rows it has.
+    `counts` has the additions by row number modulo `RESIDUES`. Two checksums modulo 2^64 identify the rows: the sums of w(r + 1)
+    and w(r + 1)^2 over all rows r, with a fixed odd number w per epoch. For ranges of rows, both have closed forms, so computing
+    the expected tally of a log is cheap.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,17 @@ class RowTally:
 
     @property
     def rows(self) -> int:
-        """Rows added, over all epochs."""
+        """Number of rows added, over all epochs."""
         return int(self.counts.sum())
 
     def add(self, rows: RowNumbers) -> None:
-        """Adds the rows of a batch: some 20 microseconds for 2,048."""
+        """Add the rows of a batch. Takes about 20 microseconds for 2,048 rows."""
         np.add.at(self.counts, rows.numbers % RESIDUES, 1)
         places = rows.numbers.astype(np.uint64) + np.uint64(1)
         self._add_checksums(rows.epoch, int(places.sum(dtype=np.uint64)), int((places * places).sum(dtype=np.uint64)))
 
     def add_ranges(self, ranges: Iterable[tuple[int, int]], *, epoch: int, times: int = 1) -> None:
-        """Adds the rows [start, stop) of every range, or with `times` -1 takes them away."""
+        """Add the rows [start, stop) of each range, or remove them if `times` is -1."""
         pairs = list(ranges)
         if not pairs:
             return
@@ -70,7 +70,7 @@ class RowTally:
         self._add_checksums(epoch, times * sums, times * squares)
 
     def remove(self, rows: RowNumbers) -> None:
-        """Takes the rows of a batch away."""
+        """Remove the rows of a batch."""
         other = RowTally()
         other.add(rows)
         first, second = other.checksums
@@ -83,7 +83,7 @@ class RowTally:
 
     @classmethod
     def total(cls, counts: np.ndarray, checksums: Iterable[tuple[int, int]]) -> RowTally:
-        """The tally of several workers' rows, from the sum of their counts and the checksums of each."""
+        """Build the tally of several workers from the sum of their counts and their checksums."""
         tally = cls()
         tally.counts = counts
         for each in checksums:
@@ -91,10 +91,10 @@ class RowTally:
         return tally
 
     def lost_and_repeated(self, expected: RowTally) -> tuple[int, int]:
-        """How many rows of `expected` are missing here, and how many are here too often.
+        """Return how many rows of `expected` are missing here, and how many are repeated here.
 
-        Exact if rows were only lost or only repeated. If both happened, a lost and a repeated row whose numbers are equal modulo
-        `RESIDUES` are not counted; one of each is reported if only the checksums show that the rows differ.
+        Exact if rows were only lost or only repeated. If both happened, a lost and a repeated row with equal numbers modulo
+        `RESIDUES` are not counted. Returns one of each if only the checksums differ.
         """
         surplus = self.counts - expected.counts
         lost, repeated = int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum())
@@ -107,10 +107,10 @@ class RowTally:
             return NotImplemented
         return self.checksums == other.checksums and np.array_equal(self.counts, other.counts)
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: compressed counts, mostly a few kilobytes, and checksums."""
+        """Return compressed counts (usually a few kilobytes) and checksums as JSON values."""
         packed = zlib.compress(self.counts.astype("<i8").tobytes())
         return {"counts": base64.b64encode(packed).decode(), "checksums": list(self.checksums)}
 
@@ -124,7 +124,7 @@ class RowTally:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same ranges [start, stop), each that begins where the one before ends joined to it."""
+    """Merge each range [start, stop) with the previous one if it starts where that ends."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
@@ -135,7 +135,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _weight(epoch: int) -> int:
-    """An odd 64-bit number of the epoch, by SplitMix64."""
+    """Return an odd 64-bit number for the epoch, by SplitMix64."""
     return int(mix64(np.array([(epoch + 1) * GOLDEN % _WORD], np.uint64))[0]) | 1
 
 
@@ -144,7 +144,7 @@ def _added(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _sum(stop: int) -> int:
-    """1 + 2 + ... + stop: of (r + 1) over the rows [0, stop)."""
+    """Return 1 + 2 + ... + stop, the sum of (r + 1) over the rows [0, stop)."""
     return stop * (stop + 1) // 2
 
 

@@ -1,4 +1,4 @@
-"""What every kind of training shares: the configuration of a run, and what a workload supplies to the one loop."""
+"""Shared interface of all workloads: run configuration, and the parts a workload supplies to the training loop."""
 
 from __future__ import annotations
 
@@ -44,68 +44,68 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
-    """One training run, complete: what a recipe returns."""
+    """Complete configuration of a training run, returned by a recipe."""
 
     recipe: str
-    """Name of the recipe the run started from."""
+    """Name of the recipe that created this configuration."""
     workload: Workload
-    """What is trained: model, optimizers and how the data becomes batches."""
+    """Model, optimizers and batch construction."""
     train_data: DataConfig = field(default_factory=DataConfig)
-    """What to train on."""
+    """Training data."""
     eval_data: DataConfig = field(default_factory=lambda: DataConfig(shuffle="none"))
-    """What to evaluate on; without a path the recipe's own split, by time, of the training data."""
+    """Evaluation data. Without a path, the recipe splits the training data by time."""
     steps: Count | None = None
-    """Stop after so many steps; None: after `epochs`."""
+    """Number of training steps. None trains for `epochs`."""
     epochs: Count = 1
-    """Passes over the training rows."""
+    """Number of epochs over the training rows."""
     batch_size: Count = 2048
-    """Rows a worker takes in a step; times the number of workers is the global batch."""
+    """Rows per worker and step. The global batch is this times the number of workers."""
     min_steps_per_epoch: Count = 1
-    """Where the data is so small that an epoch would have fewer steps than this, batches are made smaller."""
+    """Minimum number of steps per epoch. Batches are made smaller on small data to reach it."""
     eval_batch_size: Count = 8192
-    """Rows a worker scores at once."""
+    """Rows per worker and evaluation batch."""
     evaluate_every: Count | None = None
-    """Steps between evaluations; None: by `evaluations_per_epoch`."""
+    """How often to evaluate, in steps. None uses `evaluations_per_epoch`."""
     evaluations_per_epoch: Count = 4
-    """Evaluations per epoch if `evaluate_every` is not set; the interval is rounded up to whole steps."""
+    """Evaluations per epoch if `evaluate_every` is not set. The interval is rounded up to whole steps."""
     log_every: Count = 20
-    """Steps between progress events."""
+    """How often to log progress, in steps."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the dense part; weights, optimizers and embeddings are always fp32."""
+    """Compute precision of the dense part. Weights, optimizers and embeddings are always fp32."""
     tf32: bool = False
-    """Let NVIDIA GPUs round the factors of fp32 matrix products and convolutions to 10 bits (TF32): faster, less exact."""
+    """Whether to use TF32 on NVIDIA GPUs for fp32 matrix products and convolutions: faster but less exact (10-bit mantissa)."""
     loop: Literal["rayrec", "huggingface"] = "rayrec"
-    """What drives the steps: rayrec's own loop or, for language models, HuggingFace's Trainer; all around them is the same."""
+    """Training loop: rayrec's own or, for language models, HuggingFace's Trainer. Everything else is the same."""
     seed: int = 0
-    """Of initial weights and of the order of rows."""
+    """Random seed for initial weights and row order."""
     init_from: str | None = None
-    """Run or checkpoint, local or a URL, whose weights and optimizer state a new run starts with; None: start values by
+    """Run or checkpoint, local or a URL, that supplies the weights and optimizer state of a new run. None initializes them by
     `seed`."""
     max_bad_fraction: Fraction = 0.001
-    """Share of faulty lines above which the run refuses a log."""
+    """Maximum fraction of invalid lines in a log. The run fails above it."""
     storage_path: str = "runs"
-    """Where runs are kept, local or a URL; must be reachable from every node."""
+    """Storage folder for runs, local or a URL. Every node must reach it."""
     name: str | None = None
-    """Name of the run: up to 128 letters, digits, '.', '_' and '-'. None: the recipe's name and the time. A run of the same name
-    is resumed."""
+    """Run name: up to 128 letters, digits, '.', '_' and '-'. A run with an existing name is resumed. None combines the recipe
+    name and the time."""
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
-    """Training workers."""
+    """Number and resources of training workers."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Saving and keeping."""
+    """Checkpoint interval and retention."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
-    """When to stop before the last step."""
+    """Criteria for stopping before the last step."""
     plateau: PlateauConfig = field(default_factory=PlateauConfig)
-    """When to lower the learning rates because evaluations get no better."""
+    """Learning rate reduction when evaluations stop improving."""
     failure: FailureConfig = field(default_factory=FailureConfig)
-    """What the run survives."""
+    """Fault tolerance."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """Where to run."""
+    """Ray cluster of the run."""
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    """What the run finds out about itself."""
+    """Performance measurements during the run."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
-    """Where else the run can be looked at."""
+    """Experiment trackers."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    """What torch.profiler records of it."""
+    """Steps to record with torch.profiler."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +120,7 @@ class TrainConfig(Config):
 
 
 def _check_name(name: str) -> None:
-    """A name is one folder of the storage path."""
+    """Check that the name can be a single folder in the storage path."""
     if not re.fullmatch(r"\w[\w.-]*", name) or len(name) > MOST_NAME_LETTERS:
         raise InputError(
             f"name: {name!r} is no name of a run; give 1 to {MOST_NAME_LETTERS} letters, digits, '.', '_' and '-', the first a "
@@ -129,7 +129,7 @@ def _check_name(name: str) -> None:
 
 
 def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> int:
-    """Rows each of `world_size` workers takes in a step, given the rows of an epoch. Pure."""
+    """Return the rows per worker and step for a given epoch size. Pure."""
     most = config.scaling.max_workers
     per_worker = max(1, min(config.batch_size, rows // (most * config.min_steps_per_epoch)))
     return per_worker if config.scaling.batch_policy == "per_worker" else -(-per_worker * most // world_size)
@@ -137,88 +137,90 @@ def effective_batch_size(config: TrainConfig, *, rows: int, world_size: int) -> 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the driver knows when a workload prepares its data."""
+    """Driver context for `Workload.prepare`."""
 
     config: TrainConfig
     folder: str
-    """The run's folder."""
+    """Storage folder of the run."""
     engine: StreamEngine
-    """Runs data tasks of the driver, while no worker runs."""
+    """Engine for data tasks on the driver, while no workers run."""
     note: Callable[[str], None]
-    """Tells the user one line."""
+    """Log one line."""
     progress: Callable[[str, int, int | None], None]
-    """Shows a named amount done of an amount in all."""
+    """Report progress: name, amount done, total amount if known."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    """Times the stages of `prepare` that have names; the rest of it is the stage `prepare`."""
+    """Stopwatch for named stages of `prepare`. The remaining time counts as the stage `prepare`."""
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What one worker knows when a workload sets it up."""
+    """Worker context for `Workload.set_up`."""
 
     config: TrainConfig
     rank: int
     world_size: int
     device: torch.device
     engine: StreamEngine
-    """Runs the data tasks of this worker's own pipeline."""
+    """Engine for data tasks of this worker's pipeline."""
     node: str = ""
-    """Name of the machine; workers with the same name share its memory. Tests set it to place workers on unequal machines."""
+    """Host name. Workers with the same name share memory. Tests use it to simulate unequal hosts."""
     cpus: int = 1
-    """Of the machine that this worker may use; its operators' threads, unless the configuration says otherwise."""
+    """CPUs of the host that this worker may use, the default number of operator threads."""
     object_store_bytes: int = 0
-    """Memory of its node that Ray's object store may still take."""
+    """Remaining memory for Ray's object store on its node, in bytes."""
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What workers need to start a new run with the weights and optimizer state of another one; picklable."""
+    """Worker input for starting a new run from the weights and optimizer state of another run. Picklable."""
 
     checkpoint: str
-    """Folder of the other run's checkpoint."""
+    """Checkpoint folder of the other run."""
     tables: Shared[Mapping[str, RowMap]]
-    """Of embedding tables, by name of their weights: which row each of the new run's rows starts with."""
+    """Source row of each row of the new run's embedding tables, by weight name."""
     report: dict[str, Any]
-    """Plain JSON values for the event `warm_start`."""
+    """JSON values for the event `warm_start`."""
 
 
 @dataclass(frozen=True)
 class ScoringContext:
-    """What a workload is told when rows are to be scored with a checkpoint."""
+    """Input of `Workload.open_scoring`: rows to score with a checkpoint."""
 
     config: TrainConfig
-    """The checkpoint's config.yaml, with the caller's changes."""
+    """The checkpoint's config.yaml with the caller's overrides."""
     checkpoint: str
-    """The checkpoint's folder, its weights verified, reachable from every node."""
+    """Checkpoint folder with verified weights, reachable from every node."""
     path: str
-    """Of the rows; as the user gave it."""
+    """Path to the rows, as passed by the user."""
     evaluating: bool
-    """Whether the rows are to be compared with their labels, else they are predicted."""
+    """Whether to evaluate the rows against their labels. Otherwise they are predicted."""
     batch_rows: int | None
-    """Rows the model takes at once; None: the workload's choice."""
+    """Batch size. None lets the workload choose."""
     engine: Callable[[], StreamEngine]
-    """What runs data tasks, Ray being reached first if it is Ray."""
+    """Factory of the engine for data tasks. Connects to Ray if needed."""
     console: Console
     slice_by: tuple[str, ...] = ()
-    """What metrics are to be told by, beside all rows: day, COLUMN, frequency:COLUMN; only a click model's are."""
+    """Slices to report metrics for: day, COLUMN, frequency:COLUMN. Click models only."""
     ranking_k: tuple[int, ...] = ()
-    """Ranks k of the metrics at k of a click model with groups; none: 10."""
+    """Ranks k of metrics@k for click models with groups. Empty means 10."""
 
 
 class TrainLoader(Protocol):
-    """The training batches of one worker, from a position on to the end of the last epoch. A batch has an attribute
-    `row_numbers` (`rayrec.row_tally.RowNumbers`); of batches without one nobody can tell whether rows were lost."""
+    """Training batches of one worker, from a position to the end of the last epoch.
+
+    Batches have an attribute `row_numbers` (`rayrec.row_tally.RowNumbers`). Without it, lost rows cannot be detected.
+    """
 
     @property
     def steps(self) -> int:
-        """Batches from the start position to the end; the same on every worker."""
+        """Number of batches from the start position to the end, equal on all workers."""
         ...
 
     @property
     def steps_per_epoch(self) -> int: ...
 
     def start(self) -> None:
-        """Lets data tasks begin; what they make waits for the first `next`."""
+        """Start data tasks. Their output waits for the first `next`."""
         ...
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -226,23 +228,23 @@ class TrainLoader(Protocol):
     def __next__(self) -> Any: ...
 
     def rows(self, batches: int) -> int:
-        """Rows of all workers in the first `batches` batches."""
+        """Return the rows of all workers in the first `batches` batches."""
         ...
 
     def rows_behind(self) -> RowTally:
-        """The rows that a run has to have trained at the present position, by any number of workers: what the data holds, not
-        what this loader gave. What was trained is compared with it."""
+        """Return the rows that the run must have trained at the current position, with any number of workers, computed from the
+        data. They are compared with the trained rows."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """The position behind the batches handed out so far: plain JSON values, the same on every worker."""
+        """Return the position after the batches returned so far, as JSON values, equal on all workers."""
         ...
 
     def close(self) -> None: ...
 
 
 class Metrics(Protocol):
-    """Gathers outputs of an evaluation, as the workload's pipeline gives them; `compute` is collective."""
+    """Metrics over the outputs of an evaluation pipeline. `compute` is collective."""
 
     def update(self, output: Any) -> None: ...
 
@@ -251,62 +253,63 @@ class Metrics(Protocol):
 
 @dataclass
 class WorkerSetup:
-    """All the loop needs of a workload on one worker."""
+    """Parts of a workload that the training loop uses on one worker."""
 
     model: torch.nn.Module
-    """Its state dict has names that no plan and no wrapper shows in."""
+    """Model with state dict names independent of sharding plan and wrappers."""
     optimizer: Any
-    """A KeyedOptimizer or NamedOptimizer over all parameters that do not update themselves."""
+    """KeyedOptimizer or NamedOptimizer of all parameters without a fused update."""
     pipeline: TrainPipeline
-    """Over the model: trains it, or, while it is in eval mode, scores with it. What `progress` gives has a scalar `loss`."""
+    """Pipeline that trains the model, or scores with it in eval mode. `progress` returns an output with a scalar `loss`."""
     begin_step: Callable[[int, int], None]
-    """Called before each step (from 0) of a run of so many: sets its learning rates and, where chance has a part in it, the
-    seed of that."""
+    """Callback before each step, with the step (from 0) and the total steps. Sets learning rates and random seeds."""
     eval_batches: dict[str, Callable[[], Iterator[Any]]]
-    """Named evaluation sets; each call gives this worker's share of every row once, the same number on every worker."""
+    """Evaluation sets by name. Each call returns this worker's batches: every row once over all workers, equally many batches on
+    each."""
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
-    """What a reader of the run may want to know: tables, sharding, sizes."""
+    """Description of the model for reports: tables, sharding, sizes."""
     clock: StepClock
-    """Told by pipeline, model and optimizer which phase a step is in."""
+    """Timer of step phases, driven by the pipeline, model and optimizer."""
     multiply_adds_per_row: float | None = None
-    """Of one row's forward pass, in matrix products and convolutions; None: not known. Training costs three times as many."""
+    """Multiply-adds in one row's forward pass (matrix products and convolutions), or None if unknown. Training takes three times
+    as many."""
     peak_multiply_adds_per_s: float | None = None
-    """That the devices of all workers reach together in a matrix product; None: not measured."""
+    """Peak multiply-adds per second of all devices together in a matrix product, or None if not measured."""
     make_samples: Callable[[], list[dict[str, Any]]] = list
-    """What the final weights make of a few rows, for people to look at: plain JSON values; collective."""
+    """Create sample outputs of the final weights for reports, as JSON values. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Config, abc.ABC):
-    """A kind of training. Configuration and recipe of everything specific to it."""
+    """Base class for workloads: configuration and implementation of one kind of training."""
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec",)
-    """Loops that can train it: `TrainConfig.loop`."""
+    """Supported values of `TrainConfig.loop`."""
     WORKER_MODULES: ClassVar[tuple[str, ...]] = ()
-    """Modules that its workers need and its `prepare` does not: a run in one process imports them while data is prepared."""
+    """Modules needed by workers but not by `prepare`. In-process runs import them while data is prepared."""
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ()
-    """Own fields, or groups of them (dotted), that may be others when a run resumes, since they change no step to come."""
+    """Fields or dotted groups of fields that may change when a run resumes, because they do not affect later steps."""
 
     @property
     def table_schema(self) -> Schema | None:
-        """The columns of the tables that it trains on; None: it trains on other data."""
+        """Columns of tabular training data, or None for other data."""
         return None
 
     @abc.abstractmethod
     def score(self, metrics: dict[str, float]) -> float:
-        """A finite number that says how good the weights are that gave these metrics; higher is better."""
+        """Return a finite validation score for the metrics. Higher is better."""
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
-        """On the driver, before anything is started: the configuration with what its data brings in place of the recipe's own,
-        such as the columns of adopted data. Reads little."""
+        """Return the configuration adapted to its data, such as the columns of adopted data. Runs on the driver before anything
+        starts. Reads little."""
         return config
 
     def check(self, config: TrainConfig) -> None:
-        """On the driver, before anything is started: raises InputError for what can be seen to be missing."""
+        """Check for missing requirements on the driver before anything starts. Raises InputError."""
 
     def check_data(self, config: TrainConfig) -> None:
-        """On the driver, before Ray starts: raises InputError for data that certainly cannot be trained on. Reads little."""
+        """Check on the driver, before Ray starts, that the data can be used. Reads little. Raises InputError."""
         for data in (config.train_data, config.eval_data):
             if data.path is not None and storage.is_url(data.path):
                 storage.resolve(data.path)
@@ -314,127 +317,140 @@ class Workload(Config, abc.ABC):
                 raise InputError(f"{data.path}: no such file or folder")
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
-        """List the files of a data path, or those that are named of a folder. Their names, sizes and times identify the data of a
-        finished run. Reads no data. Raises InputError for a path without files."""
+        """List the files of a data path, or the named files in a folder. Reads no data.
+
+        Names, sizes and times identify the data of a finished run. Raises InputError for a path without files.
+        """
         return storage.list_files(path, names=names)
 
     @abc.abstractmethod
     def prepare(self, context: RunContext) -> Any:
-        """On the driver, before workers start: whatever they share, picklable. Raises InputError for unusable input."""
+        """Prepare the shared input of all workers on the driver, picklable. Raises InputError for unusable input."""
 
     def discard(self, folder: str) -> None:
-        """On the driver: removes what `prepare` has stored in a run's folder. Called before a run of which nothing is saved yet
-        starts again with other settings."""
+        """Remove the files that `prepare` stored in a run folder. Called on the driver when a run without checkpoints restarts
+        with changed settings."""
 
     def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
-        """On the driver, after `prepare`: how a new run starts with a checkpoint of another one. Raises InputError for a
-        checkpoint that does not fit. Reads no weights."""
+        """Prepare starting a new run from a checkpoint of another run. Runs on the driver after `prepare` and reads no weights.
+
+        Raises InputError for an incompatible checkpoint.
+        """
         raise InputError(f"init_from: recipe {context.config.recipe} cannot start with the weights of another run")
 
     @abc.abstractmethod
     def make_loader(self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int) -> TrainLoader:
-        """On each worker: the training data from a stored position on (None: the start), `step` steps being done."""
+        """Return the training data of a worker from a stored position (None: the start), after `step` completed steps."""
 
     @abc.abstractmethod
     def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
-        """On each worker, after its process group is up."""
+        """Set up training on a worker, after its process group is initialized."""
 
     def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
-        """How the model is spread over the workers of `target` (None: of this machine), readable; nothing is started. `tables`:
-        rows of each table, if they are known without the data. Raises InputError when it does not fit."""
+        """Describe the sharding over the workers of `target` (None: this machine) without starting anything.
+
+        `tables` has the row counts of the tables if known without data. Raises InputError if the model does not fit.
+        """
         raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
 
     def probe_speed(
         self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
     ) -> MeasuredSpeed:
-        """Measures a slice of the real stages on this machine, training with `local_workers` of the target's workers by `train`.
-        Raises InputError where that cannot be done."""
+        """Measure a slice of the real stages on this machine, training with `local_workers` of the target's workers by `train`.
+
+        Raises InputError if that is not possible.
+        """
         raise InputError(f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet")
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
-        """On rank 0: what must travel with the weights, by name in a checkpoint's folder: the content, or the path of a file
-        that stays as it is during the run."""
+        """Return extra files of a checkpoint on rank 0, by name: the content, or the path of a file that does not change during
+        the run."""
         return {}
 
     def open_scoring(self, context: ScoringContext) -> Scoring:
-        """The rows of a path, ready to be scored with a checkpoint. Raises InputError for an unusable path, labels that are
-        missing where they are needed, and a checkpoint of another model."""
+        """Open the rows of a path for scoring with a checkpoint.
+
+        Raises InputError for an unusable path, missing labels if they are needed, and a checkpoint of another model.
+        """
         raise InputError(f"{context.checkpoint}: recipe {context.config.recipe} has nothing to score rows with")
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Writes the model of a checkpoint's folder into the empty folder `out` as other tools read it -> what to
-        report of it, plain JSON values. Raises InputError where that cannot be done."""
+        """Export the model of a checkpoint into the empty folder `out` in a format for other tools. Return a report as JSON
+        values.
+
+        Raises InputError if the model cannot be exported.
+        """
         raise InputError(
             f"{checkpoint}: recipe {config.recipe} has a model that cannot be exported yet; `rayrec predict` scores with it"
         )
 
     def summarize(self, prepared: Any, metrics: dict[str, float]) -> dict[str, Any]:
-        """What of the preparation, and of it in the light of the final metrics, belongs into the run's summary."""
+        """Return entries of the run summary, from the prepared data and the final metrics."""
         return {}
 
 
 @dataclass(frozen=True)
 class Target:
-    """The cluster that a forecast is made for, as far as the measurement needs it."""
+    """Target cluster of a performance forecast."""
 
     num_workers: int
     workers_per_node: int
     memory_bytes: int | None = None
-    """That one worker may fill with tables, of its device where it has one; None: as on a node like this machine."""
+    """Memory for tables per worker, on its device if it has one. None assumes a node like this machine."""
     gpu_rows_per_s: float | None = None
-    """That one GPU trains, known from elsewhere; None: it is measured."""
+    """Training throughput of one GPU. None measures it."""
     host_memory_bytes: int | None = None
-    """With GPUs: host memory that one worker may fill, with a checkpoint's copy; None: not known."""
+    """Host memory per GPU worker, including a checkpoint copy. None if unknown."""
     links: Links = field(default_factory=Links)
-    """Between its workers."""
+    """Links between workers."""
 
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """Measured on this machine, without Ray."""
+    """Speed measured on this machine, without Ray."""
 
     num_workers: int
-    """That trained side by side."""
+    """Number of concurrent workers in the measurement."""
     threads_per_worker: int
     device: str
-    """What they trained on: cpu or cuda."""
+    """Training device: cpu or cuda."""
     rows_per_s: float
-    """Of all of them together, on batches that were ready."""
+    """Total throughput of these workers on batches that were ready."""
     cpu_s_per_row: float
-    """Of their processes."""
+    """CPU time of the worker processes per row."""
     stage_wall_s: Mapping[str, float]
-    """Seconds one task takes for a row, by stage."""
+    """Wall time of a task per row, by stage."""
     stage_cpu_s: Mapping[str, float]
-    """Of it, computing."""
+    """CPU time of a task per row, by stage."""
     rows: int
-    """Of the log, about."""
+    """Approximate row count of the log."""
     worker_bytes: tuple[int, ...]
-    """Tables with their optimizer state that each worker of the run would hold."""
+    """Memory of tables and their optimizer state on each worker of the run."""
     sampled_vocabulary: bool
-    """The tables' sizes are those of the slice, because there is no Preprocessor: real ones are larger."""
+    """Flag for table sizes taken from the slice without a Preprocessor. The real tables are larger."""
     plan: str
-    """Which worker holds which table, readable."""
+    """Readable assignment of tables to workers."""
     traffic: Traffic | None = None
-    """What workers of the run would send each other; None: not known."""
+    """Communication between workers of the run, or None if unknown."""
     given: bool = False
-    """Whether `rows_per_s` was told and not measured."""
+    """Flag for a `rows_per_s` that was passed instead of measured."""
     notes: tuple[str, ...] = ()
-    """What was otherwise here than it will be there, a sentence each."""
+    """Differences between this measurement and the run, one sentence each."""
 
 
 class TrainingRows(Protocol):
-    """A slice of a log, picklable, that processes can be set up with to train on it."""
+    """Picklable slice of a log for training processes."""
 
     def set_up(self, context: WorkerContext) -> tuple[WorkerSetup, Sequence[Any]]:
-        """Set up one worker; return its batches too. Collective."""
+        """Set up one worker and return it with its batches. Collective."""
         ...
 
 
 class TrainHere(Protocol):
-    """Trains for some steps on this machine, with a process for each worker."""
+    """Function that trains a few steps on this machine, with one process per worker."""
 
     def __call__(
         self, config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
     ) -> list[tuple[float, float, float]]:
-        """Return (rows, seconds, CPU-seconds) of each worker."""
+        """Return (rows, seconds, CPU seconds) of each worker."""
         ...

@@ -1,4 +1,4 @@
-"""Settings of a run that every kind of training has, one class for each group."""
+"""Settings shared by all kinds of training, one class per group."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
@@ -11,25 +11,26 @@ from rayrec.config import Config, InputError
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Config):
-    """A log to read and how."""
+    """Source and order of data."""
 
     path: str | None = None
-    """File, glob or folder, local or a URL (s3://...): text, plain or gzip, Parquet, or what `rayrec preprocess` made."""
+    """File, glob or folder, local or a URL (s3://...): plain or gzip text, Parquet, or the output of `rayrec preprocess`."""
     files: tuple[str, ...] = ()
-    """Where path is a folder: names of its files to read, in this order, each plain, .gz or .parquet; empty: all."""
+    """File names to read from the folder `path`, in this order, each plain, .gz or .parquet. Empty reads all files."""
     shuffle: Literal["none", "files", "window", "full"] = "window"
-    """none: order of the log; files: order of files by seed; window: segments by seed, and the rows of every block; full: as
-    window, on data that `rayrec preprocess --shuffle full` has mixed as a whole, and refused on other data."""
+    """Order of rows. none: log order; files: shuffle files; window: shuffle segments, and rows within each block; full: as
+    window, but requires data fully shuffled by `rayrec preprocess --shuffle full`."""
     in_memory: bool = False
-    """Preprocessed data of this machine is read into memory whole, instead of mapped."""
+    """Whether to load local preprocessed data into memory instead of mapping it."""
     cache_bytes: Count | None = None
-    """Blocks of tokens at a URL: disk that a node keeps shards of a set on, those longest unused going first; None: keeps all."""
+    """Maximum disk cache per node for each set of token blocks at a URL, in bytes. Evicts the least recently used shards. None
+    keeps all."""
     block_bytes: Annotated[int, Ge(1 << 16)] = 32 << 20
-    """Text one data task reads, parses and hands on; its rows are shuffled together."""
+    """Text bytes per data task. Its rows are shuffled together."""
     segments_per_block: Count = 16
-    """Places of the log one block is drawn from; more mix better and read smaller ranges."""
+    """Number of log segments per shuffle block. Higher values shuffle better but read smaller ranges."""
     prefetch_blocks: Natural = 2
-    """Blocks held ready for a worker beside the one it uses."""
+    """Number of blocks to prefetch per worker, in addition to the current block."""
 
     @property
     def segment_bytes(self) -> int:
@@ -38,32 +39,33 @@ class DataConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig(Config):
-    """Training workers: how many, and what each reserves of the cluster."""
+    """Number of training workers and their resources."""
 
     num_workers: int | tuple[int, int] = 1
-    """Training processes; one per GPU, or a few per machine on CPU. Two numbers, least and most: as many as the cluster has room
-    for, which may change during the run."""
+    """Number of training workers: one per GPU, or a few per machine on CPU. (min, max) enables elastic training: as many workers
+    as fit, which may change during the run."""
     batch_policy: Literal["global", "per_worker"] = "global"
-    """What stays when the number of workers changes: global: the global batch, batch_size times the most workers, of which each
-    takes its share; per_worker: each worker's batch_size."""
+    """Batch size to keep when the number of workers changes. global: batch_size times the maximum number of workers, split
+    evenly; per_worker: batch_size of each worker."""
     learning_rate_policy: Literal["constant", "linear", "sqrt"] = "constant"
-    """With per_worker: how learning rates follow the global batch, from those of the most workers: not at all, in proportion,
-    or with its square root."""
+    """Learning rate scaling with per_worker, relative to the maximum number of workers: constant, linear or square root in the
+    global batch."""
     use_gpu: bool = False
-    """Each worker gets one GPU."""
+    """Whether to reserve one GPU per worker."""
     cpus_per_worker: float | None = None
-    """CPUs a worker reserves; None: one with a GPU, else half of its share of the cluster, the rest is for data tasks."""
+    """CPUs reserved per worker. None reserves one with a GPU, else half of its share of the cluster. Data tasks use the remaining
+    CPUs."""
     resize_interval_s: float = 30.0
-    """With (least, most) workers: seconds an attempt trains at least before it ends to go on with more workers."""
+    """Minimum training time of an attempt with (min, max) workers, in seconds, before it restarts with more workers."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
-    """Further Ray resources a worker reserves, such as {"accelerator": 1}."""
+    """Additional Ray resources per worker, such as {"accelerator": 1}."""
     threads_per_worker: int | None = None
-    """Threads of a worker's CPU operators; None: cpus_per_worker if it is given, else its share of the node's CPUs, within CPU
-    affinity, container quota and what Ray was started with."""
+    """CPU operator threads per worker. None uses cpus_per_worker, else its share of the node's CPUs, limited by CPU affinity,
+    container quota and Ray's CPUs."""
     network_interface: str | None = None
-    """Network interface through which workers talk to each other, such as eth0; None: what gloo and NCCL choose."""
+    """Network interface for communication between workers, such as eth0. None lets gloo and NCCL choose."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """How Ray places workers on nodes."""
+    """Ray placement strategy for workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,94 +88,93 @@ class ScalingConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig(Config):
-    """What the run survives."""
+    """Fault tolerance: retries, timeouts and grace periods."""
 
     max_failures: Limit = 3
-    """Restarts of the workers after failures in a row without a new checkpoint between; -1: without limit."""
+    """Maximum number of consecutive worker restarts without a new checkpoint. -1 means unlimited."""
     max_outage_s: Amount = 600.0
-    """Seconds for which a save may fail (storage unavailable, disk full) before the run ends; until then saves are late, and
-    training continues."""
+    """Maximum storage outage in seconds (store unavailable, disk full) before the run fails. Until then, training continues and
+    saves are delayed."""
     node_wait_s: Amount = 600.0
-    """Seconds to wait where there is no room for the (least) workers: nodes were lost, or others hold what they need."""
+    """Maximum wait for the minimum number of workers, in seconds, after nodes are lost or while other jobs use them."""
     collective_timeout_s: Positive = 1800.0
-    """Seconds that a worker waits for the others in a collective operation, beyond max_outage_s, before the attempt fails."""
+    """Timeout of collective operations in seconds, in addition to max_outage_s. The attempt fails after it."""
     grace_s: Amount = 60.0
-    """Seconds the workers have for a last checkpoint after SIGTERM or Ctrl-C; and again as many whenever it makes progress."""
+    """Time for a last checkpoint after SIGTERM or Ctrl-C, in seconds. Restarts whenever the checkpoint makes progress."""
     max_grace_s: Amount = 600.0
-    """Seconds they have in all, where the last checkpoint makes progress but takes longer than grace_s."""
+    """Maximum total time for a last checkpoint that makes progress, in seconds."""
     standby_after_s: Amount | None = 60.0
-    """Seconds of an attempt on Ray after which each worker has an idle process in standby, which has imported what a worker needs
-    and takes some 0.4 GB. A restart then takes seconds less. None: never; nor if max_failures is 0."""
+    """Time in an attempt on Ray before each worker starts an idle standby process, in seconds. It has imported all modules and
+    takes about 0.4 GB. Restarts are seconds faster. None disables it, as does max_failures 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Config):
-    """When to save and what to keep."""
+    """Checkpoint interval and retention."""
 
     every: Count | None = None
-    """Steps between checkpoints; None: with every evaluation and at the end."""
+    """How often to save a checkpoint, in steps. None saves at each evaluation and at the end."""
     num_to_keep: Count = 2
-    """Newest checkpoints kept."""
+    """Number of latest checkpoints to keep."""
     keep_best: Natural = 1
-    """Kept beside them: those with the best validation scores."""
+    """Number of checkpoints with the best validation scores to keep in addition."""
     keep_every: Count | None = None
-    """Kept for good: checkpoints of steps that are multiples of this; None: none."""
+    """Interval in steps of checkpoints to keep permanently. None keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStoppingConfig(Config):
-    """When training has learnt all it can."""
+    """Early stopping criteria."""
 
     patience: int = 0
-    """Evaluations without an improvement before training stops; 0: never stops early."""
+    """Number of evaluations without improvement before training stops. 0 disables early stopping."""
     min_improvement: float = 0.0
-    """An evaluation improves if its score is higher by more than this than that of the last evaluation that improved."""
+    """Minimum increase in score over the last improvement to count as an improvement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(Config):
-    """Which Ray cluster to run on, or none."""
+    """Ray cluster, or none."""
 
     address: str | None = None
-    """HOST:PORT or auto: a running Ray cluster; local: a local Ray for this run; none: no Ray, one worker in this process.
-    None: the Ray that this process is connected to or that RAY_ADDRESS names, else this process for one worker, a local Ray for
-    several."""
+    """HOST:PORT or auto: a running Ray cluster; local: a local Ray for this run; none: no Ray, one worker in this process. None:
+    the connected Ray or RAY_ADDRESS, else this process for one worker and a local Ray for several."""
     num_cpus: int | None = None
-    """CPUs of a local Ray, or that a run in this process uses at most; None: all of the machine."""
+    """Maximum CPUs of a local Ray or an in-process run. None uses all CPUs of the machine."""
     object_store_bytes: int | None = None
-    """Object-store memory of a local Ray, which the run then starts also for one worker; None: Ray's choice."""
+    """Object store memory of a local Ray, in bytes. If set, even one worker runs on Ray. None lets Ray choose."""
     data_nodes: Literal["auto", "any", "separate"] = "auto"
-    """Nodes that run data tasks. separate: those without what workers reserve (GPUs, named resources); any: all; auto: separate
-    if those have 4 CPUs for each worker, or half of its share of all CPUs, else any."""
+    """Nodes that run data tasks. separate: nodes without worker resources (GPUs, named resources); any: all nodes. auto: separate
+    if those nodes have 4 CPUs per worker or half of its share of all CPUs, else any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveConfig(Config):
-    """What a run finds out about itself while it trains."""
+    """Performance measurements during training."""
 
     times: bool = True
-    """Split every logged interval into phases, measure the device's peak at the start, and tell what data tasks do (which time
-    themselves in any case: four looks at a clock for each segment of a block)."""
+    """Whether to split each logged interval into phases, measure the device's peak at the start, and report data task times. Data
+    tasks always time themselves: four clock reads per segment of a block."""
 
 
 MOST_PROFILED_STEPS: Final = 200
-"""In one recording, which a worker holds in memory: about a kilobyte for each of a step's thousands of operations."""
+"""Maximum steps per recording, kept in worker memory: about a kilobyte for each of the thousands of operations in a step."""
 
 
 MOST_NAME_LETTERS: Final = 128
-"""In the name of a run."""
+"""Maximum length of a run name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Config):
-    """What torch.profiler records of a run, into RUN/profile; `rayrec profile RUN` asks a run in progress for more."""
+    """Recording of steps with torch.profiler, into RUN/profile. `rayrec profile RUN` records further steps of an active run."""
 
     steps: str | None = None
-    """Steps to record, such as 10:20: from the 10th step done to the 20th, on every worker, at most 200; None: none."""
+    """Steps to record on every worker, such as 10:20 (after step 10 to step 20), at most 200. None records none."""
     memory: bool = True
-    """Record allocations, for the memory timeline."""
+    """Whether to record allocations for the memory timeline."""
     stack: bool = False
-    """Record the Python stack of every operation; costs far more time."""
+    """Whether to record the Python stack of each operation. Much slower."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,7 +187,7 @@ class ProfileConfig(Config):
             )
 
     def window(self) -> tuple[int, int] | None:
-        """(first, end) of `steps`, from 0, the end excluded."""
+        """Return (first, end) of `steps`, from 0 and exclusive of end, or None if invalid."""
         first, _, end = (self.steps or "").partition(":")
         if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
             return None

@@ -1,4 +1,4 @@
-"""What serving and a workload agree on, so that the same processes score clicks, images and texts."""
+"""Scoring interface between inference and workloads, shared by click, image and text models."""
 
 import itertools
 from bisect import bisect_right
@@ -15,19 +15,19 @@ from rayrec.config import InputError
 Device = Literal["cpu", "cuda"]
 
 PREFIX = "model."
-"""Of the weights' names in a checkpoint."""
+"""Prefix of weight names in a checkpoint."""
 KEY = "key:"
-"""Prefix of the columns with each row's slice: key:day, key:COLUMN."""
+"""Prefix of slice columns: key:day, key:COLUMN."""
 GROUP = "group:"
-"""The column that holds the keys of the rows' groups, int64, where a click model's schema has a group."""
+"""Column of each row's group key, int64, if a click model's schema has a group."""
 
 
 class Totals(Protocol):
-    """Sums up the tables of an evaluation."""
+    """Accumulator of metrics over evaluation tables."""
 
     @property
     def rows(self) -> int:
-        """Rows so far."""
+        """Number of accumulated rows."""
         ...
 
     def update(self, table: pa.Table) -> None: ...
@@ -37,21 +37,23 @@ class Totals(Protocol):
 
 @dataclass(frozen=True)
 class Scoring:
-    """The rows of an input, ready to be scored in blocks that follow each other."""
+    """Input rows, ready to be scored in consecutive blocks."""
 
     block_rows: tuple[int, ...]
-    """Rows of each block, which follow each other."""
+    """Row count of each block."""
     load: Callable[[Device], Callable[[int], pa.Table]]
-    """Called once in each scoring process or thread; picklable. Loads the model; what it returns scores a block by its number,
-    into a table with a row for each: `row` (int64, its 0-based place in the input) and the workload's own columns."""
+    """Load the model, once in each scoring process or thread. Picklable. The result scores a block, given its number.
+
+    Its table has a row for each input row: `row` (0-based position in the input, int64) and the workload's columns.
+    """
     make_totals: Callable[[], Totals]
-    """Takes the same tables where `evaluating` was asked for."""
+    """Create totals for these tables, if `evaluating`."""
     described: dict[str, Any]
-    """What a result tells beside rows and metrics; plain JSON values."""
+    """Additional JSON values of a result, besides rows and metrics."""
     thread_safe: bool = False
-    """Whether several threads may call what one `load` returned, so that they share the weights."""
+    """Thread safety of the `load` result. If True, threads share it and its weights."""
     is_clicks: bool = False
-    """Whether tables have `logit` and, where `evaluating` was asked for, `label` and the keys of `slice_by`."""
+    """Flag for tables with `logit` and, if `evaluating`, `label` and the keys of `slice_by`."""
 
     @property
     def rows(self) -> int:
@@ -62,31 +64,31 @@ class Scoring:
         return len(self.block_rows)
 
     def block_of(self, row: int) -> tuple[int, int]:
-        """The number of the block that holds a row, and that block's first row; behind the last row the number of blocks."""
+        """Return the number and first row of the block that contains a row. After the last row, the number is the block count."""
         ends = list(itertools.accumulate(self.block_rows))
         number = bisect_right(ends, row)
         return number, ends[number - 1] if number else 0
 
 
 class OpenBlock(Protocol):
-    """Rows of an input that are scored together, open in a scoring process."""
+    """Block of rows opened for scoring."""
 
     @property
     def rows(self) -> int: ...
 
     def score(self, start: int, stop: int) -> Mapping[str, np.ndarray | list[str]]:
-        """Score rows from `start` to before `stop`; return their values by name, as many in each."""
+        """Score rows [start, stop) and return their values by name, one per row."""
         ...
 
     def columns(self, scored: dict[str, Any]) -> dict[str, pa.Array]:
-        """Return the columns of the block's table, given the values of all rows that `score` gave."""
+        """Return the columns of the block's table, given the concatenated outputs of `score`."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class BlockScorer:
-    """Scores blocks of an input by their numbers, batch by batch. For any threads."""
+    """Scores input blocks by number, batch by batch. Thread-safe."""
 
     open_block: Callable[[int], OpenBlock]
     batch_rows: int
@@ -108,7 +110,7 @@ class BlockScorer:
 
 
 def check_weights(checkpoint: str, wanted: dict[str, list[int]]) -> None:
-    """Raises InputError where a checkpoint's weights are not those of its config.yaml and Preprocessor. Reads none."""
+    """Check that a checkpoint's weights match its config.yaml and Preprocessor. Reads no weights. Raises InputError."""
     entries = Checkpoint(checkpoint).manifest()["tensors"]
     stored = {name.removeprefix(PREFIX): entries[name]["shape"] for name in entries if name.startswith(PREFIX)}
     for name in sorted(stored.keys() | wanted.keys()):
