@@ -1,4 +1,4 @@
-"""Language models: GPT-2 as HuggingFace has it, on blocks of tokens in MDS shards, under either loop."""
+"""Language model workload: HuggingFace's GPT-2 on token blocks in MDS shards, with either training loop."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config(Config):
-    """A decoder of GPT-2's kind (Radford et al. 2019), its fields named as in HuggingFace's config.json."""
+    """GPT-2 decoder (Radford et al. 2019). Fields are named as in HuggingFace's config.json."""
 
     n_layer: Count = 12
-    """Blocks."""
+    """Number of layers."""
     n_head: Count = 12
-    """Attention heads of each block."""
+    """Number of attention heads per layer."""
     n_embd: Count = 768
-    """Width; a multiple of n_head."""
+    """Embedding width, a multiple of n_head."""
     n_positions: Count = 1024
-    """Longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     dropout: Share = 0.1
-    """Of embeddings, attention and residuals alike."""
+    """Dropout probability for embeddings, attention and residual connections."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,13 +57,13 @@ class GPT2Config(Config):
             raise InputError(f"GPT2Config.n_embd: {self.n_embd} must be a multiple of n_head {self.n_head}")
 
     def num_parameters(self, vocabulary_size: int) -> int:
-        """Numbers to be learnt; the output layer's are those of the token embedding."""
+        """Return the number of trainable parameters. The output layer shares the token embedding."""
         embeddings = (vocabulary_size + self.n_positions) * self.n_embd
         block = 12 * self.n_embd**2 + 13 * self.n_embd
         return embeddings + self.n_layer * block + 2 * self.n_embd
 
     def to_huggingface(self, vocabulary_size: int, *, end_of_text: int | None = None) -> dict[str, Any]:
-        """What config.json says of a model for so many tokens, of which `end_of_text` ends a document."""
+        """Return the config.json values for a vocabulary size. `end_of_text` is the token that ends a document."""
         return {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
@@ -75,14 +75,14 @@ class GPT2Config(Config):
             "embd_pdrop": self.dropout,
             "attn_pdrop": self.dropout,
             "resid_pdrop": self.dropout,
-            # The same function as GPT-2's gelu_new, in one kernel where that takes eight.
+            # The same function as GPT-2's gelu_new, in one kernel instead of eight.
             "activation_function": "gelu_pytorch_tanh",
             "bos_token_id": end_of_text,
             "eos_token_id": end_of_text,
         }
 
     def build(self, vocabulary_size: int, *, end_of_text: int | None = None) -> GPT2LMHeadModel:
-        """The model on CPU, start values drawn from torch's global generator; forward takes int64 tokens (rows, length).
+        """Build the model on CPU with initial values from torch's global generator. forward takes int64 tokens [rows, length].
 
         The output layer shares its weight with the token embedding. Raises InputError without transformers.
         """
@@ -96,33 +96,33 @@ class GPT2Config(Config):
 
 
 TOKENS = "tokens"
-"""The tensor of a batch: int64 (rows, block_size)."""
+"""Batch key of the tokens, int64 [rows, block_size]."""
 TOKENIZER_FOLDER = "tokenizer"
-"""In a checkpoint."""
+"""Tokenizer folder in a checkpoint."""
 CONFIG_FILE = "config.json"
-"""In a checkpoint and in an export: what the model is, as transformers reads it, and how its text was cut: `block_size` and
-`part_bytes`, which checkpoints of before lack."""
+"""File in checkpoints and exports: transformers' model config, with `block_size` and `part_bytes` of the text (missing in older
+checkpoints)."""
 NUM_SAMPLES = 3
-"""Texts made by the final weights."""
+"""Number of texts to generate with the final weights."""
 PROMPT_TOKENS = 32
-"""Of each of these texts, from the validation set."""
+"""Prompt length of each of these texts, from the validation set."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the driver found out and every worker needs."""
+    """Driver results shared with all workers."""
 
     train: TokenFolder
     validation: TokenFolder
     validation_set: str
-    """Its name in that folder."""
+    """Set name in that folder."""
     weights: str | None = None
-    """Folder of the initial weights, absolute: Ray Train changes the directory of workers."""
+    """Absolute folder of the initial weights, because Ray Train changes the working directory of workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageWorkload(DataParallelWorkload):
-    """Trains a model to tell the next token of a text."""
+    """Training of next-token prediction on text."""
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
@@ -130,18 +130,18 @@ class LanguageWorkload(DataParallelWorkload):
     )  # fmt: skip
 
     model: GPT2Config = field(default_factory=GPT2Config)
-    """The network; its vocabulary is that of the data."""
+    """Network. The data determines its vocabulary."""
     weights: str | None = None
-    """Folder of initial weights, of `rayrec export` or HuggingFace's own (config.json, model.safetensors), local or a URL, which
-    every node reaches; None: random ones."""
+    """Folder of initial weights from `rayrec export` or HuggingFace (config.json, model.safetensors), local or a URL, reachable
+    from every node. None initializes randomly."""
     max_new_tokens: Count = 200
-    """Length of a generated text."""
+    """Maximum length of a generated text in tokens."""
     temperature: Finite = 0.8
-    """Of generated text: below 1 likely tokens become likelier; 0 always takes the likeliest."""
+    """Sampling temperature. Below 1 favors likely tokens; 0 always picks the most likely."""
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """`loss`, in nats a token, and `perplexity`."""
-        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}  # beyond, a float is too small for it
+        """Return `loss`, in nats per token, and `perplexity`."""
+        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}  # larger values overflow a float
 
     def score(self, metrics: dict[str, float]) -> float:
         return -metrics["loss"]
@@ -200,7 +200,7 @@ class LanguageWorkload(DataParallelWorkload):
             )
 
     def data_hash(self, prepared: Prepared) -> str:
-        """Of the tokens that are trained on and evaluated on."""
+        """Return the hash of the training and evaluation tokens."""
         return hashlib.sha256(f"{prepared.train.hash}/{prepared.validation.hash}".encode()).hexdigest()[:16]
 
     def set_rows(self, prepared: Prepared) -> dict[str, int]:
@@ -243,7 +243,7 @@ class LanguageWorkload(DataParallelWorkload):
         return model
 
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`loss`: the mean cross entropy of each row's next tokens, its first token being given."""
+        """Return `loss`: the mean cross entropy of each row's next tokens, excluding the first token."""
         from rayrec.workloads.language_model import row_losses
 
         return {"loss": row_losses(model, tensors[TOKENS])}
@@ -251,7 +251,7 @@ class LanguageWorkload(DataParallelWorkload):
     def samples(
         self, model: torch.nn.Module, *, prepared: Prepared, sets: Mapping[str, RowSource], device: torch.device
     ) -> list[dict[str, Any]]:
-        """Texts that continue the beginnings of three validation blocks; the same in every run with these weights."""
+        """Generate continuations of three validation blocks. Deterministic for given weights."""
         import numpy as np
 
         from rayrec.workloads.language_model import continued
@@ -276,11 +276,13 @@ class LanguageWorkload(DataParallelWorkload):
             for prompt, text in zip(prompts, texts, strict=True)
         ]
 
-    # -- for checkpoints that are to be used
+    # -- scoring and export
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
-        """Blocks of tokens (their validation set, where they have one), or a plain text, cut into blocks with the checkpoint's
-        tokenizer. Raises InputError for tokens of another tokenizer, and for a text shorter than a block."""
+        """Open token blocks (their validation set, if any), or a plain text, cut into blocks with the checkpoint's tokenizer.
+
+        Raises InputError for tokens of another tokenizer, and for a text shorter than a block.
+        """
         tokenizer = storage.join(checkpoint, TOKENIZER_FOLDER)
         if not is_tokens(path):
             sizes = storage.read_json(storage.join(checkpoint, CONFIG_FILE))
@@ -295,8 +297,8 @@ class LanguageWorkload(DataParallelWorkload):
         return _rows(folder, _validation_set(folder, own=True), config.eval_data)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
-        """A text with a prompt on each line; an empty line stands for a line break. Of a prompt longer than the model's block
-        the end is used."""
+        """Open a text with one prompt per line. An empty line means a line break. Prompts longer than a block are truncated to
+        their end."""
         from rayrec.workloads.language_model import read_prompts
 
         block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
@@ -312,16 +314,16 @@ class LanguageWorkload(DataParallelWorkload):
         )
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-        """Columns `prompt`, as the model was given it, and `text`, which continues it. The same prompt and settings give the
-        same text, whatever else there is to predict."""
+        """Return the columns `prompt` (as seen by the model) and `text` (its continuation). Each text depends only on its prompt
+        and the settings."""
         from rayrec.workloads.language_model import TextModel
 
         assert isinstance(model, TextModel)
         return model.continue_prompts(tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Writes config.json, model.safetensors and the tokenizer's files: a folder that `from_pretrained` of transformers'
-        GPT2LMHeadModel and AutoTokenizer loads."""
+        """Write config.json, model.safetensors and the tokenizer's files, for `from_pretrained` of GPT2LMHeadModel and
+        AutoTokenizer."""
         from rayrec.checkpoint.reader import export_weights
 
         storage.make_folder(out)
@@ -332,7 +334,7 @@ class LanguageWorkload(DataParallelWorkload):
 
 
 def _rows(folder: TokenFolder, name: str, data: DataConfig) -> RowSource:
-    """The blocks of a set."""
+    """Open the blocks of a set."""
     from rayrec.data.text.mds import TokenRows
 
     return TokenRows(folder.set_path(name), column=folder.columns.get(name), cache_bytes=data.cache_bytes)
@@ -355,7 +357,7 @@ def _must_be_tokens(name: str, path: str) -> None:
 
 
 def _validation_set(folder: TokenFolder, *, own: bool) -> str:
-    """The set to evaluate on; of a folder that is not trained on, its training blocks where nothing is held out."""
+    """Return the evaluation set. `own` folders, which are not trained on, fall back to their training blocks."""
     for name in ("validation", "train") if own else ("validation",):
         if folder.sets.get(name):
             return name

@@ -1,4 +1,4 @@
-"""What language models compute: the loss of rows, text that continues prompts, weights that others trained."""
+"""Computations of language models: row losses, text generation, pretrained weights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     from rayrec.data.text.text_blocks import TextTokenizer
 
 PROMPTS, LENGTHS = "prompts", "lengths"
-"""Tensors of a batch to predict: int64 (rows, longest), each prompt at the right end of its row; int64 (rows,)."""
+"""Keys of a prediction batch: right-aligned prompts, int64 [rows, max_length], and their lengths, int64 [rows]."""
 _IGNORED: Final = -100
 _SAMPLING_SEED: Final = 0
 
 
 def row_losses(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """float32 (rows,): the mean cross entropy of tokens 1, 2, ... given those before; tokens are int64 (rows, length).
+    """Compute each row's mean cross entropy of tokens 1, 2, ... given the tokens before, float32 [rows]. `tokens` is int64 [rows,
+    length].
 
-    Over rows of equal length its mean is the loss that transformers' model itself gives for labels like its input.
+    For rows of equal length, the mean is the loss of transformers' model with labels equal to its input.
     """
     logits = model(input_ids=tokens, use_cache=False).logits.float()
-    # The last position predicts nothing. To mark its target costs less than to copy the logits without it.
+    # The last position predicts nothing. Masking its target is cheaper than copying the logits without it.
     targets = functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED)
     return losses.view_as(tokens).sum(dim=1) / (tokens.shape[1] - 1)
@@ -46,7 +47,7 @@ def row_losses(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 @final
 class TextModel(GPT2LMHeadModel):
-    """The model of a checkpoint with all it takes to write text; its state dict is GPT2LMHeadModel's."""
+    """GPT2LMHeadModel of a checkpoint with its tokenizer. The state dict is unchanged."""
 
     def __init__(self, config: dict[str, Any], *, tokenizer: TextTokenizer) -> None:
         super().__init__(HuggingFaceConfig.from_dict(config))
@@ -83,9 +84,9 @@ def continued(
     temperature: float,
     device: torch.device,
 ) -> list[str]:
-    """The text that continues each prompt (see PROMPTS), up to the end-of-text token or so many tokens.
+    """Generate a continuation of each prompt (see PROMPTS), up to the end-of-text token or `max_new_tokens`.
 
-    Chance comes of the prompt alone. A wrapped model is called equally often on every worker that has the same prompts.
+    Sampling depends only on the prompt. A wrapped model is called equally often on all workers with the same prompts.
     """
     chances = np.stack([_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)])
     model.eval()
@@ -102,7 +103,7 @@ def continued(
 
 
 def _chances(prompt: np.ndarray, count: int) -> np.ndarray:
-    """float32 (count,), from 0 to below 1: which of the possible tokens each next one is to be."""
+    """Return random numbers in [0, 1) that select the next tokens, float32 [count]."""
     return np.random.default_rng([_SAMPLING_SEED, zlib.crc32(prompt.tobytes())]).random(count, dtype=np.float32)
 
 
@@ -121,10 +122,10 @@ def generate(
     temperature: float,
     end_token: int | None,
 ) -> torch.Tensor:
-    """int64 (rows, new): the tokens after each prompt; after `end_token` only more of it.
+    """Generate the tokens after each prompt, padded with `end_token` after it, int64 [rows, new].
 
-    `chances`: float (rows, most new tokens), from 0 to below 1. The model sees at most `window` tokens: if a text outgrows it,
-    it continues from the latter half. All positions but the last are kept from call to call, so a token costs one position.
+    `chances`, float [rows, max_new_tokens], has random numbers in [0, 1). The model sees at most `window` tokens: when a text
+    outgrows it, generation continues from the latter half. Past positions are cached, so each token computes one position.
     """
     tokens = prompts[:, -window:]
     mask = torch.arange(tokens.shape[1], 0, -1, device=tokens.device) <= lengths[:, None]
@@ -159,7 +160,7 @@ def generate(
 
 
 def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> torch.Tensor:
-    """int64 (rows,): the token at which the probabilities, added up in the order of tokens, go beyond each row's chance."""
+    """Sample by inverse transform: return the token whose cumulative probability exceeds the row's chance, int64 [rows]."""
     if temperature == 0:
         return logits.argmax(dim=1)
     reached = (logits / temperature).softmax(dim=1).cumsum(dim=1)
@@ -167,7 +168,8 @@ def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> tor
 
 
 def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRows:
-    """PROMPTS and LENGTHS of a text's lines. Raises InputError where it is missing, empty, no UTF-8 or cannot be encoded."""
+    """Read PROMPTS and LENGTHS from the lines of a text. Raises InputError if it is missing, empty, not UTF-8 or cannot be
+    encoded."""
     try:
         lines = storage.read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
@@ -182,11 +184,11 @@ def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRo
     return ArrayRows({PROMPTS: prompts, LENGTHS: lengths})
 
 
-# Weights of others ------------------------------------------------------------------------------------------------------
+# Pretrained weights -----------------------------------------------------------------------------------------------------
 
 
 def check_weights(folder: str, wanted: Mapping[str, Any]) -> None:
-    """Raises InputError where a folder's config.json is missing or of another model than the one `wanted`."""
+    """Check that a folder's config.json describes the model `wanted`. Raises InputError."""
     path = storage.join(folder, "config.json")
     found = storage.read_json(path)
     for name in ("model_type", "vocab_size", "n_layer", "n_head", "n_embd", "n_positions"):
@@ -199,8 +201,8 @@ def check_weights(folder: str, wanted: Mapping[str, Any]) -> None:
 
 
 def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
-    """Fills the model from a folder's model.safetensors, with or without the prefix `transformer.`, as both are in use. Raises
-    InputError for missing, surplus or misshapen weights."""
+    """Load a folder's model.safetensors into the model, with or without the name prefix `transformer.`. Raises InputError for
+    missing, extra or misshapen weights."""
     path = storage.join(folder, "model.safetensors")
     if not storage.exists(path):
         raise InputError(
@@ -222,14 +224,14 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
 
 
 _LEAST_MULTIPLY_ADDS = 4_000_000
-"""Of a product that is worth oneDNN's set-up, forward and backward: 0.1 ms, which half as many take."""
+"""Minimum multiply-adds for which oneDNN's setup pays. It takes 0.1 ms, forward and backward, as do half as many
+multiply-adds."""
 
 
 def through_onednn(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    """The same model: its layers keep their parameters and names, and learn another way to multiply. Sums are rounded
-    differently."""
+    """Make the model's linear layers multiply with oneDNN, in place. Parameters and names stay. Rounding of sums changes."""
     for module in model.modules():
-        # Replacing the modules would mean to know where transformers keeps them, and to tie the weights again.
+        # Replacing modules would require knowing their places in transformers and tying the weights again.
         if type(module) is Conv1D:
             module.__class__ = _Conv1D
         elif type(module) is nn.Linear:
@@ -239,7 +241,7 @@ def through_onednn(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
 
 @final
 class _Conv1D(Conv1D):
-    """GPT-2's linear layer, whose weight is (in_features, out_features)."""
+    """Linear layer of GPT-2 with weight [in_features, out_features]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _product(x, self.weight.t(), self.bias) if _pays(x, self.nf) else super().forward(x)
@@ -252,14 +254,14 @@ class _Linear(nn.Linear):
 
 
 def _pays(inputs: torch.Tensor, out_features: int) -> bool:
-    """Whether torch would have MKL multiply, and for long enough; in bf16 it asks oneDNN itself."""
+    """Return whether torch would use MKL for a large enough product. In bf16, torch uses oneDNN anyway."""
     if torch.compiler.is_compiling() or not inputs.is_cpu or inputs.dtype != torch.float32:
         return False
     return not torch.is_autocast_enabled("cpu") and inputs.numel() * out_features >= _LEAST_MULTIPLY_ADDS
 
 
 def _product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """(..., in_features) by (out_features, in_features), of any strides."""
+    """Multiply inputs [..., in_features] by weight [out_features, in_features] with any strides, and add the bias."""
     rows = inputs.reshape(-1, inputs.shape[-1])
     outputs = linear_stack(rows, [weight, bias], relus=(False,), dtype=torch.float32)
     return outputs.view(*inputs.shape[:-1], weight.shape[0])

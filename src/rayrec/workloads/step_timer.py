@@ -1,4 +1,4 @@
-"""Accounts for a worker's training time: a clock that is always in exactly one phase, and changes with every event."""
+"""Timer of a worker's training phases. Exactly one phase is active at any time."""
 
 from __future__ import annotations
 
@@ -19,42 +19,46 @@ OTHER = "other"
 
 
 class StepClock:
-    """Attributes the time between `start` and `stop` to phases (`rayrec.observe.timing.PHASES`). For one thread, and those
-    that work for it while it waits. This one measures nothing."""
+    """Timer that does nothing. Subclasses attribute the time from `start` to `stop` to phases (`rayrec.observe.timing.PHASES`).
+
+    For one thread, and threads that work for it while it waits.
+    """
 
     measures = False
 
     def __init__(self) -> None:
         self.owner = threading.get_ident()
         self.now = OTHER
-        """The phase it is in."""
+        """Current phase."""
 
     def phase(self, name: str) -> _Phase:
-        """A context within which time belongs to `name`, save what belongs to contexts inside it."""
+        """Return a context that attributes time to `name`, except in nested contexts."""
         return _Phase(self, name)
 
     def enter(self, name: str) -> str:
-        """From now on time belongs to this phase; returns the one before. Costs about a microsecond and waits for nothing."""
+        """Switch to a phase and return the previous one. Takes about a microsecond and never blocks."""
         return name
 
     def start(self) -> None:
-        """A stretch of training begins."""
+        """Start timing."""
 
     def stop(self) -> None:
-        """It ends: until the next start no time is counted."""
+        """Stop timing until the next start."""
 
     def cut(self) -> None:
-        """An interval ends here and the next begins."""
+        """End an interval and begin the next."""
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase of the interval that was cut last, all phases; empty where none are measured. The device must
-        have come to the cut already: call it behind something that waited for that anyhow."""
+        """Return the seconds of each phase in the last completed interval, empty if not measured.
+
+        The device must have reached the cut: call it after a synchronization that happens anyway.
+        """
         return {}
 
 
 @final
 class _Phase:
-    """A context manager without the cost of a generator."""
+    """Phase context manager that is faster than a generator."""
 
     __slots__ = ("_before", "_clock", "_name")
 
@@ -70,7 +74,7 @@ class _Phase:
 
 @final
 class HostClock(StepClock):
-    """The time of a process whose operators run in it."""
+    """Timer of a process that runs its operators itself."""
 
     measures = True
 
@@ -108,10 +112,10 @@ class HostClock(StepClock):
 
 @final
 class DeviceClock(StepClock):
-    """The time of a CUDA device, by events in the stream that computes: what it waits for is told apart from what overlaps.
+    """Timer of a CUDA device with events in the compute stream, which separate waiting from overlapped work.
 
-    Data, copies and collectives that other streams do meanwhile cost nothing here; where the computing stream has to wait
-    for them, or for this process, the time is theirs.
+    Concurrent data loading, copies and collectives in other streams are free. If the compute stream waits for them, or for the
+    host, the time counts as theirs.
     """
 
     measures = True
@@ -154,13 +158,13 @@ class DeviceClock(StepClock):
         seconds = dict.fromkeys(PHASES, 0.0)
         for (name, start), (_, stop) in zip(self._cut, self._cut[1:], strict=False):
             seconds[name] += start.elapsed_time(stop) / 1e3
-            self._free.append(start)  # the last one begins the next interval
+            self._free.append(start)  # the last event starts the next interval
         self._cut = []
         return seconds
 
 
 def step_clock(device: torch.device, *, measure: bool) -> StepClock:
-    """The clock for a device; `measure` False: one that costs nothing."""
+    """Return the timer for a device, or one without overhead if not `measure`."""
     if not measure:
         return StepClock()
     return DeviceClock(device) if device.type == "cuda" else HostClock()
@@ -168,10 +172,10 @@ def step_clock(device: torch.device, *, measure: bool) -> StepClock:
 
 @contextlib.contextmanager
 def waits_noticed(clock: StepClock) -> Iterator[None]:
-    """Within it, what the clock's thread waits for in collectives belongs to these.
+    """Attribute time that the timer's thread waits for collectives to the phase `collectives`.
 
-    torch has no hook there, so the one method through which Python code waits (torch.distributed's own, TorchRec's, ours) is
-    replaced meanwhile. Threads that save are not concerned.
+    torch has no hook for this, so it temporarily replaces `Work.wait`, which all Python code waits through (torch.distributed,
+    TorchRec and rayrec). Threads that save are not affected.
     """
     if not clock.measures:
         yield
@@ -193,25 +197,25 @@ def waits_noticed(clock: StepClock) -> Iterator[None]:
 
 
 def notice_exchange(clock: StepClock, loss: torch.Tensor) -> None:
-    """What the backward pass of `loss` still waits for, once it has computed, belongs to collectives: DDP and FSDP exchange
-    gradients while it computes, and wait for the rest at its end, in C++."""
+    """Attribute the end of the backward pass of `loss` to collectives: DDP and FSDP exchange gradients during it, and wait for
+    the rest in C++."""
     if clock.measures and loss.requires_grad:
         loss.register_hook(partial(_at_the_end, clock))
 
 
 def _at_the_end(clock: StepClock, gradient: torch.Tensor) -> None:
-    # Callbacks are called in the order they are queued in, and theirs follow.
+    # Callbacks run in queue order, so this runs before the callbacks of DDP and FSDP.
     call_at_end_of_backward(partial(_computed, clock))
 
 
 def _computed(clock: StepClock) -> None:
-    if clock.now == "backward":  # the code that entered it leaves it after the pass
+    if clock.now == "backward":  # the code that entered `backward` leaves it after the pass
         clock.enter("collectives")
 
 
 @final
 class TimedOptimizer:
-    """What a pipeline calls of an optimizer, timed."""
+    """Optimizer wrapper for pipelines that times the calls."""
 
     def __init__(self, optimizer: Any, clock: StepClock) -> None:
         self._optimizer, self._clock = optimizer, clock
@@ -226,7 +230,7 @@ class TimedOptimizer:
 
 
 def time_forward(model: torch.nn.Module, clock: StepClock) -> None:
-    """Forward passes of the model belong to their phase."""
+    """Attribute forward passes of the model to the phase `forward`."""
     if clock.measures:
         model.register_forward_pre_hook(lambda module, inputs: entered(clock, "forward"))
         model.register_forward_hook(lambda module, inputs, output: entered(clock, OTHER))

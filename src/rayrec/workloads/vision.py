@@ -1,4 +1,4 @@
-"""Image classifiers: a ResNet on images in the idx format, which all workers hold in memory once a node."""
+"""Image classification workload: ResNet on images in the idx format, kept in memory once per node."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(Config):
-    """A residual network of basic blocks (He et al., 2015, section 4.1) with torchvision's names and start values."""
+    """Residual network of basic blocks (He et al., 2015, section 4.1) with torchvision's names and initial values."""
 
     blocks: tuple[Count, Count, Count, Count] = (2, 2, 2, 2)
-    """Residual blocks of each stage: (2, 2, 2, 2) is ResNet18, (3, 4, 6, 3) is ResNet34."""
+    """Number of residual blocks per stage: (2, 2, 2, 2) is ResNet18, (3, 4, 6, 3) is ResNet34."""
     num_channels: Count = 1
-    """Of the images: 1 is gray, 3 is RGB."""
+    """Number of image channels: 1 is gray, 3 is RGB."""
     num_classes: Count = 10
-    """Classes told apart."""
+    """Number of classes."""
 
     def build(self) -> ResNet:
-        """The network on CPU. Start values come from torch's global generator, in torchvision's order: after the same
-        `torch.manual_seed`, `torchvision.models.resnet18` has the same ones, where channels and classes are the same."""
+        """Build the network on CPU. After the same `torch.manual_seed`, `torchvision.models.resnet18` with the same channels and
+        classes has the same initial values."""
         from rayrec.workloads.vision_model import ResNet
 
         return ResNet(self.blocks, num_channels=self.num_channels, num_classes=self.num_classes)
 
 
 IMAGES, LABELS = "images", "labels"
-"""Names of the tensors of a batch: uint8 (rows, height, width) and, where they are known, int64 (rows,)."""
+"""Batch keys: images, uint8 [rows, height, width], and labels if known, int64 [rows]."""
 NUM_SAMPLES = 9
-"""Images of the test set shown with what the model takes them for."""
+"""Number of test images to show with predictions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentationConfig(Config):
-    """How far each training image is moved at random, differently in every epoch; all zero leaves it as it is."""
+    """Random augmentation of training images, different in each epoch. All zeros disables it."""
 
     max_shift: Amount = 0.0
-    """Pixels, in either direction of both axes."""
+    """Maximum shift in pixels, in both directions of both axes."""
     max_rotation_degrees: Amount = 0.0
-    """Degrees, either way."""
+    """Maximum rotation in degrees, in both directions."""
     max_scale: Share = 0.0
-    """Share by which it grows or shrinks; below 1."""
+    """Maximum relative change in size, below 1."""
 
     @property
     def moves(self) -> bool:
@@ -67,46 +67,46 @@ class AugmentationConfig(Config):
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one pair of files."""
+    """Row range in a pair of image and label files."""
 
     arrays: Shared[dict[str, np.ndarray]]
-    """IMAGES and LABELS; each node has them once, and its workers read them in place."""
+    """IMAGES and LABELS, stored once per node and read in place by its workers."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the driver read and every worker needs."""
+    """Driver results shared with all workers."""
 
     sets: dict[str, Part]
-    """`train`, `validation` and `test`, the last two the same rows where no training rows are held out."""
+    """Sets `train`, `validation` and `test`. The last two are equal if `validation_rows` is 0."""
     weights: Shared[dict[str, np.ndarray]] | None
-    """By name: the initial weights, where a file gave them."""
+    """Initial weights by name, or None without a file."""
     data_hash: str
-    """Of all images and labels."""
+    """Hash of all images and labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionWorkload(DataParallelWorkload):
-    """Trains a ResNet to tell classes of gray images."""
+    """Training of a ResNet classifier of gray images."""
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*DataParallelWorkload.FREE_ON_RESUME, "weights")
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
-    """The network."""
+    """Network architecture."""
     weights: str | None = None
-    """File of initial weights under torchvision's names, .safetensors or .pt, local or a URL; None: random ones."""
+    """File of initial weights with torchvision's names, .safetensors or .pt, local or a URL. None initializes randomly."""
     mean: float = 0.5
-    """Subtracted from pixels, which go from 0 to 1, before they are divided by `std`."""
+    """Mean of pixels in [0, 1], subtracted before dividing by `std`."""
     std: Positive = 0.5
-    """Of the normalisation; above 0."""
+    """Standard deviation for the normalization, above 0."""
     validation_rows: Natural = 0
-    """Last training rows that are held out to choose the best weights by; 0: the test rows do that as well."""
+    """Number of last training rows to reserve for choosing the best weights. 0 uses the test rows instead."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
-    """Of training images."""
+    """Random augmentation of training images."""
     label_smoothing: Share = 0.0
-    """Share of a training row's target that is spread over all classes."""
+    """Label smoothing: share of each training target spread over all classes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class VisionWorkload(DataParallelWorkload):
             raise InputError(f"workload.model.num_channels: {self.model.num_channels}: images in the idx format are gray, 1")
 
     def score(self, metrics: dict[str, float]) -> float:
-        """Share of the rows whose class is told right."""
+        """Return the share of correctly classified rows."""
         return metrics["accuracy"]
 
     # -- on the driver
@@ -190,7 +190,7 @@ class VisionWorkload(DataParallelWorkload):
 
         model = self.model.build()
         if prepared.weights is not None:
-            weights = prepared.weights.get()  # arrays of the object store, which nobody may write to
+            weights = prepared.weights.get()  # arrays in the object store are read-only
             model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
         return model
 
@@ -202,7 +202,7 @@ class VisionWorkload(DataParallelWorkload):
         return {**tensors, IMAGES: augmented(tensors[IMAGES], **self.augmentation.to_dict())}
 
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`loss`, the cross entropy, in training against smoothed targets; and `accuracy`, 1 where the class is right."""
+        """Return `loss`, the cross entropy (with smoothed targets in training), and `accuracy`, 1 for a correct class."""
         import torch
         from torch.nn import functional
 
@@ -212,7 +212,7 @@ class VisionWorkload(DataParallelWorkload):
         return {"loss": loss, "accuracy": (logits.argmax(dim=1) == labels).float()}
 
     def _logits(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """float32 (rows, num_classes)."""
+        """Return the logits, float32 [rows, num_classes]."""
         from rayrec.workloads.vision_model import normalised
 
         return model(normalised(tensors[IMAGES], mean=self.mean, std=self.std)).float()
@@ -220,7 +220,7 @@ class VisionWorkload(DataParallelWorkload):
     def samples(
         self, model: torch.nn.Module, *, prepared: Prepared, sets: Mapping[str, RowSource], device: torch.device
     ) -> list[dict[str, Any]]:
-        """Nine test images, the same in every run on them: pixels, label, prediction and its probability."""
+        """Return nine fixed test images: pixels, label, prediction and its probability."""
         import torch
 
         source = sets["test"]
@@ -240,11 +240,13 @@ class VisionWorkload(DataParallelWorkload):
             )
         ]
 
-    # -- for checkpoints that are to be used
+    # -- scoring and export
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
-        """Images and labels of a folder (its test files, else its training files), or of a file of images with its labels
-        beside it. Raises InputError where they are missing, damaged or do not fit each other."""
+        """Open images and labels of a folder (its test files, else its training files), or an image file with its label file.
+
+        Raises InputError if they are missing, damaged or do not match.
+        """
         images, labels = _paths(path)
         if labels is None:
             raise InputError(
@@ -253,7 +255,7 @@ class VisionWorkload(DataParallelWorkload):
         return ArrayRows(_arrays(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)))
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
-        """As `open_labelled`, but where there are no labels, without them."""
+        """Open images as `open_labelled`, with labels only if available."""
         images, labels = _paths(path)
         if labels is None:
             return ArrayRows({IMAGES: numbered_rows.read_images(images)})
@@ -263,7 +265,7 @@ class VisionWorkload(DataParallelWorkload):
         return self.model.build()
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        """Columns `prediction` (int64), `probability` (float32) of that class and, where labels are known, `label` (int64)."""
+        """Return the columns `prediction` (int64), its `probability` (float32) and, if labels are known, `label` (int64)."""
         import torch
 
         with torch.no_grad():
@@ -274,8 +276,10 @@ class VisionWorkload(DataParallelWorkload):
         return {name: column.cpu().numpy() for name, column in columns.items()}  # device sync
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Writes `model.safetensors`, whose names `torchvision.models.resnet18(num_classes=...)` loads once its first layer
-        has one channel, and `config.json`: what the network is and how its input is normalised."""
+        """Write `model.safetensors` and `config.json` (network and normalization).
+
+        `torchvision.models.resnet18(num_classes=...)` loads the weights once its first layer has one channel.
+        """
         from rayrec.checkpoint.reader import export_weights
 
         written = export_weights(checkpoint, out)
@@ -290,7 +294,7 @@ def _test_folder(config: TrainConfig) -> str:
 
 
 def _data_hash(*parts: numbered_rows.LabelledImages) -> str:
-    """16 hex digits; 0.05 s for MNIST's 55 MB."""
+    """Return the hash of all rows as 16 hex digits. Takes 0.05 s for the 55 MB of MNIST."""
     digest = hashlib.sha256()
     for part in parts:
         for array in _arrays(part).values():
@@ -305,7 +309,7 @@ def _arrays(rows: numbered_rows.LabelledImages) -> dict[str, np.ndarray]:
 
 
 def _paths(path: str) -> tuple[str, str | None]:
-    """The files of the images and of the labels that a path names. Raises InputError where there are no images."""
+    """Return the image and label files of a path. Raises InputError without images."""
     if storage.size_of(path) is not None:
         return path, _labels_beside(path)
     for part in ("t10k", "train"):
@@ -316,7 +320,7 @@ def _paths(path: str) -> tuple[str, str | None]:
 
 
 def _labels_beside(images: str) -> str | None:
-    """The file with the labels of a file of images, by its name: plain or .gz."""
+    """Return the label file next to an image file by its name, plain or .gz, or None."""
     folder, slash, name = images.rpartition("/")
     plain = name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
     if plain == name.removesuffix(".gz"):

@@ -1,4 +1,4 @@
-"""What happens to images on the device, before, in and behind the network; apart from `vision`, for it needs torch."""
+"""Image operations on the device: normalization, augmentation, and the network. Requires torch, unlike `vision`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,31 +10,33 @@ from torch.nn import functional
 from rayrec.config import InputError
 
 STAGE_WIDTHS = (64, 128, 256, 512)
-"""Channels of the four stages; each but the first halves the image."""
+"""Number of channels of each stage. Each stage except the first halves the image."""
 
 
 def normalised(images: torch.Tensor, *, mean: float, std: float) -> torch.Tensor:
-    """float32 (rows, 1, height, width): (images / 255 - mean) / std of (rows, height, width), uint8 or float from 0 to 255.
+    """Return (images / 255 - mean) / std, float32 [rows, 1, height, width], for images [rows, height, width] in [0, 255].
 
-    To the last bit what torchvision's ToTensor and Normalize make, on CPU as on GPU.
+    Bit-identical to torchvision's ToTensor and Normalize, on CPU and GPU.
     """
-    # Divisors on the device: by a number of Python's, CUDA multiplies with its rounded inverse.
+    # Tensors as divisors, because CUDA multiplies by the rounded inverse of a Python number.
     pixel_range, deviation = (torch.full((), value, device=images.device) for value in (255.0, std))
     return ((images.float() / pixel_range - mean) / deviation).unsqueeze(1)
 
 
 def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: float, max_scale: float) -> torch.Tensor:
-    """float32 (rows, height, width) from 0 to 255: each image turned, scaled and shifted by amounts drawn evenly from torch's
-    generator of the device; what comes in from outside is 0, the background."""
+    """Rotate, scale and shift each image by uniform random amounts from torch's generator of the device.
+
+    Fills with 0, the background. Returns values in [0, 255], float32 [rows, height, width].
+    """
     rows, height, width = images.shape
-    if not rows:  # affine_grid refuses
+    if not rows:  # affine_grid rejects empty batches
         return images.float()
     drawn = torch.rand(rows, 4, device=images.device) * 2 - 1
     angle = drawn[:, 0] * math.radians(max_rotation_degrees)
     scale = 1 + drawn[:, 1] * max_scale
     shift = drawn[:, 2:] * max_shift  # pixels
     cosine, sine = angle.cos() / scale, angle.sin() / scale
-    # From places of the new image to places of the old one; the grid's unit is half the image, in either direction.
+    # Transform from new to old positions. Grid coordinates are in halves of the image size.
     to_old = torch.stack(
         [
             torch.stack([cosine, -sine * (height / width), shift[:, 0] * (2 / width)], dim=1),
@@ -48,18 +50,20 @@ def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: f
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Torch's, which also takes a batch of a single value a channel, as the rest of an epoch may be: having no variance, it is
-    standardised by the running statistics, which it leaves as they are."""
+    """BatchNorm2d that also accepts batches with a single value per channel, as at the end of an epoch.
+
+    Having no variance, such a batch is normalized by the running statistics, which it does not update.
+    """
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(rows, channels, height, width) to the same."""
+        """Normalize inputs [rows, channels, height, width]."""
         if self.training and inputs.numel() == self.num_features:
             return functional.batch_norm(inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return super().forward(inputs)
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions and the shortcut around them."""
+    """Block of two 3 x 3 convolutions with a shortcut."""
 
     def __init__(self, width_in: int, width: int, *, stride: int, downsample: nn.Module | None) -> None:
         super().__init__()
@@ -70,7 +74,7 @@ class BasicBlock(nn.Module):
         self.downsample = downsample
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(rows, width_in, height, width) to (rows, width, height / stride, width / stride)."""
+        """Map [rows, width_in, height, width] to [rows, width, height / stride, width / stride]."""
         outputs = functional.relu(self.bn1(self.conv1(inputs)), inplace=True)
         outputs = self.bn2(self.conv2(outputs))
         shortcut = inputs if self.downsample is None else self.downsample(inputs)
@@ -78,11 +82,11 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """`state_dict` has torchvision's names and shapes."""
+    """Residual network with torchvision's `state_dict` names and shapes."""
 
     def __init__(self, blocks: Sequence[int], *, num_channels: int, num_classes: int) -> None:
         super().__init__()
-        # The order in which modules are made and start values drawn is torchvision's.
+        # Modules are created and initialized in torchvision's order.
         width = STAGE_WIDTHS[0]
         self.conv1 = nn.Conv2d(num_channels, width, 7, stride=2, padding=3, bias=False)
         self.bn1 = BatchNorm(width)
@@ -96,7 +100,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (rows, num_classes) of normalised images (rows, num_channels, height, width)."""
+        """Return logits [rows, num_classes] for normalized images [rows, num_channels, height, width]."""
         outputs = functional.relu(self.bn1(self.conv1(images)), inplace=True)
         outputs = functional.max_pool2d(outputs, 3, stride=2, padding=1)
         outputs = self.layer4(self.layer3(self.layer2(self.layer1(outputs))))
@@ -113,10 +117,10 @@ def _stage(width_in: int, width: int, *, blocks: int, stride: int) -> nn.Sequent
 
 
 def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: str) -> None:
-    """Copies weights under torchvision's names into the model; counters of batches may be missing, as in old files.
+    """Load weights with torchvision's names into the model. Batch counters may be missing, as in old files.
 
-    A first layer for several channels goes into a model of one as its sum over channels, which sees a gray image as the other
-    one sees it in three equal channels. Raises InputError, which names `where`, for weights of another network.
+    A first layer for several channels is summed over channels for a one-channel model, so a gray image has the same result as
+    three equal channels. Raises InputError, naming `where`, for weights of another network.
     """
     given = dict(weights)
     first = given.get("conv1.weight")

@@ -1,4 +1,4 @@
-"""Compares settings of a run with those in the config.yaml of a checkpoint that it is to start with."""
+"""Compatibility checks between a run and the checkpoint it starts from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What config.yaml of a checkpoint contains. Raises InputError if it is no configuration."""
+    """Load the config.yaml of a checkpoint. Raises InputError if it is not a run configuration."""
     import yaml
 
     path = storage.join(checkpoint.path, "config.yaml")
@@ -29,8 +29,10 @@ def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 def require_same_optimizer(
     checkpoint: Checkpoint, stored: Mapping[str, Any], group: str, optimizer: Config, *, fields: Iterable[str]
 ) -> None:
-    """Raises InputError if an optimizer's settings differ in one of `fields`, which decide what state it keeps. `group`: field of
-    the workload."""
+    """Check that the optimizer settings in `fields`, which determine its state, match the checkpoint. Raises InputError.
+
+    `group` is the field of the workload.
+    """
     own = optimizer.to_dict()
     default = type(optimizer)().to_dict()
     there = {**default, **(stored["workload"].get(group) or {})}
@@ -45,8 +47,11 @@ def require_same_optimizer(
 def require_same_weights(
     checkpoint: Checkpoint, stored: Mapping[str, Any], wanted: Mapping[str, list[int]], *, prefix: str = "model."
 ) -> None:
-    """Raises InputError if the weights of a checkpoint do not have the names and shapes `wanted` (without `prefix`); reads none.
-    `stored`: the tensors of its manifest."""
+    """Check that the weights of a checkpoint have the names (without `prefix`) and shapes `wanted`. Reads no weights. Raises
+    InputError.
+
+    `stored` has the tensors of its manifest.
+    """
     there = {name.removeprefix(prefix): entry["shape"] for name, entry in stored.items() if name.startswith(prefix)}
     for name in sorted(there.keys() | wanted.keys()):
         if there.get(name) != wanted.get(name):

@@ -1,4 +1,4 @@
-"""What the set-up of every worker needs: how a step begins, and what a worker whose GPU is full says."""
+"""Worker setup shared by all workloads: start of a step, and GPU out-of-memory errors."""
 
 import contextlib
 import hashlib
@@ -17,8 +17,11 @@ from rayrec.workloads.run_config import ScalingConfig
 
 
 def step_start(context: WorkerContext, optimizer: Any, schedule: LearningRateSchedule) -> Callable[[int, int], None]:
-    """Return `WorkerSetup.begin_step`: learning rates by the schedule, from those that the optimizer has now and the number of
-    workers, and seeds of the step, so that dropout and augmentation are the same if it is repeated after a crash."""
+    """Return `WorkerSetup.begin_step`, which sets learning rates and random seeds of a step.
+
+    Learning rates follow the schedule, from the optimizer's current rates and the number of workers. With the seeds, a step
+    repeated after a crash has the same dropout and augmentation.
+    """
     config = context.config
     factor = learning_rate_factor(config.scaling, world_size=context.world_size)
     base_rates = [rate * factor for rate in learning_rates(optimizer)]
@@ -32,14 +35,14 @@ def step_start(context: WorkerContext, optimizer: Any, schedule: LearningRateSch
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of random numbers within a step."""
+    """Return the random seed of a step."""
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def seed_generators(number: int, device: torch.device) -> None:
-    """Seeds the generators of the CPU and of `device`, as torch.manual_seed(number) does, but without its
-    stack trace for every kind of device that is not in use, which takes 0.4 ms."""
+    """Seed the generators of the CPU and of `device`. Same as torch.manual_seed(number), but without its stack trace for each
+    unused kind of device, which takes 0.4 ms."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -47,15 +50,15 @@ def seed_generators(number: int, device: torch.device) -> None:
 
 
 _LARGEST: Final = 3
-"""Tables that are named."""
+"""Number of tables to name."""
 
 
 @contextlib.contextmanager
 def memory_errors(described: Mapping[str, Any], *, rank: int, device: torch.device) -> Iterator[None]:
-    """Raises InputError in place of torch's error if the device has no memory left.
+    """Convert out-of-memory errors of torch on the device into InputError.
 
-    `described`: `WorkerSetup.described`, of which `batch_size`, `parallel` and `tables` (each a `TablePlacement` as a dict) are
-    used if they are there.
+    `described` is `WorkerSetup.described`. Uses `batch_size`, `parallel` and `tables` (each a `TablePlacement` as a dict) if
+    present.
     """
     try:
         yield
@@ -66,14 +69,14 @@ def memory_errors(described: Mapping[str, Any], *, rank: int, device: torch.devi
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch, or a library under it, found no memory on a GPU."""
+    """Return whether torch or a library below it ran out of GPU memory."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and re.search("CUDA.*out of memory", str(error)) is not None
     )
 
 
 def out_of_memory_text(error: BaseException, described: Mapping[str, Any], *, rank: int, device: torch.device) -> str:
-    """One line: the worker, what it asked for, the largest tables that it holds, and the remedies that fit. Pure."""
+    """Return a one-line message: worker, requested memory, largest tables, and applicable remedies. Pure."""
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     tables = _held(described.get("tables", ()), rank)
     remedies = []
@@ -98,7 +101,7 @@ def out_of_memory_text(error: BaseException, described: Mapping[str, Any], *, ra
 
 
 def _held(tables: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[str, int, bool]]:
-    """(text, bytes on the device of `rank`, whether the device only has a cache of it), the largest first."""
+    """Return (text, bytes on the device of `rank`, whether the device only caches the table), largest first."""
     found = []
     for table in tables:
         held = table["bytes_of_rank"].get(rank, 0) * table["device_share"]
@@ -109,6 +112,6 @@ def _held(tables: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[str, int
 
 
 def learning_rate_factor(scaling: ScalingConfig, *, world_size: int) -> float:
-    """What learning rates are multiplied by with `world_size` workers. Pure."""
+    """Return the factor for learning rates with `world_size` workers. Pure."""
     share = world_size / scaling.max_workers
     return {"constant": 1.0, "linear": share, "sqrt": share**0.5}[scaling.learning_rate_policy]

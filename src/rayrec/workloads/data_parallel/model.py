@@ -1,4 +1,4 @@
-"""What a user supplies to train any PyTorch model that fits the common mould: rows in, a loss for each row out."""
+"""Model interface of data-parallel training: rows in, a loss for each row out."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelModel(Workload, abc.ABC):
-    """Settings, rows, network and measures of a `DataParallelWorkload`, which the modules that it calls take."""
+    """Settings, rows, network and measures of a `DataParallelWorkload`."""
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("parallel", "accumulate")
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every worker holds the whole model; fsdp: weights, gradients and optimizer state are split over the workers."""
+    """Parallelism. ddp: each worker has the full model; fsdp: weights, gradients and optimizer state are sharded."""
     accumulate: Count = 1
-    """Parts a worker's batch is computed in, one after the other, which takes less memory; the step stays one."""
+    """Number of gradient accumulation parts per batch. More parts use less memory. The step stays the same."""
     optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
-    """Update rule."""
+    """Optimizer."""
     schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
-    """Learning rate over the steps."""
+    """Learning rate schedule."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,67 +41,67 @@ class DataParallelModel(Workload, abc.ABC):
                 "splits; choose parallel ddp, or kind adamw"
             )
 
-    # -- to be supplied
+    # -- required
 
     @abc.abstractmethod
     def prepare(self, context: RunContext) -> Any: ...
 
     @abc.abstractmethod
     def set_rows(self, prepared: Any) -> dict[str, int]:
-        """Rows of each set: `train`, `validation` and, where there is one, `test`."""
+        """Return the row count of each set: `train`, `validation` and optionally `test`."""
 
     @abc.abstractmethod
     def open_set(self, context: WorkerContext, prepared: Any, name: str) -> RowSource:
-        """The rows of a set, on one worker."""
+        """Open the rows of a set on a worker."""
 
     @abc.abstractmethod
     def build(self, prepared: Any) -> torch.nn.Module:
-        """The model on the CPU in fp32; initial weights come of torch's global generator, which is seeded before."""
+        """Build the fp32 model on CPU with initial values from torch's global generator, which is seeded before."""
 
     @abc.abstractmethod
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Named (rows,) numbers, `loss` among them: training minimises its mean, evaluation gives the means of all.
+        """Compute named measures of each row, [rows]. Training minimizes the mean `loss`. Evaluation reports the means of all.
 
-        `model` may be wrapped: call it, and reach for nothing inside. With precision bf16 this runs under autocast.
+        `model` may be wrapped, so only call it. With precision bf16, this runs under autocast.
         """
 
     @abc.abstractmethod
     def score(self, metrics: dict[str, float]) -> float: ...
 
-    # -- may be supplied
+    # -- optional
 
     def data_hash(self, prepared: Any) -> str | None:
-        """A hash of all rows, so that a run resumes with the same rows only; None: only their number is compared."""
+        """Return a hash of all rows to verify on resume. None compares only the row count."""
         return None
 
     def augment(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A training batch, changed at random by torch's global generator, on its device."""
+        """Randomly augment a training batch on its device with torch's global generator."""
         return tensors
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """What is reported of an evaluation, from the means over its rows."""
+        """Return the evaluation metrics, given the means of the measures."""
         return means
 
     def samples(
         self, model: torch.nn.Module, *, prepared: Any, sets: Mapping[str, RowSource], device: torch.device
     ) -> list[dict[str, Any]]:
-        """What the final weights make of a few rows of the evaluation sets; the same calls of `model` on every worker."""
+        """Create sample outputs of the final weights for a few evaluation rows. All workers must call `model` equally."""
         return []
 
-    # -- for checkpoints that are to be used
+    # -- scoring
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
-        """The rows of a path as `measure` takes them, to be evaluated."""
+        """Open the rows of a path as input of `measure`, for evaluation."""
         raise InputError(f"{checkpoint}: recipe {config.recipe} cannot be evaluated on other data")
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
-        """The rows of a path as `predict` takes them."""
+        """Open the rows of a path as input of `predict`."""
         raise InputError(f"{checkpoint}: recipe {config.recipe} makes no predictions")
 
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> torch.nn.Module:
-        """A model for the weights of a checkpoint's folder, whatever it holds now."""
+        """Build the model for a checkpoint folder. Its values are replaced by the stored weights."""
         raise InputError(f"{checkpoint}: recipe {config.recipe} does not say how its model is built for use")
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, np.ndarray | list[str]]:
-        """Named columns of predictions, one value a row."""
+        """Return named prediction columns with one value per row."""
         raise InputError(f"{type(self).__name__} makes no predictions")

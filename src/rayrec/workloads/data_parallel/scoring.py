@@ -1,4 +1,4 @@
-"""Scores any rows with a trained data-parallel model: its blocks, what each scoring process does, and exact means."""
+"""Scoring with a trained data-parallel model: blocks, scoring processes, and exact means."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from rayrec.workloads.data_parallel.model import DataParallelModel
 
 _BLOCK_BATCHES = 8
-"""Batches that are scored before anything is handed on; fewer where there are few in all."""
+"""Maximum batches per block."""
 _LEAST_BLOCKS = 16
-"""Blocks that rows are cut into at least, if they fill as many batches, so that all processes have something to do."""
+"""Minimum number of blocks if there are as many batches, to keep all processes busy."""
 
 
 def open_scoring(workload: DataParallelModel, context: ScoringContext) -> Scoring:
-    """See `Workload.open_scoring`: the columns of `predict`, or those of `measure` where labels are to be compared with."""
+    """Open rows for scoring, with the columns of `predict`, or of `measure` for evaluation. See `Workload.open_scoring`."""
     process = _Process(
         workload=workload,
         config=context.config,
         checkpoint=context.checkpoint,
-        # A scoring process of a running cluster has another working directory. What is no file is the workload's to interpret.
+        # Scoring processes of a running cluster have another working directory. The workload interprets paths that are not files.
         path=os.path.abspath(context.path) if os.path.exists(context.path) else context.path,
         evaluating=context.evaluating,
         batch_rows=context.batch_rows or context.config.eval_batch_size,
@@ -55,7 +55,7 @@ def open_scoring(workload: DataParallelModel, context: ScoringContext) -> Scorin
 
 @dataclass(frozen=True)
 class _Process:
-    """What every scoring process is told."""
+    """Input of all scoring processes."""
 
     workload: DataParallelModel
     config: TrainConfig
@@ -65,12 +65,12 @@ class _Process:
     batch_rows: int
 
     def open(self) -> RowSource:
-        """The rows; each process has a source of its own."""
+        """Open a separate source of the rows for this process."""
         open_rows = self.workload.open_labelled if self.evaluating else self.workload.open_inputs
         return open_rows(self.config, checkpoint=self.checkpoint, path=self.path)
 
     def block_rows(self, rows: int) -> int:
-        """Rows of every block but the last: whole batches."""
+        """Return the rows of each block except the last, in full batches."""
         num_batches = -(-rows // self.batch_rows)
         return self.batch_rows * max(1, min(_BLOCK_BATCHES, num_batches // _LEAST_BLOCKS))
 
@@ -89,7 +89,7 @@ class _Process:
 
 @final
 class _RowBlock:
-    """See `OpenBlock`."""
+    """Block of numbered rows. See `OpenBlock`."""
 
     def __init__(
         self, told: _Process, model: torch.nn.Module, source: RowSource, device: torch.device, numbers: np.ndarray
@@ -117,9 +117,9 @@ def _column(values: np.ndarray | list[str]) -> pa.Array:
 
 
 def load_model(workload: DataParallelModel, config: TrainConfig, *, checkpoint: str, device: str = "cpu") -> torch.nn.Module:
-    """The trained model of a checkpoint's folder, in eval mode and without gradients. Every checksum is verified.
+    """Load the trained model of a checkpoint folder, in eval mode and without gradients. Verifies all checksums.
 
-    Raises InputError for damaged weights and for those of another model.
+    Raises InputError for damaged weights and weights of another model.
     """
     model = workload.build_from(config, checkpoint=checkpoint)
     wanted = untied(model.state_dict())

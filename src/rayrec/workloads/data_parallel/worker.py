@@ -1,4 +1,4 @@
-"""A data-parallel workload on one worker: the model under DDP or FSDP, its optimizer, its steps and its batches."""
+"""Worker of a data-parallel workload: model under DDP or FSDP, optimizer, steps and batches."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ from rayrec.workloads.worker_setup import memory_errors, step_start
 def train_loader(
     workload: DataParallelModel, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
 ) -> Loader[RowPlace, RowPlan]:
-    """The training batches from a stored position on."""
+    """Return the training batches from a stored position."""
     config, data = context.config, context.config.train_data
     source = workload.open_set(context, prepared, "train")
     order = RowOrder(
@@ -52,9 +52,9 @@ def _batch_size(workload: DataParallelModel, context: WorkerContext, prepared: A
 
 
 def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> WorkerSetup:
-    """Everything the loop needs."""
+    """Set up the model, optimizer and pipeline for the training loop."""
     config = context.config
-    torch.manual_seed(config.seed)  # of the initial weights: the same on every worker
+    torch.manual_seed(config.seed)  # Same initial weights on all workers
     with memory_errors({"parallel": workload.parallel}, rank=context.rank, device=context.device):
         model = workload.build(prepared).to(context.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -84,7 +84,7 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
 
 
 def spread(model: torch.nn.Module, parallel: str, context: WorkerContext) -> torch.nn.Module:
-    """The module to call: it makes the mean gradient of all workers."""
+    """Wrap the model with DDP or FSDP, so that gradients are averaged over all workers."""
     if parallel == "fsdp":
         mesh = init_device_mesh(context.device.type, (context.world_size,))
         for block in _blocks(model):
@@ -98,17 +98,17 @@ def spread(model: torch.nn.Module, parallel: str, context: WorkerContext) -> tor
 
 
 def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The repeated parts of a model, each to be gathered and let go of as a whole."""
+    """Yield the repeated blocks of a model, the units that FSDP gathers and frees."""
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
             for block in module:
-                # A list within a block is the block's own affair.
+                # Skip empty blocks and bare layers. Nested lists belong to their block.
                 if any(True for _ in block.parameters()) and any(True for _ in block.children()):
                     yield block
 
 
 def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[Batch]:
-    """Every row once, over all workers; the same number of batches on each."""
+    """Yield evaluation batches: each row once over all workers, equally many batches per worker."""
     config = context.config
     order = RowOrder(tuple(source.chunk_rows), "none", 0, config.eval_data.segments_per_block, small_steps=True)
     reader = ArrayBatches(source)
@@ -116,12 +116,12 @@ def eval_batches(source: RowSource, context: WorkerContext) -> Iterator[Batch]:
     try:
         yield from Loader(order, reader, share, epochs=1)
     finally:
-        reader.stop()  # the source is used again by the next evaluation
+        reader.stop()  # the next evaluation uses the source again
 
 
 @final
 class RowPipeline:
-    """Steps over batches: on a GPU the next batch is copied while the present one computes."""
+    """Pipeline of training steps. On a GPU, the next batch is copied while the current one computes."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class RowPipeline:
         self._next: Batch | None = None
 
     def progress(self, batches: Iterator[Batch]) -> StepOutput:
-        """Trains on the next batch, or measures it while the model is in eval mode. Raises StopIteration at the end."""
+        """Train on the next batch, or measure it in eval mode. Raises StopIteration at the end."""
         batch = self._next if self._next is not None else self._fetch(batches)
         self._next = None
         if self._stream is not None:
@@ -155,8 +155,8 @@ class RowPipeline:
         return output
 
     def reset(self) -> None:
-        """Nothing is in flight any more: what a step leaves different on each worker (statistics of batch normalisation)
-        becomes that of worker 0, as DDP has it before each forward pass."""
+        """Discard prefetched batches and broadcast buffers that differ per worker (batch norm statistics) from worker 0, as DDP
+        does before each forward pass."""
         self._next = None
         if self._world_size > 1:
             for buffer in self._model.buffers():
@@ -186,11 +186,11 @@ class RowPipeline:
         return StepOutput(total)
 
     def loss(self, part: Batch) -> torch.Tensor:
-        """Of a part of a training batch, on the device: the losses of all parts add up to the batch's."""
+        """Compute the loss of a batch part on the device. The losses of all parts add up to the batch loss."""
         with self.clock.phase("forward"):
             with self._autocast():
                 losses = self._workload.measure(self.wrapped, self._workload.augment(part.tensors))["loss"]
-            # The factor is 1 where all workers have as many rows, in one part.
+            # The factor is 1 if all workers have equally many rows in one part.
             loss = losses.float().mean() * (len(part) * part.loss_weight)
         if self._world_size > 1:
             notice_exchange(self.clock, loss)
@@ -198,7 +198,7 @@ class RowPipeline:
 
     @contextlib.contextmanager
     def exchange(self, wanted: bool) -> Iterator[None]:
-        """Whether gradients are averaged over the workers in this pass."""
+        """Return a context that enables or disables averaging gradients over the workers."""
         if isinstance(self.wrapped, FSDPModule):
             self.wrapped.set_requires_gradient_sync(wanted)
             yield
@@ -224,8 +224,10 @@ class RowPipeline:
 def multiply_adds_per_row(
     workload: DataParallelModel, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
 ) -> float | None:
-    """Multiply-adds of one row's forward pass in matrix products, convolutions and attention, as torch counts them; None where
-    no evaluation set has a row to measure with, and with a warning where torch cannot count."""
+    """Return multiply-adds of one row's forward pass in matrix products, convolutions and attention, as counted by torch.
+
+    Returns None if no evaluation set has rows, or, with a warning, if torch cannot count.
+    """
     source = next((source for source in sets.values() if len(source)), None)
     if source is None:
         return None

@@ -1,4 +1,4 @@
-"""Any PyTorch model that fits the common mould: rows in, a loss for each row out; every worker does the same."""
+"""Data-parallel workload for PyTorch models with rows in and a loss for each row out."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelWorkload(DataParallelModel):
-    """Trains a model that every worker has the whole of (DDP), or an equal share of (FSDP2), on rows in any order.
+    """Training with DDP (full model per worker) or FSDP2 (sharded model) on rows in any order.
 
-    A subclass says where the rows are, what the model is and how a row is measured; the rest (order, exact position,
-    gradients over workers, checkpoints, evaluation) is here.
+    Subclasses define the rows, the model and its measures. This class does the rest: row order, exact resume, gradient averaging,
+    checkpoints and evaluation.
     """
 
     WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.data_parallel.worker",)
 
     def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
-        """All weights and optimizer state by name. Memory: the model, once more."""
+        """Start from all weights and optimizer state by name. Uses the memory of one more model."""
         import torch
 
         from rayrec.checkpoint import untied
