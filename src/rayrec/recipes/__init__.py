@@ -1,4 +1,4 @@
-"""Recipes: functions that return the complete configuration of a run. One file a family, found by being in this folder."""
+"""Recipes: functions that return a complete run configuration. Files in this folder are discovered automatically."""
 
 import difflib
 import importlib
@@ -11,12 +11,12 @@ from rayrec.imports import function_in_file, is_in_file
 from rayrec.workloads.base import TrainConfig
 
 Recipe = Callable[..., TrainConfig]
-"""Its arguments have defaults; the first is the path of the training data."""
+"""Function whose arguments have defaults. The first is the training data path."""
 
 ALL: dict[str, Recipe] = {}
-"""Every recipe by its name."""
+"""All recipes by name."""
 PUBLISHED: dict[str, str] = {}
-"""The published data set (see `rayrec fetch`) that a recipe's train_data.files are of."""
+"""Published data set (see `rayrec fetch`) of each recipe with train_data.files."""
 
 
 def _read_folder() -> None:
@@ -24,31 +24,31 @@ def _read_folder() -> None:
         module = importlib.import_module(f"{__name__}.{found.name}")
         ALL.update({recipe.__name__: recipe for recipe in module.RECIPES})
         PUBLISHED.update(getattr(module, "PUBLISHED", {}))
-    globals().update(ALL)  # also where a file has the name of its recipe: importing it put the module there
+    globals().update(ALL)  # also replaces modules with the name of a recipe
 
 
 _read_folder()
 
 
 def __getattr__(name: str) -> Recipe:
-    """`rayrec.recipes.NAME` is the recipe of that name."""
+    """Return the recipe NAME for `rayrec.recipes.NAME`."""
     if name in ALL:
         return ALL[name]
     raise AttributeError(f"module 'rayrec.recipes' has no recipe '{name}'")
 
 
 def load_config(text: str, *, recipe: Recipe | None = None, source: str = "config") -> TrainConfig:
-    """The configuration that YAML text holds, as `TrainConfig.to_yaml` wrote it or a part of it.
+    """Load a configuration from YAML text as written by `TrainConfig.to_yaml`, or a part of it.
 
-    The recipe it names supplies every class and whatever the text leaves out; the text supplies plain values only. A recipe
-    that is not rayrec's own is passed as `recipe`; messages name `source`. Raises InputError for text that is no such YAML, an
-    unknown recipe or another than `recipe`, and unknown or unfit fields.
+    The recipe it names supplies all classes and defaults. The text supplies plain values only. A recipe defined outside rayrec is
+    passed as `recipe`. `source` is named in errors. Raises InputError for invalid YAML, an unknown or different recipe, and
+    invalid fields.
     """
     import yaml
 
     try:
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         why = " ".join(str(error).split())
         raise InputError(f"{source}: not YAML ({why}); `rayrec config RECIPE` prints one") from None
     if not isinstance(values, dict) or "recipe" not in values:
@@ -66,7 +66,7 @@ def load_config(text: str, *, recipe: Recipe | None = None, source: str = "confi
 
 
 def _named(name: Any, source: str) -> TrainConfig:
-    """The configuration of one of rayrec's own recipes, which the text of `source` names."""
+    """Return the configuration of a built-in recipe named in `source`."""
     if not isinstance(name, str) or name not in ALL:
         near = difflib.get_close_matches(str(name), ALL, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
@@ -77,10 +77,7 @@ def _named(name: Any, source: str) -> TrainConfig:
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name, or of FILE.py:FUNCTION, a function without arguments in a file of the user's, which is run.
-
-    Raises InputError where there is none.
-    """
+    """Return the recipe of a name, or of FILE.py:FUNCTION, a user function without arguments. Raises InputError if not found."""
     if is_in_file(name):
         return function_in_file(name, returns=TrainConfig)
     if name not in ALL:

@@ -1,4 +1,4 @@
-"""Click models on any log of clicks."""
+"""Click models for custom click logs."""
 
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -9,16 +9,16 @@ from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
 PLACEHOLDER = Schema(label="label", dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
-"""Stands for the user's own schema, which `--schema FILE` brings."""
+"""Placeholder for the schema from `--schema FILE`."""
 
 PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(
     sparse=("user", "item", "history"), lists=("history",), features=(Feature(name="history", vocabulary="item", max_length=50),)
 )
-"""The same for a log with lists."""
+"""Placeholder schema for a log with lists."""
 
 
 def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig:
-    """A DLRM with crosses on your own log (CSV or Parquet) whose columns a schema file names: --schema FILE."""
+    """Train a DLRM with cross layers on your own log (CSV or Parquet) with columns from a schema file: --schema FILE."""
     return TrainConfig(
         recipe="clicks",
         workload=ClickWorkload(
@@ -46,7 +46,7 @@ def clicks(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig
 
 
 def clicks_din(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -> TrainConfig:
-    """DIN on your own log, whose schema file names a list of earlier items: --schema FILE."""
+    """Train DIN on your own log, with a list of earlier items in its schema file: --schema FILE."""
     from rayrec.models.ranking.din import DINConfig
 
     config = clicks(path, schema)

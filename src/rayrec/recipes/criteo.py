@@ -1,4 +1,4 @@
-"""DLRM on Criteo's click logs."""
+"""DLRM recipes for Criteo's click logs."""
 
 from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.presets import MLPERF_V1, RAYREC, TORCHREC_2024
@@ -14,7 +14,7 @@ from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig, Scaling
 
 
 def criteo_demo(path: str | None = None) -> TrainConfig:
-    """A small DLRM on any log in Criteo's format: a laptop, a minute or two."""
+    """Train a small DLRM on any log in Criteo's format: a laptop, a minute or two."""
     return TrainConfig(
         recipe="criteo_demo",
         workload=ClickWorkload(
@@ -23,8 +23,8 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
             model=DLRMConfig(
                 interaction="dot", embedding_dim=16, bottom_mlp=(128, 64, 16), top_mlp=(128, 64, 1), embedding_penalty=3e-4
             ),
-            # A small eps gives the first updates of every category the full learning rate, so categories of a few rows learn
-            # those rows by heart. This one damps updates of categories with fewer than some hundred rows.
+            # With a small eps, rare categories memorize their rows, because their first updates have the full learning rate. This
+            # eps damps updates of categories with fewer than a few hundred rows.
             sparse_optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
             schedule=LearningRateSchedule(decay_fraction=0.8),
@@ -39,7 +39,7 @@ def criteo_demo(path: str | None = None) -> TrainConfig:
 
 
 def criteo_kaggle(path: str | None = None) -> TrainConfig:
-    """DLRM of the Criteo Kaggle benchmark: dimension 16, 13-512-256-64-16, dot, 512-256-1."""
+    """Train the DLRM of the Criteo Kaggle benchmark: dimension 16, 13-512-256-64-16, dot, 512-256-1."""
     return TrainConfig(
         recipe="criteo_kaggle",
         workload=ClickWorkload(
@@ -59,7 +59,7 @@ def criteo_kaggle(path: str | None = None) -> TrainConfig:
 
 
 def criteo_kaggle_distilled(path: str | None = None) -> TrainConfig:
-    """A DLRM a quarter as wide that learns from a criteo_kaggle model beside the labels: --workload.teacher.checkpoint RUN."""
+    """Train a DLRM a quarter as wide, distilled from a criteo_kaggle model: --workload.teacher.checkpoint RUN."""
     config = criteo_kaggle(path)
     workload = config.workload
     assert isinstance(workload, ClickWorkload)
@@ -70,12 +70,12 @@ def criteo_kaggle_distilled(path: str | None = None) -> TrainConfig:
 
 
 def criteo_small(path: str | None = None) -> TrainConfig:
-    """DLRM on five days of Criteo 1TB: days 0 to 3 for training, day 23 held out; dimension 64, dot."""
+    """Train DLRM on five days of Criteo 1TB: days 0 to 3 for training, day 23 for evaluation; dimension 64, dot."""
     return _terabyte("criteo_small", path, days=SMALL_DAYS, num_workers=4)
 
 
 def criteo_full(path: str | None = None) -> TrainConfig:
-    """DLRM on all 24 days of Criteo 1TB: days 0 to 22 for training, day 23 held out; dimension 64, dot."""
+    """Train DLRM on all 24 days of Criteo 1TB: days 0 to 22 for training, day 23 for evaluation; dimension 64, dot."""
     return _terabyte("criteo_full", path, days=FULL_DAYS, num_workers=8)
 
 
@@ -103,7 +103,7 @@ def _terabyte(recipe: str, path: str | None, *, days: tuple[RemoteFile, ...], nu
 
 
 def mlperf_dlrm(path: str | None = None) -> TrainConfig:
-    """MLPerf's first DLRM: mlperf-v1 preset with ids modulo 40 million, dimension 128, dot, SGD 1.0, global batch 2048."""
+    """Train MLPerf's first DLRM: mlperf-v1 preset with ids modulo 40 million, dimension 128, dot, SGD 1.0, global batch 2048."""
     return TrainConfig(
         recipe="mlperf_dlrm",
         workload=ClickWorkload(
@@ -122,7 +122,8 @@ def mlperf_dlrm(path: str | None = None) -> TrainConfig:
 
 
 def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
-    """MLPerf's DLRM-DCNv2: ids modulo 40 million as synthetic bags of 214 ids a row, crosses, Adagrad 0.005, batch 65536."""
+    """Train MLPerf's DLRM-DCNv2: ids modulo 40 million as synthetic bags of 214 ids per row, crosses, Adagrad 0.005, batch
+    65536."""
     return TrainConfig(
         recipe="mlperf_dcnv2",
         workload=ClickWorkload(
@@ -143,7 +144,8 @@ def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
 
 
 def criteo_ensemble(path: str | None = None) -> TrainConfig:
-    """A small DLRM, a FinalNet and a logistic regression as one model, on any log in Criteo's format of some thousand rows."""
+    """Train a small DLRM, a FinalNet and a logistic regression as one model, on any log in Criteo's format with some thousand
+    rows."""
     from rayrec.models.ranking.finalnet import FinalNetConfig
     from rayrec.models.ranking.linear import LinearConfig
 
@@ -171,4 +173,4 @@ PUBLISHED = {
     "mlperf_dlrm": "criteo_full",
     "mlperf_dcnv2": "criteo_full",
 }
-"""The data set of each recipe that is for a published one."""
+"""Published data set of each recipe."""

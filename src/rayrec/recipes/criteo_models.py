@@ -1,6 +1,6 @@
-"""Models on Criteo's click logs with the settings that BARS and the authors of DCNv3 published for Criteo_x4.
+"""Recipes for Criteo's click logs with the settings of BARS and the DCNv3 authors for Criteo_x4.
 
-The rows differ: the published results have a random split, these recipes hold out the last rows in the order of the log.
+The published results use a random split. These recipes evaluate on the last rows in log order.
 """
 
 from rayrec.data.encoding.presets import FUXICTR_X4
@@ -12,11 +12,12 @@ from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
 _MOST_EPOCHS = 100
-"""Early stopping ends training before."""
+"""Epoch limit. Early stopping ends training before."""
 
 
 def criteo_finalnet_x4(path: str | None = None) -> TrainConfig:
-    """FinalNet with the settings of Criteo_x4: towers 1000-1000-1000 and 512, a feature gate, dropout 0.4, no tower losses."""
+    """Train FinalNet with the settings of Criteo_x4: towers 1000-1000-1000 and 512, a feature gate, dropout 0.4, no tower
+    losses."""
     from rayrec.models.ranking.finalnet import FinalNetConfig
 
     model = FinalNetConfig(
@@ -24,13 +25,13 @@ def criteo_finalnet_x4(path: str | None = None) -> TrainConfig:
         second_tower=(512,),
         first_dropout=0.4,
         second_dropout=0.4,
-        tower_losses=False,  # The FuxiCTR 2.2 behind the published result defined these losses, but did not add them.
+        tower_losses=False,  # The published result used FuxiCTR 2.2, which defined these losses but did not add them.
     )
     return _x4("criteo_finalnet_x4", path, model, batch_size=8192, seed=2019)
 
 
 def criteo_finalmlp(path: str | None = None) -> TrainConfig:
-    """FinalMLP with the settings of Criteo_x4: MLPs of five layers of 1000 and one of 500, 50 heads, no gates."""
+    """Train FinalMLP with the settings of Criteo_x4: MLPs of five layers of 1000 and one of 500, 50 heads, no gates."""
     from rayrec.models.ranking.finalmlp import FinalMLPConfig
 
     model = FinalMLPConfig(
@@ -40,7 +41,7 @@ def criteo_finalmlp(path: str | None = None) -> TrainConfig:
 
 
 def criteo_dcnv3(path: str | None = None) -> TrainConfig:
-    """DCNv3 with the settings of Criteo_x4: 3 deep and 4 shallow layers, layer norm, one head."""
+    """Train DCNv3 with the settings of Criteo_x4: 3 deep and 4 shallow layers, layer norm, one head."""
     from rayrec.models.ranking.dcnv3 import DCNv3Config
 
     model = DCNv3Config(deep_layers=3, shallow_layers=4, deep_dropout=0.1, shallow_dropout=0.2, heads=1)
@@ -48,8 +49,10 @@ def criteo_dcnv3(path: str | None = None) -> TrainConfig:
 
 
 def _x4(recipe: str, path: str | None, model: ClickModelConfig, *, batch_size: int, seed: int) -> TrainConfig:
-    """FuxiCTR's training: Adam on tables and network, an L2 penalty on whole tables, and joint clipping of gradients. Evaluates
-    once per epoch: an epoch without an improvement divides the learning rates by ten, two in a row end training."""
+    """Configure training as in FuxiCTR: Adam on tables and network, an L2 penalty on full tables, and joint gradient clipping.
+
+    Evaluates once per epoch. An epoch without improvement divides the learning rates by ten. Two in a row end training.
+    """
     return TrainConfig(
         recipe=recipe,
         workload=ClickWorkload(

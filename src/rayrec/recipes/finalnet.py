@@ -1,4 +1,4 @@
-"""FinalNet on Criteo's click logs."""
+"""FinalNet recipe for Criteo's click logs."""
 
 from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
@@ -9,7 +9,7 @@ from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
 
 def criteo_finalnet(path: str | None = None) -> TrainConfig:
-    """FinalNet of the Criteo Kaggle benchmark: dimension 16, towers 400-400, a feature gate, integers as buckets."""
+    """Train FinalNet of the Criteo Kaggle benchmark: dimension 16, towers 400-400, a feature gate, bucketized integers."""
     from rayrec.models.ranking.finalnet import FinalNetConfig
 
     return TrainConfig(

@@ -1,4 +1,4 @@
-"""GPT-2 on texts: a model of a laptop's size, and the one of 124 million parameters."""
+"""GPT-2 recipes: a model for a laptop, and the model with 124 million parameters."""
 
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import TrainConfig
@@ -7,7 +7,8 @@ from rayrec.workloads.run_config import DataConfig, ScalingConfig
 
 
 def gpt2_tiny(path: str | None = None) -> TrainConfig:
-    """A GPT-2 of 0.8 million parameters on a text of a megabyte, by characters, in blocks of 128: a laptop, some minutes."""
+    """Train a character-level GPT-2 with 0.8 million parameters on a megabyte of text, in blocks of 128: a laptop, some
+    minutes."""
     return TrainConfig(
         recipe="gpt2_tiny",
         workload=LanguageWorkload(
@@ -32,7 +33,8 @@ def gpt2_tiny(path: str | None = None) -> TrainConfig:
 
 
 def gpt2(path: str | None = None) -> TrainConfig:
-    """GPT-2 of 124 million parameters in blocks of 1024, as nanoGPT reproduces it: 480 blocks (491,520 tokens) a step."""
+    """Train GPT-2 with 124 million parameters in blocks of 1024, as nanoGPT reproduces it: 480 blocks (491,520 tokens) per
+    step."""
     return TrainConfig(
         recipe="gpt2",
         workload=LanguageWorkload(

@@ -1,4 +1,4 @@
-"""Retrieval models on logs of interactions: which user chose which item, and when."""
+"""Retrieval models for interaction logs: users, chosen items and times."""
 
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.models.base import TableStart
@@ -9,17 +9,17 @@ from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig
 
 PLACEHOLDER = Schema(label=None, dense=(), sparse=("user", "item"), tokens="any", delimiter=",")
-"""Stands for the user's own schema, which `--schema FILE` brings."""
+"""Placeholder for the schema from `--schema FILE`."""
 
 PLACEHOLDER_OF_LISTS = PLACEHOLDER.replace(sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=50),))
-"""The same for a log of lists of items."""
+"""Placeholder schema for a log with item lists."""
 
 PRESET = RAYREC.replace(min_count=1)
-"""Every item of the training rows has an id of its own."""
+"""Preset with a separate id for each training item."""
 
 
 def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) -> TrainConfig:
-    """SASRec on lists of items in the order of time: --schema FILE."""
+    """Train SASRec on lists of items in time order: --schema FILE."""
     from rayrec.models.retrieval.sasrec import SASRecConfig
 
     return TrainConfig(
@@ -42,7 +42,7 @@ def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) ->
 
 
 def two_tower(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainConfig:
-    """Vectors of users and items, from rows of a user with a chosen item: --schema FILE."""
+    """Train user and item vectors on rows of a user and a chosen item: --schema FILE."""
     from rayrec.models.retrieval.two_tower import TwoTowerConfig
 
     return TrainConfig(

@@ -1,4 +1,4 @@
-"""ResNet18 on MNIST and on data sets in its format."""
+"""ResNet18 recipes for MNIST and data sets in its format."""
 
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule
 from rayrec.workloads.base import TrainConfig
@@ -7,7 +7,7 @@ from rayrec.workloads.vision import AugmentationConfig, ResNetConfig, VisionWork
 
 
 def mnist_resnet18(path: str | None = None) -> TrainConfig:
-    """ResNet18 on MNIST as in Ray's PyTorch tutorial: Adam 1e-5, two epochs, 128 images a step over two workers."""
+    """Train ResNet18 on MNIST as in Ray's PyTorch tutorial: Adam 1e-5, two epochs, 128 images per step over two workers."""
     return TrainConfig(
         recipe="mnist_resnet18",
         workload=VisionWorkload(model=ResNetConfig(), optimizer=DenseOptimizerConfig(kind="adam", learning_rate=1e-5)),
@@ -21,7 +21,7 @@ def mnist_resnet18(path: str | None = None) -> TrainConfig:
 
 
 def mnist_resnet18_augmented(path: str | None = None) -> TrainConfig:
-    """ResNet18 on MNIST to more than 99.4 % of the test images: images moved at random, AdamW, a rate that rises and falls."""
+    """Train ResNet18 on MNIST to over 99.4 % test accuracy: random augmentation, AdamW, learning rate warmup and decay."""
     return TrainConfig(
         recipe="mnist_resnet18_augmented",
         workload=VisionWorkload(

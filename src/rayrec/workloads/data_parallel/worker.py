@@ -102,7 +102,7 @@ def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
             for block in module:
-                # Skip empty blocks and bare layers. Nested lists belong to their block.
+                # Skip modules without parameters, and bare layers.
                 if any(True for _ in block.parameters()) and any(True for _ in block.children()):
                     yield block
 

@@ -1,4 +1,4 @@
-"""Recommenders: click models on logs, with sharded embedding tables."""
+"""Recommender workload: models on click logs, with sharded embedding tables."""
 
 from rayrec.workloads.recsys.workload import ClickWorkload
 

@@ -1,5 +1,5 @@
-"""Models that are no networks, trained on the rows that a click model was trained on, to see what a network is worth:
-gradient-boosted trees (LightGBM) and logistic regression on hashed categories (scikit-learn)."""
+"""Baselines without a neural network, trained on the rows of a click model: gradient-boosted trees (LightGBM) and logistic
+regression on hashed categories (scikit-learn)."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ Kind = Literal["lightgbm", "logistic"]
 
 _FOLDS: Final = 5
 _SMOOTHING: Final = 20.0
-"""Rows of the mean label that every category is taken to have had."""
+"""Prior strength of each category's click rate, in rows with the mean label."""
 _TREES: Final = 1000
-"""At most; the validation rows say how many."""
+"""Maximum number of trees. Validation rows select the actual number."""
 _PATIENCE: Final = 30
-"""Trees without a better validation loss before training ends."""
+"""Number of trees without a better validation loss before training stops."""
 _HASHED: Final = 1 << 20
-"""Weights of the logistic regression for categories."""
+"""Number of hashed category weights in the logistic regression."""
 _STRENGTHS: Final = (0.01, 0.03, 0.1, 0.3)
-"""Inverse L2 penalties that are tried; the validation rows choose."""
+"""Inverse L2 penalties to try. The validation rows select one."""
 _PRIME: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Scorer(Protocol):
-    """A trained baseline."""
+    """Trained baseline model."""
 
     @property
     def parameters(self) -> int:
-        """Weights, or splits and leaves."""
+        """Number of weights, or of splits and leaves."""
         ...
 
     def logits(self, rows: EncodedRows) -> np.ndarray:
-        """float32 (rows,)."""
+        """Return logits, float32 [rows]."""
         ...
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """What baselines of a run are trained and scored on: its Preprocessor's numbers and ids."""
+    """Training and validation rows of a run's baselines, encoded by its Preprocessor."""
 
     preprocessor: Preprocessor
     train: EncodedRows
@@ -66,22 +66,21 @@ class Baselines:
     config: TrainConfig
 
     def fit(self, kind: Kind, **settings: Any) -> Scorer:
-        """`settings`: parameters of LightGBM beside or in place of its defaults, or `strengths`: the inverse L2 penalties that
-        are tried."""
+        """Train a baseline. `settings` override LightGBM's defaults, or set `strengths`, the inverse L2 penalties to try."""
         return _Trees.fit(self, **settings) if kind == "lightgbm" else _Logistic.fit(self, **settings)
 
     def rows(self, path: str) -> Iterator[EncodedRows]:
-        """Those of a labelled log, in its order. Raises InputError for a log that cannot be read or has too many faulty lines."""
+        """Yield the rows of a labeled log in order. Raises InputError if it cannot be read or has too many invalid lines."""
         data = self.config.eval_data.replace(path=path, files=())
         index = open_run_log(data, self.preprocessor, cache=self.cache, max_bad_fraction=self.config.max_bad_fraction)
         return encoded(index, (0, index.rows), self.preprocessor)
 
 
 def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kinds: tuple[Kind, ...]) -> Baselines:
-    """Reads the training rows of a checkpoint's run, the last `most_rows` of them, and its validation rows, as many at most.
+    """Read the last `most_rows` training rows and at most as many validation rows of a checkpoint's run.
 
     Memory on the driver: 4 bytes for each number and id of these rows, and several times as much while a baseline is trained.
-    Raises InputError for a package that is not installed, a run whose log cannot be read, and one without validation rows.
+    Raises InputError for a missing package, an unreadable log, and a run without validation rows.
     """
     for kind in kinds:
         require("lightgbm" if kind == "lightgbm" else "sklearn", extra="baselines")
@@ -109,7 +108,7 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kind
 
 
 def _joined(batches: Iterator[EncodedRows]) -> EncodedRows:
-    """Without what baselines do not use: weights, groups, further labels."""
+    """Concatenate batches without weights, groups and additional labels, which baselines do not use."""
     kept = list(batches)
     if not kept:
         raise InputError("baselines: the run's split leaves no rows to train or to validate on")
@@ -126,7 +125,7 @@ def _joined(batches: Iterator[EncodedRows]) -> EncodedRows:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Of each category of a column of one id a row: how often it was trained on, and its clicks."""
+    """Number of training rows and clicks of each category in a column with one id per row."""
 
     count: np.ndarray
     clicks: np.ndarray
@@ -141,15 +140,15 @@ class _Rates:
         return _Rates(self.count - other.count, self.clicks - other.clicks, self.prior)
 
     def features(self, ids: np.ndarray) -> np.ndarray:
-        """float32 (rows, 2): the smoothed rate of clicks and the logarithm of the count."""
+        """Return the smoothed click rate and log count of each id, float32 [rows, 2]."""
         count, clicks = self.count[ids], self.clicks[ids]
         rate = (clicks + _SMOOTHING * self.prior) / (count + _SMOOTHING)
         return np.stack([rate, np.log1p(count)], axis=1).astype(np.float32)
 
 
 class _Trees:
-    """Gradient-boosted trees on the numbers and, for each column of one category a row, the category's smoothed rate of clicks
-    and its count (target encoding; in training of the rows of the other folds). Lists are left out."""
+    """Gradient-boosted trees on numbers and target-encoded categories: smoothed click rate and count, from the other folds in
+    training. Skips lists."""
 
     def __init__(self, rates: dict[int, _Rates], booster: object) -> None:
         self._rates, self._booster = rates, booster
@@ -204,10 +203,10 @@ class _Trees:
 
 
 class _Logistic:
-    """Logistic regression on the numbers and a weight for each category, hashed to 2^20 in all."""
+    """Logistic regression on numbers and 2^20 hashed category weights."""
 
     def __init__(self, model: object, trained: np.ndarray) -> None:
-        """`trained`: the columns of `one_hot` that the model has a weight for."""
+        """Create a scorer. `trained` has the columns of `one_hot` with a weight in the model."""
         self._model, self._trained = model, trained
 
     @classmethod
@@ -236,7 +235,7 @@ class _Logistic:
 
 
 def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
-    """float32 (rows, num_dense + 2^20): the numbers, and how often each hashed category is in a row."""
+    """Return the numbers, and the count of each hashed category, as float32 [rows, num_dense + 2^20]."""
     from scipy import sparse
 
     values, owners = [], []

@@ -1,4 +1,4 @@
-"""A small click model learns from a large one: its teacher's probabilities become a part of what rows are to be scored as."""
+"""Distillation of click models: targets mix the labels with a teacher's probabilities."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from rayrec.workloads.recsys.scorer import ClickScorer
 
 RECORD = "teacher.json"
-"""File in a run's folder that names its teacher, so that a resumed run has the same one."""
+"""File in the run folder that records its teacher, so that a resumed run uses the same one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(Config):
-    """Whom a click model learns from beside the labels."""
+    """Teacher models, in addition to the labels."""
 
     checkpoint: str | tuple[str, ...] | None = None
-    """Folder of a click model's checkpoint, or of its run, reachable from every node; its Preprocessor is taken over. Several:
-    the logit of the teacher is the mean of theirs; they must have been trained with one Preprocessor and precision."""
+    """Folder of a click model's checkpoint or run, reachable from every node. Its Preprocessor is reused. Several folders make
+    the mean of their logits the teacher. They must have been trained with one Preprocessor and precision."""
     weight: float = 0.0
-    """Share of the teacher's probability in what rows are to be scored as, the label having the rest; 0: no teacher."""
+    """Weight of the teacher's probability in the target. The label has the remaining weight. 0 disables the teacher."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,13 +43,13 @@ class TeacherConfig(Config):
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
-        """As given; none: there is no teacher."""
+        """Configured checkpoints, empty without a teacher."""
         if self.checkpoint is None:
             return ()
         return (self.checkpoint,) if isinstance(self.checkpoint, str) else self.checkpoint or ("",)
 
     def check(self) -> None:
-        """Raises InputError for a weight without a teacher, and a teacher without a weight."""
+        """Check that both a teacher and a weight are set, or neither. Raises InputError."""
         if self.weight and self.checkpoint is None:
             raise InputError(
                 "teacher.checkpoint: whom to learn from? pass --workload.teacher.checkpoint RUN (a trained click model)"
@@ -62,23 +62,23 @@ class TeacherConfig(Config):
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that was found; what workers are told."""
+    """Resolved teacher for workers."""
 
     checkpoints: tuple[str, ...]
-    """Folders of its weights; several: it is the mean of these models."""
+    """Checkpoint folders. The teacher is the mean of these models."""
     weight: float
 
 
 def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
-    """On the driver: the teacher, or None where there is none; a resumed run has the one it began with.
+    """Return the teacher on the driver, or None if not configured. A resumed run keeps its original teacher.
 
-    Raises InputError where there is no such checkpoint, or its weights are not those the run began with.
+    Raises InputError if a checkpoint is missing or its weights changed since the run started.
     """
     if config.checkpoint is None:
         return None
     record = storage.join(run, RECORD)
     known = storage.read_json(record) if storage.exists(record) else []
-    known = known if isinstance(known, list) else [known]  # an earlier version wrote one
+    known = known if isinstance(known, list) else [known]  # earlier versions wrote a single dict
     opened = [open_checkpoint(each) for each in ([each["checkpoint"] for each in known] or config.checkpoints)]
     found = [{"checkpoint": each.path, "weights": _hash_of(each)} for each in opened]
     if not known:
@@ -96,12 +96,11 @@ def _hash_of(checkpoint: Checkpoint) -> str:
 
 
 def load_targets(teacher: Teacher, preprocessor: Preprocessor) -> Callable[[EncodedRows], np.ndarray]:
-    """On a worker: a function that gives what each labelled row is to be scored as, float32 (rows,): (1 - weight) * label +
-    weight * the teacher's probability. Binary cross entropy with it is the same mean of those with label and probability, since
-    it is linear in the target (Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", at temperature 1).
+    """Return a function that computes targets on a worker: (1 - weight) * label + weight * teacher probability, float32 [rows].
 
-    Memory: the teacher's weights, once a worker. Raises InputError for damaged weights, those of another kind of model, and
-    models that do not fit together.
+    Binary cross entropy is linear in the target, so this equals the weighted mean of both losses (Hinton et al. 2015, "Distilling
+    the Knowledge in a Neural Network", at temperature 1). Memory: the teacher's weights, once per worker. Raises InputError for
+    damaged weights, another kind of model, and incompatible models.
     """
     scorer = _load_scorer(teacher.checkpoints, preprocessor)
     share = np.float32(teacher.weight)

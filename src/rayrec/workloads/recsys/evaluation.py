@@ -1,4 +1,4 @@
-"""What an evaluation of a click model shows beside its metrics: how far to trust its scores, how many categories it knew."""
+"""Evaluation reports for click models besides metrics: score reliability and category coverage."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from rayrec.metrics.means import RowMetrics
 from rayrec.models.heads import BinaryHead, Head, labels_accumulator
 
 _EDGE = 16.0
-"""Logits beyond it are as good as certain, and share a bin."""
+"""Maximum absolute logit. Larger logits are practically certain and share a bin."""
 _BINS_PER_LOGIT = 16
 _NUM_BINS = int(2 * _EDGE) * _BINS_PER_LOGIT
 _MOST_BINS = 15
-"""Of a reliability diagram, each with about as many rows."""
+"""Maximum number of bins in a reliability diagram, with about equally many rows."""
 
 
 @final
 class EvaluationCounts:
-    """Counts, over the last evaluation of one worker, rows and clicks by logit, and unknown and missing values by column."""
+    """Counts of one worker's last evaluation: rows and clicks by logit, unknown and missing values by column."""
 
     def __init__(self, columns: Mapping[str, SparseColumn], heads: Sequence[Head], *, grouped: bool = False) -> None:
-        """`columns`: by the key of the batches; empty where an id no longer tells whether its category was known. `heads`: of the
-        model. `grouped`: whether batches have the keys of groups."""
+        """Create empty counts.
+
+        Args:
+            columns: Columns by batch key, empty if ids no longer reveal unknown categories.
+            heads: Heads of the model.
+            grouped: Whether batches have group keys.
+        """
         self._columns, self.heads, self.grouped = columns, heads, grouped
         self._start("")
 
@@ -37,7 +42,7 @@ class EvaluationCounts:
         self._by_column = np.zeros((len(self._columns), 3), np.int64)  # values, unknown, missing
 
     def counted(self, name: str, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches of evaluation set `name`, whose evaluation begins now."""
+        """Yield the batches of evaluation set `name` and count their categories. Resets the counts."""
         self._start(name)
         for batch in batches:
             self._count_categories(batch)
@@ -64,13 +69,13 @@ class EvaluationCounts:
         main = self.heads[0].name
         if not isinstance(self.heads[0], BinaryHead):
             return
-        logits = output.outputs[main].float().cpu().numpy().astype(np.float64)  # device sync, as the metrics' own
+        logits = output.outputs[main].float().cpu().numpy().astype(np.float64)  # device sync, as in the metrics
         bins = ((np.clip(logits, -_EDGE, _EDGE - 1e-6) + _EDGE) * _BINS_PER_LOGIT).astype(np.int64)
         for row, weights in enumerate((None, output.labels[main].cpu().numpy(), 1 / (1 + np.exp(-logits)))):
             self._by_logit[row] += np.bincount(bins, weights=weights, minlength=_NUM_BINS)
 
     def shown(self) -> list[dict[str, Any]]:
-        """What all workers counted together, for people to look at; nothing where nothing was evaluated; collective."""
+        """Return the counts of all workers as reports, empty without an evaluation. Collective."""
         by_logit, by_column = sum_over_workers(self._by_logit), sum_over_workers(self._by_column)
         if not by_logit.any() and not by_column.any():
             return []
@@ -91,15 +96,16 @@ class EvaluationCounts:
 
 
 def counted_columns(keys: Sequence[str], columns: Sequence[SparseColumn], *, expanded: bool) -> dict[str, SparseColumn]:
-    """What EvaluationCounts can count: nothing where ids are `expanded` into others before they reach a batch."""
+    """Return the columns for EvaluationCounts, none if ids are `expanded` into others before batching."""
     return {} if expanded else dict(zip(keys, columns, strict=True))
 
 
 def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
-    """Rows in the order of their scores, in up to 15 groups of about as many: `rows`, `predicted` (mean probability) and
-    `observed` (share of clicks), as in a reliability diagram (Niculescu-Mizil & Caruana 2005). Pure.
+    """Group rows by score into up to 15 bins of about equal size for a reliability diagram (Niculescu-Mizil & Caruana 2005).
+    Pure.
 
-    `by_logit` (3, bins): rows, clicks and summed probabilities of narrow bins of the logit.
+    `by_logit` [3, bins] has rows, clicks and summed probabilities of narrow logit bins. Each result has `rows`, `predicted` (mean
+    probability) and `observed` (share of clicks).
     """
     rows = by_logit[0]
     group = np.minimum((np.cumsum(rows) - rows / 2) * _MOST_BINS / rows.sum(), _MOST_BINS - 1).astype(np.int64)
@@ -113,7 +119,7 @@ def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
 
 @final
 class ClickMetrics:
-    """Gathers what an evaluation gives: logits and labels, and the network's measures."""
+    """Accumulator of logits, labels and network measures of an evaluation."""
 
     def __init__(self, counts: EvaluationCounts) -> None:
         self._labels = labels_accumulator(counts.heads, grouped=counts.grouped)
@@ -131,8 +137,8 @@ class ClickMetrics:
 
 
 def _tells(column: SparseColumn, reserved_id: int) -> bool:
-    """Whether nothing but unknown, or nothing but missing, values have this id of the column's."""
-    if column.num_tokens is None:  # any token may have any id from first_id on, and none is unknown
+    """Return whether the reserved id of a column is used only for unknown, or only for missing values."""
+    if column.num_tokens is None:  # Any token can have any id from first_id, and none is unknown.
         return reserved_id == column.missing_id and reserved_id < column.first_id
     highest_id = column.first_id + column.num_tokens - (column.gap is None)
     return column.unknown_id != column.missing_id and highest_id < column.num_embeddings

@@ -1,4 +1,4 @@
-"""Before anything runs: which worker would hold which table, and how fast a slice of the log is read, encoded and trained on."""
+"""Planning of click models: table placement, and the speed of reading, encoding and training on a log slice."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 _UNKNOWN_BYTES: Final = 2**50
-"""More than any tables take."""
+"""Memory limit larger than any tables."""
 _OBJECT_STORE_SHARE: Final = 0.3
-"""Of the free memory, which a local Ray reserves for its object store."""
+"""Share of free memory that a local Ray reserves for its object store."""
 _MANY_ROWS: Final = 2**62
-"""Of a log that is not known."""
+"""Row count of an unknown log."""
 _COPIES_OF_EMBEDDINGS: Final = 6
-"""Pooled embeddings of a batch: looked up, exchanged, in the interaction, and the gradient of each."""
+"""Copies of pooled embeddings in a batch: lookup, exchange, interaction, and the gradient of each."""
 _COPIES_OF_ACTIVATIONS: Final = 2
-"""With the gradient."""
+"""Copies of activations, including the gradient."""
 _EXCHANGE_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 NOT_CHECKED: Final = (
     "Not checked: whether the tables fit the GPUs, of which this machine has none; --cluster gpus=N,gpu_memory_gb=N,... says "
@@ -64,10 +64,10 @@ def plan(
     hotness: Sequence[int | None] | None = None,
     target: Target | None = None,
 ) -> str:
-    """The plan as text: for the workers of `target`, or, without one, for workers that share this machine's memory or have a
-    GPU like this machine's. `hotness`: see `tables_of`.
+    """Return the plan as text, for the workers of `target`, or for workers that share this machine's memory or have a GPU like
+    its GPU.
 
-    Raises InputError when the tables do not fit, with what they need.
+    `hotness` is as for `tables_of`. Raises InputError with the required memory if the tables do not fit.
     """
     workers = config.scaling.max_workers
     place = target or Target(workers, workers)
@@ -79,7 +79,7 @@ def plan(
 
 
 def memory_of_target(config: TrainConfig, target: Target) -> tuple[int, list[str]]:
-    """Bytes that one worker of a target may fill, and notes about what is not known."""
+    """Return the memory limit of one target worker in bytes, and notes about unknowns."""
     if target.memory_bytes is not None:
         return target.memory_bytes, []
     if config.scaling.use_gpu:
@@ -91,8 +91,8 @@ def memory_of_target(config: TrainConfig, target: Target) -> tuple[int, list[str
 
 
 def memory_here(config: TrainConfig, *, workers: int) -> int:
-    """Bytes that each of so many workers could fill on this machine: its GPU's, or a share of what the host has free, less Ray's
-    object store and the worker's own process."""
+    """Return the memory limit of each worker on this machine in bytes: its GPU, or a share of free host memory, minus Ray's
+    object store and the worker process."""
     if config.scaling.use_gpu:
         import torch
 
@@ -103,13 +103,13 @@ def memory_here(config: TrainConfig, *, workers: int) -> int:
 
 
 def available_host_bytes() -> int:
-    """What this machine, or its container, has left for tables."""
+    """Return the available memory of this machine or its container for tables."""
     return machine.memory().available
 
 
 def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: Schema, **settings: Any) -> ClickModel:
-    """The model with its tables on the meta device and their optimizer applied, from which TorchRec's planner computes the
-    bytes of its state."""
+    """Build the model with tables on the meta device and their optimizer applied, so that TorchRec's planner includes its
+    state."""
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     from rayrec.models.sharded_model import build_click_model
@@ -126,8 +126,10 @@ def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: S
 def cut_to_fit(
     workload: ClickSettings, config: TrainConfig, num_embeddings: list[int], *, inputs: Schema, workers: int, memory_bytes: int
 ) -> list[int]:
-    """The tables' rows, no more in any than lets so many workers of one node, with so much memory each, hold them all. Raises
-    InputError where not even tables of one row fit."""
+    """Cap the rows per table so that all tables fit `workers` on one node with `memory_bytes` each.
+
+    Raises InputError if not even tables of one row fit.
+    """
     most = max(num_embeddings)
     target = Target(workers, workers)
     while True:
@@ -144,16 +146,16 @@ def cut_to_fit(
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables spread over workers."""
+    """Sharded tables and their costs."""
 
     text: str
-    """The plan and the memory of the fullest worker, for people."""
+    """Readable plan, with the memory of the fullest worker."""
     worker_bytes: tuple[int, ...]
-    """Tables and optimizer state of each worker."""
+    """Bytes of tables and optimizer state per worker."""
     memories: tuple[WorkerMemory, ...]
-    """All memory of each worker."""
+    """Total memory per worker."""
     traffic: Traffic
-    """What workers send each other."""
+    """Communication between workers."""
 
 
 def tables_of(
@@ -167,9 +169,14 @@ def tables_of(
     hotness: Sequence[int | None] | None = None,
     rows: int = _MANY_ROWS,
 ) -> Tables:
-    """The tables over the workers of `target`, who may fill `memory_bytes` each; `inputs` are the model's columns, which a
-    Preprocessor may have made from others. `hotness`: ids of a row in each categorical column, None: any number (None for all:
-    as the recipe's preset makes them); `rows`: of an epoch. Raises InputError as `plan`."""
+    """Shard the tables over the workers of `target`. Raises InputError if they do not fit.
+
+    Args:
+        inputs: Columns of the model. A Preprocessor may have derived them from other columns.
+        memory_bytes: Memory limit per worker.
+        hotness: Ids per row of each categorical column, None for any number. None for all uses the recipe's preset.
+        rows: Rows per epoch.
+    """
     from rayrec.models.cost import network_cost, sequence_lengths
 
     model = build_model(workload, num_embeddings, inputs=inputs)
@@ -228,9 +235,11 @@ def tables_of(
 
 
 def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int, constant_values: int = 0) -> int:
-    """Activations of a step, whose rows have so many values of embeddings each, and which reads full tables of `constant_values`;
-    an evaluation keeps none for a backward pass, so that half of its rows count."""
-    copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule  # gradients by row
+    """Return activation bytes of a step, with `values` embedding values per row and `constant_values` of full tables.
+
+    An evaluation keeps nothing for a backward pass, so half of its rows count.
+    """
+    copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule  # plus gradients by row
     of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
     rows = max(config.batch_size, config.eval_batch_size // 2)
     return int(rows * of_row) + copies * constant_values * FLOAT_BYTES
@@ -244,8 +253,10 @@ def lookups_of(
     tables: Mapping[str, int] | None = None,
     rows: int = 1,
 ) -> dict[str, list[Lookup]]:
-    """What a row looks up in each table. A list of any number of ids counts as its max_length, or 20. `tables`: rows of the full
-    tables that each of `rows` rows reads its share of."""
+    """Return the lookups of a row in each table. A list of unlimited length counts as its max_length, or 20.
+
+    `tables` has the row counts of full tables. Each of `rows` rows reads its share of them.
+    """
     from rayrec.models.cost import USUAL_LENGTH
 
     multi_hot, lists = workload.preset.multi_hot, dict(inputs.lists)
@@ -261,18 +272,18 @@ def lookups_of(
 
 
 _REPEATS: Final = 3
-"""Of the data stages; the quickest counts."""
+"""Number of timings of the data stages. The fastest counts."""
 _MEMORY_FOR_TABLES: Final = 0.9
-"""Of what is free here: less may be when the workers look."""
+"""Share of free memory for tables, because less may be free when the workers check."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """The first block of a log."""
+    """First block of a log."""
 
     index: LogIndex
     rows_of_log: int
-    """About."""
+    """Approximate row count of the log."""
     preprocessor: Preprocessor
     sampled_vocabulary: bool
 
@@ -280,10 +291,10 @@ class _Slice:
 def probe_speed(
     workload: ClickSettings, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
 ) -> MeasuredSpeed:
-    """`local_workers` train here, side by side, on the CPUs or (one) on this machine's GPU; nobody does where the target's speed
-    is known. Tables that are too large for this machine are cut for that.
+    """Measure the training speed of concurrent `local_workers` on the CPUs or (one worker) the GPU of this machine.
 
-    Takes some twenty seconds. Raises InputError where the log is not text, or the tables do not fit the target.
+    Does not train if the target's speed is known. Tables that do not fit this machine are cut. Takes about 20 seconds. Raises
+    InputError if the log is not text, or if the tables do not fit the target.
     """
     piece = _read_slice(workload, config)
     times = _time_stages(piece, config)
@@ -332,7 +343,7 @@ def probe_speed(
 
 
 def _tables_there(workload: ClickSettings, config: TrainConfig, piece: _Slice, target: Target) -> tuple[Tables, list[str]]:
-    """The tables over the target's workers, and what is to be said of it."""
+    """Return the tables sharded over the target's workers, and notes."""
     memory_bytes, notes = memory_of_target(config, target)
     try:
         tables = tables_of(
@@ -376,7 +387,7 @@ def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
 
 
 def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
-    """How long one data task takes for the slice."""
+    """Measure the duration of one data task on the slice."""
     from rayrec.ingest.stream import encoded_block
 
     parts = tuple(Part(segment, 0, segment.rows) for segment in piece.index.segments)
@@ -391,17 +402,16 @@ def _time_stages(piece: _Slice, config: TrainConfig) -> BlockTimes:
 
 @dataclass(frozen=True)
 class SliceRows:
-    """What processes that train on a slice are told."""
+    """Picklable slice for training processes. See `TrainingRows`."""
 
     folder: str
-    """Of its Preprocessor."""
+    """Preprocessor folder."""
     index: LogIndex
     num_embeddings: list[int]
-    """Rows of the tables, which may be fewer than the Preprocessor's."""
+    """Table rows, possibly fewer than in the Preprocessor."""
     rows_of_log: int
 
     def set_up(self, context: WorkerContext) -> tuple[WorkerSetup, list[Batch]]:
-        """Set up one worker; return its batches too. Collective."""
         workload = context.config.workload
         assert isinstance(workload, ClickSettings)
         preprocessor = Preprocessor.load(self.folder)
@@ -409,14 +419,14 @@ class SliceRows:
         return setup, self._batches(context, workload, preprocessor, size=setup.described["batch_size"])
 
     def _prepared(self, preprocessor: Preprocessor) -> Prepared:
-        # Only its number of rows counts
+        # Only the row count matters.
         order = BlockOrder((Part(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1)
         shared, inputs = InProcess(preprocessor), preprocessor.inputs
         sets = {"train": order}
         return Prepared(shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None)
 
     def _batches(self, context: WorkerContext, workload: ClickSettings, preprocessor: Preprocessor, *, size: int) -> list[Batch]:
-        """This worker's share of the slice, in batches of its size; one at least, of rows that repeat where there are too few."""
+        """Return this worker's share of the slice in batches of `size` rows. Repeats rows to fill at least one batch."""
         from rayrec.data.logs.reading import read_raw
         from rayrec.ingest.batches import Slicer
 
@@ -432,7 +442,7 @@ class SliceRows:
 
 
 def folded(rows: EncodedRows, num_embeddings: list[int]) -> EncodedRows:
-    """The rows with each id beyond its table's end on another of its rows."""
+    """Wrap ids beyond the end of their table to other rows."""
     ids = [
         replace(column, values=column.values % size) if isinstance(column, Bags) else column % size
         for column, size in zip(rows.ids, num_embeddings, strict=True)

@@ -1,4 +1,4 @@
-"""The encoded rows of a run's log, or of another one of its schema, in this process."""
+"""Encoded rows of a run's log, or of another log with its schema, in this process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rayrec.workloads.run_config import DataConfig
 
 BATCH_ROWS: Final = 2048
-"""Rows that are encoded at once."""
+"""Maximum rows per encoded batch."""
 
 
 def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0) -> LogIndex:
-    """The index of a log, which folder `cache` keeps. Raises InputError where there is no log, it cannot be read, or more than a
-    share of its lines are faulty."""
+    """Return the index of a log, cached in folder `cache`. Raises InputError if the log is missing, unreadable, or has too many
+    invalid lines."""
     if data.path is None:
         raise InputError("the run names no log")
     return LogSource.at(data.path, data.files).index(
@@ -35,12 +35,12 @@ def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, ma
 
 
 def encoded(index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
-    """Rows [start, stop) of a log in their order, `BATCH_ROWS` or fewer at once."""
+    """Yield rows [start, stop) of a log in order, in batches of up to `BATCH_ROWS`."""
     return encoded_parts((index.parts(*rows)), preprocessor)
 
 
 def encoded_parts(parts: Iterable[Part], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
-    """As `encoded`, of some parts of a log."""
+    """Yield the rows of parts of a log, as `encoded`."""
     for part in parts:
         read = open_block(Block((part,), None), preprocessor).encode
         size = part.stop - part.start

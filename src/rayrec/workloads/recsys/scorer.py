@@ -1,4 +1,4 @@
-"""The trained click model in one process, for all that scores: its network and plain tables, no TorchRec, no optimizer."""
+"""Trained click model for scoring in one process: network and plain tables, without TorchRec or optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class PlainModel(nn.Module):
-    """A network between plain tensors, as scoring calls it and exports write it."""
+    """Network with plain tensors as inputs and outputs, for scoring and export."""
 
     def __init__(
         self,
@@ -58,27 +58,37 @@ class PlainModel(nn.Module):
         unpooled: tuple[str, ...] = (),
         tables: tuple[str, ...] = (),
     ) -> None:
-        """`width`: of an embedding. `sequences`: features whose embeddings the network takes one by one; `unpooled`: those whose
-        tables a checkpoint names so; `tables`: those whose full table the network reads."""
+        """Create the model.
+
+        Args:
+            width: Embedding width.
+            sequences: Features with unpooled embeddings.
+            unpooled: Features whose tables have unpooled names in a checkpoint.
+            tables: Features whose full table the network reads.
+        """
         super().__init__()
         self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
         self.sequences, self._unpooled, self.tables = sequences, unpooled, tables
         self.predicts_by_tables = True
-        """Whether predictions read the tables, and not evaluations alone."""
+        """Flag for predictions that read full tables. Otherwise only evaluations do."""
 
     def forward(
         self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Logits (rows,), float32, of the main label, or what heads of no label predict, from dense features (rows, num_dense),
-        pooled embeddings (rows, num_features * width), both float32, the latter in the order of the features, and for each of
-        the model's sequences, which `pooled` then does not have: float32 (ids of all rows, width), int64 lengths (rows,). A model
-        without labels also takes each sequence's ids, int64 (ids of all rows,), and each full table, float32 (num_embeddings,
-        width)."""
+        """Return the logits of the main label, float32 [rows], or the outputs of all heads if none predicts a label.
+
+        Args:
+            dense: Dense features, float32 [rows, num_dense].
+            pooled: Pooled embeddings of the other features in order, float32 [rows, num_features * width].
+            sequences: For each sequence, embeddings, float32 [ids of all rows, width], and lengths, int64 [rows]. A model
+                without labels also takes the ids of each sequence, int64 [ids of all rows], and full tables, float32
+                [num_embeddings, width].
+        """
         values = self.predict(dense, pooled, *sequences)
         return values[self.heads[0].name] if isinstance(self.heads[0], LabelHead) else tuple(values.values())
 
     def predict(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The values of the heads for these inputs, by the names of their tensors."""
+        """Return the head values for inputs of `forward`, by tensor name."""
         embedded = self.embedded(pooled, *sequences)
         values = self.outputs(dense, embedded)
         if hasattr(self.network, "predict"):
@@ -88,12 +98,12 @@ class PlainModel(nn.Module):
         return {name: values[name] for head in self.heads for name in head.names}
 
     def outputs(self, dense: torch.Tensor, embedded: Embedded) -> Mapping[str, torch.Tensor]:
-        """What the network gives: the values of the heads, and whatever else."""
+        """Return the network outputs: head values and others."""
         given = self.network(dense, embedded)
         return named_outputs(given, self.heads, where=f"{type(self.network).__name__}: forward")
 
     def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> Embedded:
-        """What the network takes beside dense features. Without tables it does not read any."""
+        """Build the embeddings of the network from inputs of `forward`. `sequences` may omit ids and tables."""
         count = len(self.sequences)
         jagged, ids, tables = sequences[: 2 * count], sequences[2 * count : 3 * count], sequences[3 * count :]
         one_by_one = {
@@ -110,7 +120,7 @@ class PlainModel(nn.Module):
         )
 
     def table_weights(self) -> dict[str, str]:
-        """The name of each feature's table among the weights of a checkpoint, without `PREFIX`."""
+        """Return the weight name of each feature's table in a checkpoint, without `PREFIX`."""
         return {
             feature: table_weight(table_name(vocabulary), unpooled=feature in self._unpooled)
             for feature, vocabulary in self.inputs.table_of.items()
@@ -118,43 +128,44 @@ class PlainModel(nn.Module):
 
 
 def flat_values(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> np.ndarray:
-    """Return the numbers that PlainModel gives, one after the other, without ids. float32 [values]."""
+    """Concatenate the outputs of PlainModel without ids, float32 [values]."""
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).cpu().numpy()  # device sync
 
 
 @final
 class ClickScorer:
-    """Scores encoded rows with a trained click model; by any number of threads at once."""
+    """Thread-safe scorer of encoded rows with a trained click model."""
 
     def __init__(self, model: PlainModel, tables: Tables, *, device: torch.device) -> None:
-        """Both on `device`; the model in eval mode and without gradients."""
+        """Create a scorer. Both are on `device`, the model in eval mode and without gradients."""
         self._model, self._tables, self._device = model, tables, device
         self._sequences = [model.inputs.features.index(name) for name in model.sequences]
 
     @property
     def quantization(self) -> Quantization:
-        """Of the tables."""
+        """Quantization of the tables."""
         return self._tables.row_format.quantization
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of tables and the network's weights."""
+        """Memory of tables and network weights."""
         return self._tables.size_bytes + sum(parameter.nbytes for parameter in self._model.parameters())
 
     @property
     def heads(self) -> Sequence[Head]:
-        """What is predicted, the main one first."""
+        """Prediction heads, the main head first."""
         return self._model.heads
 
     def predict(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """(rows, ...) by the names of the heads' tensors: of a label float32 logits, or the number that is predicted."""
+        """Return the predictions [rows, ...] of the heads by tensor name. For labels, these are float32 logits or predicted
+        numbers."""
         with torch.inference_mode():
             values = self._model.predict(*self.inputs(rows))
             return {name: tensor.cpu().numpy() for name, tensor in values.items()}  # device sync
 
     def measure(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """float64 (rows,): what an evaluation of a model without labels averages; NaN in rows that are left out."""
+        """Return the measures of a model without labels, float64 [rows], NaN in excluded rows."""
         with torch.inference_mode():
             dense, *others = self.inputs(rows, measuring=True)
             batch = Batch(
@@ -169,20 +180,19 @@ class ClickScorer:
             return {name: tensor.double().cpu().numpy() for name, tensor in values.items()}  # device sync
 
     def score(self, rows: EncodedRows) -> np.ndarray:
-        """float32 (rows,): the logits of the main label. Raises InputError for a model that predicts none."""
+        """Return the logits of the main label, float32 [rows]. Raises InputError for models without labels."""
         main = self.heads[0]
         if not isinstance(main, LabelHead):
             raise InputError(f"the model predicts {main.kind} {main.name} and no label, which is needed here")
         return self.predict(rows)[main.name]
 
     def values(self, rows: EncodedRows) -> np.ndarray:
-        """float32: the logits of the main label, or the numbers of all heads, one after the other."""
+        """Return the logits of the main label, or the concatenated numbers of all heads, float32."""
         with torch.inference_mode():
             return flat_values(self._model(*self.inputs(rows)))
 
     def inputs(self, rows: EncodedRows, *, measuring: bool = False) -> list[torch.Tensor]:
-        """What PlainModel takes: the dense features, and what the tables give. `measuring`: with tables that the network reads in
-        evaluations alone."""
+        """Return the inputs of PlainModel. `measuring` includes tables that the network reads only in evaluations."""
         dense = torch.from_numpy(rows.dense).to(self._device)
         if not self._sequences:
             return [dense, self._tables.pool([_lookup(ids) for ids in rows.ids], len(rows))]
@@ -203,12 +213,12 @@ class ClickScorer:
 
     @cached_property
     def _full_tables(self) -> list[torch.Tensor]:
-        """The full tables that the network reads, float32; of quantised ones copies."""
+        """Full tables for the network, float32. Dequantized copies of quantized tables."""
         tensors, row_format = self._tables.tensors(), self._tables.row_format
         return [row_format.unpack(tensors[self._model.inputs.features.index(name)]) for name in self._model.tables]
 
     def parts(self) -> tuple[PlainModel, list[torch.Tensor], RowFormat]:
-        """What it is made of, to write the model in another form: network, tables as stored, and how they are stored."""
+        """Return the network, the tables as stored, and their format, for exports."""
         return self._model, self._tables.tensors(), self._tables.row_format
 
 
@@ -232,13 +242,15 @@ def empty_model(
     stored_bytes: int | None = None,
     where: str = "",
 ) -> PlainModel:
-    """The model that fits a Preprocessor's columns, its network's weights still to be put in. Raises InputError as soon as one of
-    rayrec's networks needs far more than the `stored_bytes` of the weights that it is for, as by damaged settings."""
+    """Build the model for a Preprocessor's columns, without loading the network weights.
+
+    Raises InputError as soon as one of rayrec's networks needs far more than `stored_bytes`, as with damaged settings.
+    """
     inputs = ModelInputs.of(preprocessor.inputs)
     if type(config).__module__.startswith(f"{models.__name__}."):
-        with torch.device("meta"), _limited_weights(stored_bytes, where):  # no memory, and no start values drawn
+        with torch.device("meta"), _limited_weights(stored_bytes, where):  # no memory and no initialization
             network = build_network(config, inputs, precision=precision)
-    else:  # may compute constants, such as indices, that no checkpoint has
+    else:  # custom networks may compute constants that no checkpoint has, such as indices
         with torch.random.fork_rng(devices=[]):
             network = build_network(config, inputs, precision=precision)
     model = PlainModel(
@@ -256,9 +268,9 @@ def empty_model(
 
 @contextmanager
 def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
-    """Ends the construction of a network by this thread if its weights take more than twice `stored_bytes` and 16 MiB, or if a
-    size is one that no tensor can have."""
-    room = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)  # parts may be made and left out again
+    """Stop building a network in this thread if its weights take more than twice `stored_bytes` plus 16 MiB, or have an
+    impossible size."""
+    room = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)  # some parts may be built and dropped
     thread = threading.get_ident()
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -283,15 +295,15 @@ def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
 
 
 class _Oversized(Exception):
-    """A network has more weights than are stored."""
+    """Error for a network with more weights than are stored."""
 
 
 def load_scorer(
     config: ClickModelConfig, *, precision: Precision, checkpoint: str, preprocessor: Preprocessor, device: str
 ) -> ClickScorer:
-    """The model of a checkpoint's folder. Memory: the weights once, they are read straight into what is used.
+    """Load the model of a checkpoint folder. Weights are read in place, so they take memory once.
 
-    Every checksum is verified. Raises InputError for damaged weights and for those of another model.
+    Verifies all checksums. Raises InputError for damaged weights and weights of another model.
     """
     tensors = Checkpoint(checkpoint).manifest()["tensors"]
     stored_bytes = sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"])
@@ -301,7 +313,7 @@ def load_scorer(
 
 
 def make_scorer_of(model: PlainModel, weights: Mapping[str, torch.Tensor], *, device: str) -> ClickScorer:
-    """A scorer of all the weights of a checkpoint, by their names there."""
+    """Create a scorer from all weights of a checkpoint by their stored names."""
     left = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
     names = model.table_weights().values()
     tables = {name: left.pop(name) for name in dict.fromkeys(names)}
@@ -311,8 +323,11 @@ def make_scorer_of(model: PlainModel, weights: Mapping[str, torch.Tensor], *, de
 
 
 def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str) -> ClickScorer:
-    """A scorer of loaded weights; `tables` (num_embeddings, row_format.width) as row_format.dtype, one for each feature: the same
-    tensor for features that share one."""
+    """Create a scorer from loaded weights.
+
+    `tables` has one tensor [num_embeddings, row_format.width] of row_format.dtype for each feature. Features that share a table
+    share the tensor.
+    """
     place = torch.device(device)
     on_device: Tables
     if place.type == "cpu":
@@ -324,7 +339,7 @@ def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format
 
 
 def wanted_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, list[int]]:
-    """The shape of every weight of a checkpoint, by name without `PREFIX`."""
+    """Return the shape of each checkpoint weight, by name without `PREFIX`."""
     wanted = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
     for table, rows in zip(model.table_weights().values(), preprocessor.num_embeddings, strict=True):
         wanted[table] = [rows, model.width]
@@ -332,7 +347,7 @@ def wanted_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, l
 
 
 def load_preprocessor(checkpoint: str) -> Preprocessor:
-    """The Preprocessor stored with the weights. Raises InputError where there is none, or its hash does not fit its content."""
+    """Load the Preprocessor of a checkpoint. Raises InputError if it is missing or its hash does not match."""
     folder = storage.join(checkpoint, PREPROCESSOR_FOLDER)
     if not storage.exists(folder):
         raise InputError(f"{checkpoint}: holds no {PREPROCESSOR_FOLDER}/, which every checkpoint of a click model has")
@@ -342,10 +357,9 @@ def load_preprocessor(checkpoint: str) -> Preprocessor:
 def click_settings(
     checkpoint: Checkpoint, config: TrainConfig | None = None, *, own: type[ClickModelConfig] | None = None
 ) -> tuple[ClickModelConfig, Precision]:
-    """The settings of a checkpoint's network and the precision it was trained with, from `config` or from its config.yaml, where
-    `own` is the class of a network that is not rayrec's.
+    """Return the network settings and training precision of a checkpoint, from `config` or its config.yaml.
 
-    Raises InputError where they are not those of a click model, and for a network that is neither rayrec's nor `own`.
+    `own` is the class of a custom network. Raises InputError if the checkpoint has no click model, or an unknown network class.
     """
     if config is not None:
         model = getattr(config.workload, "model", None)
@@ -368,19 +382,21 @@ def click_settings(
 
 @dataclass(frozen=True)
 class Joined:
-    """The model that checkpoints make together."""
+    """Ensemble of several checkpoints."""
 
     model: EnsembleConfig
     precision: Precision
     places: tuple[dict[str, Place], ...]
-    """Where the weights of each checkpoint are in the model's: tables side by side, networks one after the other."""
+    """Target of each checkpoint's weights in the ensemble: tables are concatenated by column, networks are separate members."""
 
 
 def joined(
     checkpoints: Sequence[Checkpoint], settings: Sequence[tuple[ClickModelConfig, Precision]], *, preprocessor: Preprocessor
 ) -> Joined:
-    """The model of two or more checkpoints that were trained with one Preprocessor; `settings` is what `click_settings` gives for
-    each. Reads no weights. Raises InputError for several precisions, and for weights that do not fit their settings."""
+    """Combine two or more checkpoints with the same Preprocessor into an ensemble, given the `click_settings` of each.
+
+    Reads no weights. Raises InputError for different precisions, and weights that do not match their settings.
+    """
     precision = settings[0][1]
     for checkpoint, (_, other) in zip(checkpoints, settings, strict=True):
         if other != precision:
@@ -392,10 +408,9 @@ def joined(
 
 
 def load_mean_scorer(checkpoints: Sequence[str], *, preprocessor: Preprocessor, device: str) -> ClickScorer:
-    """The mean of the models of two or more checkpoints' folders, as `rayrec ensemble` would write it. Memory: all their weights
-    once, and one table besides.
+    """Load the mean of two or more checkpoints, as written by `rayrec ensemble`. Memory: all weights once, plus one table.
 
-    Every checksum is verified. Raises InputError for damaged weights, and for models that do not fit together.
+    Verifies all checksums. Raises InputError for damaged weights and incompatible models.
     """
     opened = [Checkpoint(checkpoint) for checkpoint in checkpoints]
     found = joined(opened, [click_settings(checkpoint) for checkpoint in opened], preprocessor=preprocessor)

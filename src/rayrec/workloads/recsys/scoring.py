@@ -1,4 +1,4 @@
-"""Scores a click log with a trained model: what is opened before, and what each scoring process does."""
+"""Scoring of a click log with a trained model: driver setup and scoring processes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ DAY = "day"
 FREQUENCY = "frequency:"
 _BATCH_ROWS = 8192
 _OUTPUT = "output:"
-"""Prefix of the names of heads' values."""
+"""Prefix of head outputs in scored columns."""
 
 
 def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
-    """See `Workload.open_scoring`: columns `score` and `logit` float32 and, if the log has labels, `label`; for each further
-    label L also `score_L`, `logit_L` and `label_L`; of other heads `Head.columns`. A faulty line has a place in the log but no
-    score."""
+    """Open a log for scoring. See `Workload.open_scoring`.
+
+    Columns are `score` and `logit` (float32) and, for labeled logs, `label`. Each further label L has `score_L`, `logit_L` and
+    `label_L`, other heads have `Head.columns`. Invalid lines count as input positions but have no score.
+    """
     preprocessor = load_preprocessor(context.checkpoint)
     group = workload.schema.group if context.evaluating else None
     if group is not None:
@@ -60,7 +62,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     heads = workload.model.output_heads(ModelInputs.of(preprocessor.inputs))
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
     labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
-    if preprocessor.schema.label is None:  # what is not evaluated need not have labels and times
+    if preprocessor.schema.label is None:  # Only evaluations need the labels and times.
         labelled = context.evaluating
     if context.evaluating and not (labelled or measuring):
         raise InputError(
@@ -104,7 +106,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
 
 
 def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
-    """The columns whose values tell the slices apart. Raises InputError for what metrics cannot be told by."""
+    """Return the columns to slice by value. Raises InputError for other columns."""
     columns = dict.fromkeys(by for by in slice_by if by != DAY and not by.startswith(FREQUENCY))
     known = [name for name in (*schema.dense, *schema.sparse) if name not in schema.lists]
     for name in columns:
@@ -118,7 +120,7 @@ def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
 
 
 def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tuple[str, ...]:
-    """The columns whose categories' frequencies tell the slices apart. Raises InputError where these are not known."""
+    """Return the columns to slice by category frequency. Raises InputError if the frequencies are unknown."""
     columns = dict.fromkeys(by.removeprefix(FREQUENCY) for by in slice_by if by.startswith(FREQUENCY))
     key_columns(tuple(columns), preprocessor.schema)
     for name in columns:
@@ -127,7 +129,7 @@ def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tu
 
 
 def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[ScoredBlock]]:
-    """The log's index, and its rows in blocks that are scored one by one."""
+    """Return the log index, and its rows in blocks to score."""
     path, data, console = context.path, context.config.eval_data, context.console
     engine = context.engine()
     with console.preparing():
@@ -147,9 +149,9 @@ def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[Sco
 
 
 def cache_folder(checkpoint: str) -> str:
-    """Where unpacked files and indices are kept: $RAYREC_CACHE, else where the run keeps its own, else ~/.cache/rayrec.
+    """Return the cache folder for unpacked files and indices: $RAYREC_CACHE, else the run's cache, else ~/.cache/rayrec.
 
-    The run's has the index of the log it was trained on already, and every node can reach it.
+    The run's cache has the index of its training log, and every node can reach it.
     """
     run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))  # ROOT/RUN/checkpoints/step_00001000
     return cache.folder(storage.join(storage.folder_of(run), ".cache"))
@@ -157,7 +159,7 @@ def cache_folder(checkpoint: str) -> str:
 
 @final
 class _ClickTotals:
-    """Keeps what `LabelsAccumulator` keeps."""
+    """Totals of scored tables in a `LabelsAccumulator`."""
 
     def __init__(self, heads: Sequence[Head], *, grouped: bool, ks: Sequence[int]) -> None:
         self._heads = [head for head in heads if isinstance(head, LabelHead)]
@@ -182,18 +184,18 @@ class _ClickTotals:
 
 @dataclass(frozen=True)
 class ScoredBlock:
-    """Rows that are read, encoded and scored together, in the order of the log."""
+    """Rows that are read, encoded and scored together, in log order."""
 
     block: Block
     first_lines: tuple[int, ...]
-    """Position in the log of the first line of each part's segment."""
+    """Line number of the first line of each part's segment."""
     lines_known: bool
-    """Whether every line is a good row, so that rows follow each other without gaps."""
+    """Flag for logs without invalid lines, whose row numbers equal line numbers."""
 
 
 @dataclass(frozen=True)
 class _Process:
-    """What every scoring process is told."""
+    """Input of all scoring processes."""
 
     workload: ClickSettings
     config: TrainConfig
@@ -201,16 +203,16 @@ class _Process:
     preprocessor: Shared[Preprocessor]
     blocks: Shared[list[ScoredBlock]]
     labelled: bool
-    """Whether the rows are read with all columns of the schema, else without those that only training and evaluation use."""
+    """Flag for rows with all columns of the schema, including those for training and evaluation only."""
     measuring: bool
-    """Whether the network measures the rows, else it predicts them."""
+    """Flag to measure rows with the network instead of predicting."""
     batch_rows: int
     key_columns: tuple[str, ...]
-    """Whose values come along, so that metrics can be told by them."""
+    """Columns whose values are returned for slicing."""
     frequency_columns: tuple[str, ...]
-    """Likewise: how often their values were counted."""
+    """Columns whose category frequencies are returned for slicing."""
     stretches: tuple[Slice, ...]
-    """Of the log, if metrics are to be told by them."""
+    """Time slices of the log, if used for slicing."""
 
     def load(self, device: Device) -> BlockScorer:
         preprocessor = self.preprocessor.get()
@@ -224,13 +226,13 @@ class _Process:
         return self.block_scorer(preprocessor, self.blocks.get(), scorer)
 
     def block_scorer(self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer) -> BlockScorer:
-        """What scores these blocks."""
+        """Return a scorer of these blocks."""
         return BlockScorer(lambda number: _LogBlock(self, preprocessor, blocks[number], scorer), self.batch_rows)
 
 
 @final
 class _LogBlock:
-    """See `OpenBlock`."""
+    """Block of a log. See `OpenBlock`."""
 
     def __init__(self, told: _Process, preprocessor: Preprocessor, scored: ScoredBlock, scorer: ClickScorer) -> None:
         self._told, self._preprocessor, self._scored, self._scorer = told, preprocessor, scored, scorer
@@ -280,13 +282,13 @@ class _LogBlock:
         return columns
 
     def _values(self, name: str) -> pa.Array:
-        """Of a column of the log, as it has them."""
+        """Return the original values of a log column."""
         assert self._opened.raw is not None, "refused before"
         return values_of(self._scored.block, self._opened.raw, name, self._schema)
 
 
 def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
-    """int64: where each row of the block stands among all lines of the log."""
+    """Return the line number of each row of the block in the log, int64."""
     chosen = []
     for part, first_line in zip(scored.block.parts, scored.first_lines, strict=True):
         rows = np.arange(part.start, part.stop, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Settings of a click workload, what follows from them alone, and what the driver hands to its workers."""
+"""Settings of a click workload, values derived from them, and the driver's input for workers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,30 +23,30 @@ from rayrec.workloads.recsys.distillation import Teacher, TeacherConfig
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the driver found out and every worker needs."""
+    """Driver results shared with all workers."""
 
     preprocessor: Shared[Preprocessor]
     preprocessor_hash: str
     inputs: Schema
-    """Columns the model gets."""
+    """Input columns of the model."""
     num_embeddings: list[int]
     sets: dict[str, BlockOrder]
-    """`train`, `validation` and, where the split has one, `test`."""
+    """Row order of each set: `train`, `validation` and optionally `test`."""
     bad_rows: int
     folder: str
-    """Of the stored Preprocessor."""
+    """Folder of the stored Preprocessor."""
     best_auroc: float | None
-    """The best any model could reach on the test rows; known for the test rows of a synthetic log."""
+    """Best achievable AUROC on the test rows of a synthetic log, None if unknown."""
     teacher: Teacher | None = None
 
     def open_preprocessor(self) -> Preprocessor:
-        """On any process of the run."""
+        """Return the Preprocessor, in any process of the run."""
         return self.preprocessor.get()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClickSettings(Workload):
-    """The fields of `ClickWorkload`, which the modules that it calls take."""
+    """Fields of `ClickWorkload`."""
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "vocabulary_memory_bytes", "sharding.sharding_types", "sharding.min_column_width", "sharding.reserved_fraction",
@@ -54,31 +54,31 @@ class ClickSettings(Workload):
     )  # fmt: skip
     RENAMED: ClassVar[Mapping[str, str]] = {"profile": "preset"}
     schema: Schema
-    """Columns of the log."""
+    """Log columns."""
     preset: Preset = field(default_factory=Preset)
-    """How raw columns become model inputs, where no Preprocessor is given, and how the log is split."""
+    """Column encoding, unless a Preprocessor is used, and the split of the log."""
     preprocessor: str | None = None
-    """Folder of a Preprocessor made by `rayrec vocabulary`; None: that of preprocessed data, else made from the rows that
-    the preset counts."""
+    """Preprocessor folder from `rayrec vocabulary`. None uses the Preprocessor of preprocessed data, else creates one from the
+    rows counted by the preset."""
     vocabulary_memory_bytes: int | None = None
-    """Memory for counts of categories; counts beyond it are spilled to the disk; None: a quarter of the available memory."""
+    """Memory for category counts in bytes. Counts beyond it spill to disk. None uses a quarter of the available memory."""
     model: ClickModelConfig = field(default_factory=DLRMConfig)
-    """The network."""
+    """Network architecture."""
     table_start: TableStart = field(default_factory=TableStart)
-    """Start values of the embedding tables."""
+    """Initial values of the embedding tables."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
-    """Of the embedding tables."""
+    """Optimizer of the embedding tables."""
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
-    """Of everything else."""
+    """Optimizer of the network."""
     max_gradient_norm: float | None = None
-    """Clip the gradients of tables and network together to this joint 2-norm, with the weight_decay of adam; for sparse
-    optimizers adam, adamw and sparse_adam. None never clips. `dense_optimizer.max_gradient_norm` clips the network alone."""
+    """Joint 2-norm limit for gradients of tables and network, with the weight_decay of adam. For sparse optimizers adam, adamw
+    and sparse_adam. None disables clipping. `dense_optimizer.max_gradient_norm` clips the network alone."""
     schedule: LearningRateSchedule = field(default_factory=LearningRateSchedule)
-    """Learning rate over the steps, for both."""
+    """Learning rate schedule of both optimizers."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    """How tables are spread over workers."""
+    """Sharding of tables over workers."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    """A larger model to learn from, beside the labels."""
+    """Teacher model for distillation."""
 
     def score(self, metrics: dict[str, float]) -> float:
         return self.model.score(metrics)
@@ -89,7 +89,7 @@ class ClickSettings(Workload):
         if self.preprocessor is None and not LogSource.at(config.train_data.path).is_preprocessed:
             inputs = self.preset.inputs(self.schema)
             check_sparse(inputs)
-            self.unpooled(inputs)  # raises an error for columns that the model cannot take
+            self.unpooled(inputs)  # raises InputError for columns that the model cannot take
         self._check_labels()
         self.teacher.check()
         self._check_clipping()
@@ -142,7 +142,7 @@ class ClickSettings(Workload):
 
     @property
     def predicts_clicks(self) -> bool:
-        """Whether the main output is the logit of a label that is 1 or 0."""
+        """Whether the main output is the logit of a binary label."""
         return isinstance(self.model.output_heads(ModelInputs.of(self.schema))[0], BinaryHead)
 
     @property
@@ -150,17 +150,17 @@ class ClickSettings(Workload):
         return self.schema
 
     def split_rows(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """Row ranges [start, stop) of the sets of a training log; preprocessed data knows them already."""
+        """Return the row range [start, stop) of each set in a training log. Preprocessed data stores them."""
         data = LogSource.at(path).dataset()
         return (data and data.sets) or self.preset.split.rows(index)
 
     def unpooled(self, inputs: Schema) -> tuple[str, ...]:
-        """Those of the model's columns whose embeddings are looked up one by one in training."""
+        """Return the columns with unpooled embedding lookups in training."""
         return unpooled_features(self.model, ModelInputs.of(inputs))
 
 
 def other_preprocessor(checkpoint: str, first: str) -> str:
-    """What is wrong with models of different Preprocessors that are to be one model."""
+    """Return the error for combining models with different Preprocessors."""
     return (
         f"{checkpoint}: was trained with another Preprocessor than {first}, so that their ids differ; train all with one "
         "(--workload.preprocessor DIR)"
@@ -168,7 +168,7 @@ def other_preprocessor(checkpoint: str, first: str) -> str:
 
 
 def check_sparse(inputs: Schema) -> None:
-    """Raises InputError for model inputs without a sparse column."""
+    """Check that the model inputs have a sparse column. Raises InputError."""
     if not inputs.sparse:
         raise InputError(
             "schema: no sparse column, and a click model needs at least one; name a column of categories (whole numbers will "
@@ -177,8 +177,8 @@ def check_sparse(inputs: Schema) -> None:
 
 
 def check_grouped(schema: Schema, path: str | None) -> None:
-    """Raises InputError if a schema names a group and the rows to evaluate on are preprocessed: these hold ids, and all rare
-    categories share one."""
+    """Check that evaluation rows are raw if the schema has a group: preprocessed rows have ids, and rare categories share one.
+    Raises InputError."""
     if schema.group is not None and path is not None and LogSource.at(path).is_preprocessed:
         raise InputError(
             f"schema.group: {path} is preprocessed and holds no values of {schema.group}; evaluate on a raw log "

@@ -1,4 +1,4 @@
-"""The start of a click model with the weights of another run: whose row of which table a category takes over."""
+"""Warm start of a click model: maps each category to its row in another run's tables."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ if TYPE_CHECKING:
     from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 _TOKENS_AT_ONCE: Final = 1 << 20
-"""Categories that are looked up at a time."""
+"""Categories per lookup batch."""
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What of a table is carried over."""
+    """Row mapping and category counts of one warm-started embedding table."""
 
     row_map: RowMap
     kept: int
-    """Categories of both vocabularies."""
+    """Number of categories in both vocabularies."""
     fresh: int
-    """Categories of the new vocabulary alone."""
+    """Number of categories only in the new vocabulary."""
     dropped: int
-    """Categories of the old vocabulary alone."""
+    """Number of categories only in the old vocabulary."""
 
     def counts(self) -> dict[str, int]:
         return {"kept": self.kept, "fresh": self.fresh, "dropped": self.dropped}
 
 
 def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
-    """See `Workload.warm_start`. Memory of the driver: the checkpoint's Preprocessor, a sorted copy of one of its vocabularies,
-    and 4 bytes (8 beyond 2^31 rows) for each row of tables whose old ids are not all kept."""
+    """Prepare a warm start. See `Workload.warm_start`.
+
+    Driver memory: the checkpoint's Preprocessor, a sorted copy of one vocabulary, and 4 bytes (8 beyond 2^31 rows) per row in
+    tables that do not keep all old ids.
+    """
     config = context.config
     stored = stored_settings(checkpoint)
     model, _ = click_settings(checkpoint, own=type(workload.model))
@@ -83,7 +86,7 @@ def _report(counts: dict[str, dict[str, int]], *, preprocessor: str) -> dict[str
 
 
 def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preprocessor) -> None:
-    """Raises InputError unless both give a network the same features in the same order: its weights belong to places."""
+    """Check that both Preprocessors provide the same features in the same order. Raises InputError."""
     wanted = {
         "numbers": (old.inputs.dense, new.inputs.dense),
         "sparse columns": (old.inputs.sparse, new.inputs.sparse),
@@ -104,11 +107,11 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
 
 
 def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str) -> Carried:
-    """Which row of the old table each row of the new one starts with. Categories are compared by their tokens; rows of unknown
-    and missing ones, and those below the first category, have their old counterparts.
+    """Map rows of the new table to rows of the old table by token. Reserved rows (unknown, missing, below the first category) map
+    to their old counterparts.
 
-    Raises InputError, which begins with `where`, if rows have no counterpart by value: of hashed columns with other numbers of
-    rows, and of columns whose categories share rows in another way.
+    Raises InputError, prefixed with `where`, if rows have no counterpart: hashed columns with different row counts, and columns
+    whose categories share rows differently.
     """
     if old.token_modulo != new.token_modulo or (old.num_tokens is None) != (new.num_tokens is None):
         raise InputError(f"{where}: is hashed in another way; give the Preprocessor's rules of the checkpoint")
@@ -131,13 +134,13 @@ def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_to
     reserved = min(old.first_id, new.first_id)
     sources[:reserved] = np.arange(reserved)
     sources[new.missing_id] = old.missing_id
-    sources[new.unknown_id] = old.unknown_id  # after it, since both may be one row
+    sources[new.unknown_id] = old.unknown_id  # after missing_id, because both may be one row
     kept = _join(sources, old.ids(), new.ids(), old_tokens, new_tokens)
     return Carried(RowMap(new.num_embeddings, old.num_embeddings, sources), kept, len(new_tokens) - kept, count - kept)
 
 
 def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray) -> bool:
-    """Whether every old row has its number in the new table too, and no new category has one of these."""
+    """Return whether the new table keeps all old rows and their numbers, and new categories use other rows."""
     count = len(old_tokens)
     same_rules = replace(new, num_embeddings=old.num_embeddings, num_tokens=old.num_tokens, gap=old.gap) == old
     if not same_rules or len(new_tokens) < count or not np.array_equal(new_tokens[:count], old_tokens):
@@ -150,7 +153,7 @@ def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_t
 
 
 def _join(sources: np.ndarray, old_ids: np.ndarray, new_ids: np.ndarray, old_tokens: np.ndarray, new_tokens: np.ndarray) -> int:
-    """Writes the old id of each token of both vocabularies to the place of its new id; returns how many there are."""
+    """Write the old id of each shared token at its new id. Return the number of shared tokens."""
     if not len(old_tokens):
         return 0
     order = np.argsort(old_tokens, kind="stable")

@@ -1,4 +1,4 @@
-"""The click workload on one worker: the sharded model, its optimizers, its pipeline and its batches."""
+"""Worker of the click workload: sharded model, optimizers, pipeline and batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
-import torch.distributed.optim  # which TorchRec imports when tables are sharded: here a worker's template has it
+import torch.distributed.optim  # TorchRec imports it when sharding tables. Imported here for worker templates.
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
@@ -52,25 +52,25 @@ if TYPE_CHECKING:
     from rayrec.workloads.recsys.settings import Prepared
 
 _MEMORY_WAIT_S: Final = 60.0
-"""For which a start waits for memory that other processes hold: those of a failed attempt take some seconds to end."""
+"""Maximum wait for memory of other processes. A failed attempt takes some seconds to end."""
 _BATCHES_AHEAD: Final = 2
-"""Cut and pinned by a thread for a GPU, since the thread that launches kernels has no time for it."""
+"""Number of batches a thread slices and pins ahead for a GPU, because the kernel-launching thread has no time for it."""
 _MEMORY_POLL_S: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one rank runs, and what it may fill there."""
+    """Node, device and memory limits of one rank."""
 
     node: str
     device: str
-    """With its index: cpu, cuda:0."""
+    """Device with index, such as cpu or cuda:0."""
     host_bytes: int
-    """Its share of what the host has free now."""
+    """Share of the host's free memory."""
     most_host_bytes: int
-    """Its share if no other process held any host memory."""
+    """Share of the host's memory if no other process used any."""
     device_bytes: int | None
-    """Memory of its GPU that torch lets it use; None on CPU."""
+    """GPU memory available to torch, None on CPU."""
 
 
 def _device_bytes(device: torch.device) -> int:
@@ -79,7 +79,7 @@ def _device_bytes(device: torch.device) -> int:
 
 
 def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
-    """The place of every rank, by rank; collective."""
+    """Return the `Place` of each rank. Collective."""
     nodes = ranks.gather_all(context.node)
     workers, store = nodes.count(context.node), context.object_store_bytes
     memory = machine.memory()
@@ -94,15 +94,17 @@ def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
 
 
 def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int) -> ShardingPlan:
-    """The sharding plan that rank 0 makes for all ranks; collective. Processes of an attempt before this one may still hold
-    memory: if the tables fit the machine but not what is free of it, this waits for up to a minute. Raises InputError on every
-    rank when the tables do not fit."""
+    """Create the sharding plan on rank 0 and broadcast it. Collective.
+
+    If tables fit the machine but not its free memory, waits up to a minute for processes of a previous attempt to end. Raises
+    InputError on all ranks if the tables do not fit.
+    """
     ranks = Ranks.all()
     deadline_s = time.monotonic() + _MEMORY_WAIT_S
     while True:
         places = places_of_ranks(context, ranks)
         nodes = [place.node for place in places]
-        # TorchRec builds its process groups by this number, which must be the same on every rank.
+        # TorchRec builds its process groups from this number, which must be equal on all ranks.
         os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
         patient = time.monotonic() < deadline_s
         made = ranks.from_first(partial(_plan_or_wait, workload, model, places, batch_size=batch_size, patient=patient))
@@ -114,7 +116,7 @@ def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn
 def _plan_or_wait(
     workload: ClickSettings, model: torch.nn.Module, places: list[Place], *, batch_size: int, patient: bool
 ) -> ShardingPlan | None:
-    """The plan; None if the tables would fit once other processes have freed their memory."""
+    """Return the plan, or None if tables would fit once other processes free their memory."""
 
     def planned(host_bytes: int) -> ShardingPlan:
         device_bytes = [place.device_bytes for place in places if place.device_bytes is not None]
@@ -134,12 +136,12 @@ def _plan_or_wait(
     except InputError:
         if not patient:
             raise
-        planned(min(place.most_host_bytes for place in places))  # raises if no waiting helps
+        planned(min(place.most_host_bytes for place in places))  # raises if waiting cannot help
         return None
 
 
 def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
-    """Everything the loop needs; collective."""
+    """Set up the model, optimizer and pipeline for the training loop. Collective."""
     config, inputs = context.config, prepared.inputs
     batch_size = effective_batch_size(config, rows=prepared.sets["train"].rows, world_size=context.world_size)
     model = build_model(workload, prepared.num_embeddings, inputs=inputs, precision=config.precision, seed=config.seed)
@@ -188,7 +190,7 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         try:
             yield from counts.counted(name, loader)
         finally:
-            loader.close()  # an evaluation that is ended leaves a thread that cuts and pins batches
+            loader.close()  # stops the batch thread of an interrupted evaluation
 
     clock = step_clock(context.device, measure=config.observe.times)
     return WorkerSetup(
@@ -213,8 +215,10 @@ def make_optimizer(
     dense: DenseOptimizerConfig,
     max_gradient_norm: float | None = None,
 ) -> CombinedOptimizer:
-    """Of all parameters: sharded tables, tables that the plan replicates (by the same rule), and the network.
-    `max_gradient_norm`: joint 2-norm that all gradients are clipped to, for kinds of `sparse` with `own_rule`."""
+    """Create the optimizer of all parameters: sharded tables, replicated tables (with the same rule), and the network.
+
+    `max_gradient_norm` is the joint 2-norm limit of all gradients, for `sparse` with `own_rule`.
+    """
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     whole = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
     network = dense.build_keyed({own_name(name): parameter for name, parameter in remaining.items()})
@@ -231,7 +235,7 @@ def make_optimizer(
 def train_loader(
     context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
 ) -> Loader[Position, BlockPlan]:
-    """The training batches from a stored position on."""
+    """Return the training batches from a stored position."""
     config, rows = context.config, prepared.sets["train"].rows
     return _loader(
         context,
@@ -276,35 +280,35 @@ def _loader(
 
 
 def _full_tables(workload: ClickSettings, prepared: Prepared, *, learns: bool) -> dict[str, int]:
-    """Rows that a step reads of each full table, by the key that looks it up."""
+    """Return the rows that a step reads from each full table, by lookup key."""
     inputs, is_read = ModelInputs.of(prepared.inputs), workload.model.TRAINS_ON_TABLES or not learns
     rows_of = dict(zip(inputs.features, prepared.num_embeddings, strict=True))
     return {table_key(name): rows_of[name] * is_read for name in workload.model.full_tables(inputs)}
 
 
 def is_mapped(order: BlockOrder) -> bool:
-    """Whether the rows are preprocessed files on this machine, which a worker reads itself."""
+    """Return whether the rows are local preprocessed files, which workers read themselves."""
     first = order.parts[0].segment if order.parts else None
     return first is not None and first.is_mapped and not storage.is_url(first.path)
 
 
 class Unwrapped(DataParallelWrapper):
-    """Moves the replicated part to the device, and no more: one worker has nobody to average gradients with."""
+    """Wrapper that only moves the replicated part to the device. A single worker averages no gradients."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         move_wrapped_module(dmp, device)
 
 
 def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
-    """What averages the replicated part's gradients; None: TorchRec's default.
+    """Return the wrapper that averages the replicated part's gradients, or None for TorchRec's default.
 
-    On CPU its sums do not change when a run restarts. By default DistributedDataParallel lays out its buckets again after its
-    first step, by the order in which gradients came, and where a gradient is in a bucket decides the order in which three or more
-    workers add it. It does not if it looks for unused parameters.
+    On CPU, sums do not change when a run restarts. By default, DistributedDataParallel rebuilds its buckets after the first step
+    in the order of gradients, and the position in a bucket decides the summation order of three or more workers. It keeps its
+    buckets with `find_unused_parameters`.
     """
     if context.world_size == 1:
         return Unwrapped()
-    if context.world_size == 2 or context.device.type == "cuda":  # bit for bit is promised on CPU
+    if context.world_size == 2 or context.device.type == "cuda":  # bit-identical results are guaranteed only on CPU
         return None
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     return DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
@@ -313,24 +317,26 @@ def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
 def make_pipeline(
     model: torch.nn.Module, optimizer: Any, context: WorkerContext, clock: StepClock | None = None
 ) -> TrainPipeline:
-    """Several workers: the pipeline that exchanges ids and copies the next batch while the current one computes.
-    One worker exchanges nothing. TorchRec's exchange would only cost it time, on a GPU by making the host wait for the device
-    several times a step; the base pipeline copies the next batch to a GPU ahead as well."""
+    """Create the pipeline. With several workers, it exchanges ids and copies the next batch while the current one computes.
+
+    One worker exchanges nothing. TorchRec's exchange would cost it time, on a GPU by blocking the host several times per step.
+    The base pipeline also prefetches the next batch to a GPU.
+    """
     if context.world_size == 1:
         return TimedBase(model, optimizer, context.device, clock or StepClock())
     return TimedSparseDist(model, optimizer, context.device, clock or StepClock())
 
 
-Pipelineable.register(Batch)  # has its methods; TorchRec asks for the class
+Pipelineable.register(Batch)  # has its methods, but TorchRec checks the class
 
 
 @final
 class TimedBase(TrainPipelineBase):
-    """One batch after the other."""
+    """Sequential pipeline with phase timing."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepClock) -> None:
         time_forward(model, clock)
-        super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # steps and clears
+        super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
         self._clock = clock
 
     def _wait_for_batch(self, cur_batch: Any) -> None:
@@ -348,7 +354,7 @@ class TimedBase(TrainPipelineBase):
 
 @final
 class TimedSparseDist(TrainPipelineSparseDist):
-    """Exchanges the ids of the next batch while the present one computes."""
+    """Pipeline with phase timing that exchanges the ids of the next batch while the current one computes."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepClock) -> None:
         time_forward(model, clock)
@@ -361,7 +367,7 @@ class TimedSparseDist(TrainPipelineSparseDist):
             super()._wait_for_batch()
 
     def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
-        with self._clock.phase("host_to_device"):  # within which waiting for the batch is told apart
+        with self._clock.phase("host_to_device"):  # waiting for the batch is a nested phase
             return super().copy_batch_to_gpu(dataloader_iter)
 
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:

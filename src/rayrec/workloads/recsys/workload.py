@@ -1,4 +1,4 @@
-"""Click models: tables of embeddings sharded over the workers, everything else replicated."""
+"""Click model workload: sharded embedding tables with a replicated network."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ClickWorkload(ClickSettings):
-    """Trains a click model on a log of clicks."""
+    """Training of a click model on a click log."""
 
     WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.recsys.worker",)
 
     # -- on the driver
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
-        """With the schema of adopted data, whose rows are not those that the recipe's preset makes, and with the `tokens` of the
-        log."""
+        """Use the schema of adopted data, whose encoding differs from the recipe's preset, and the `tokens` of the log."""
         path = config.train_data.path
         if path is None:
             return config
@@ -129,7 +128,7 @@ class ClickWorkload(ClickSettings):
         storage.remove_file(storage.join(folder, RECORD))
 
     def open_index(self, data: DataConfig, context: RunContext, *, index_text: TextIndexer) -> LogIndex:
-        """Return the index of a log, from the cache of the storage path if it was indexed before."""
+        """Return the index of a log, cached in the storage path."""
         assert data.path is not None
         cache_folder = storage.join(storage.absolute(context.config.storage_path), ".cache")
         index = LogSource.at(data.path, data.files).index(
@@ -143,7 +142,7 @@ class ClickWorkload(ClickSettings):
         return index
 
     def _counted_rows(self, index: LogIndex, config: TrainConfig) -> tuple[int, int]:
-        """Rows [start, stop) of the training log that the vocabulary is made from."""
+        """Return the training row range [start, stop) to build the vocabulary from."""
         assert config.train_data.path is not None
         if self.preset.counted == "all" or config.eval_data.path is not None:
             return 0, index.rows
@@ -161,8 +160,8 @@ class ClickWorkload(ClickSettings):
         return preprocessor
 
     def _given_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
-        """That of preprocessed data, the teacher's models and the configuration, as far as there are any. Raises InputError if
-        they bring different ones. Memory: two of them."""
+        """Return the Preprocessor of preprocessed data, teachers or configuration, or None. Raises InputError if they differ.
+        Memory: two of them."""
         teachers = () if teacher is None else teacher.checkpoints
         of_data = LogSource.at(path).preprocessor()
         places = {} if of_data is None else {path: of_data}
@@ -232,7 +231,7 @@ class ClickWorkload(ClickSettings):
         )
 
     def _known_preprocessor(self, config: TrainConfig) -> Preprocessor | None:
-        """The one that is given, or that of preprocessed data."""
+        """Return the configured Preprocessor, or the Preprocessor of preprocessed data."""
         if self.preprocessor is not None:
             return Preprocessor.load(self.preprocessor)
         path = config.train_data.path
@@ -274,7 +273,7 @@ class ClickWorkload(ClickSettings):
 
 
 def _resumes(folder: str) -> bool:
-    """Whether the run has its Preprocessor already."""
+    """Return whether the run already has a Preprocessor."""
     return storage.exists(storage.join(folder, "preprocessor.json"))
 
 
@@ -293,7 +292,7 @@ def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) 
 
 
 def _best_auroc(path: str, index: LogIndex, test: tuple[int, int] | None) -> float | None:
-    """Return the best AUROC of the test rows, from the truth.json beside a generated log; None if it is not known for them."""
+    """Return the best AUROC of the test rows from truth.json next to a generated log, or None if unknown."""
     for folder in (path, storage.folder_of(path)):
         place = storage.join(folder, "truth.json")
         if storage.exists(place):
