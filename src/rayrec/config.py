@@ -190,10 +190,8 @@ class Config:
 
     @classmethod
     def made(cls, values: Mapping[str, Any], *, where: str = "") -> Self:
-        """Build a configuration from plain values and defaults. `where` is the prefix of errors.
-
-        Raises InputError for an unknown name, an invalid value, or a missing value.
-        """
+        """Build a configuration from plain values and defaults. `where` is the prefix of errors. Raises InputError for an unknown
+        name, an invalid value, or a missing value."""
         for name in values:
             cls._check_field(name, where)
         missing = [

@@ -35,10 +35,8 @@ def is_in_file(name: str) -> bool:
 
 
 def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Returned]:
-    """Return the function without arguments named FILE.py:FUNCTION. The file is imported once per process.
-
-    Raises InputError if it is missing, or if it does not return a `returns`.
-    """
+    """Return the function without arguments named FILE.py:FUNCTION. The file is imported once per process. Raises InputError if
+    it is missing, or if it does not return a `returns`."""
     file, _, function = name.rpartition(":")
     path = os.path.abspath(file)
     if not os.path.isfile(path):

@@ -50,9 +50,7 @@ def criteo_dcnv3(path: str | None = None) -> TrainConfig:
 
 def _x4(recipe: str, path: str | None, model: ClickModelConfig, *, batch_size: int, seed: int) -> TrainConfig:
     """Configure training as in FuxiCTR: Adam on tables and network, an L2 penalty on full tables, and joint gradient clipping.
-
-    Evaluates once per epoch. An epoch without improvement divides the learning rates by ten. Two in a row end training.
-    """
+    Evaluates once per epoch. An epoch without improvement divides the learning rates by ten. Two in a row end training."""
     return TrainConfig(
         recipe=recipe,
         workload=ClickWorkload(

@@ -206,10 +206,8 @@ class ScoringContext:
 
 
 class TrainLoader(Protocol):
-    """Training batches of one worker, from a position to the end of the last epoch.
-
-    Batches have an attribute `row_numbers` (`rayrec.row_tally.RowNumbers`). Without it, lost rows cannot be detected.
-    """
+    """Training batches of one worker, from a position to the end of the last epoch. Batches have an attribute `row_numbers`
+    (`rayrec.row_tally.RowNumbers`). Without it, lost rows cannot be detected."""
 
     @property
     def steps(self) -> int:
@@ -317,10 +315,8 @@ class Workload(Config, abc.ABC):
                 raise InputError(f"{data.path}: no such file or folder")
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
-        """List the files of a data path, or the named files in a folder. Reads no data.
-
-        Names, sizes and times identify the data of a finished run. Raises InputError for a path without files.
-        """
+        """List the files of a data path, or the named files in a folder. Reads no data. Names, sizes and times identify the data
+        of a finished run. Raises InputError for a path without files."""
         return storage.list_files(path, names=names)
 
     @abc.abstractmethod
@@ -333,9 +329,7 @@ class Workload(Config, abc.ABC):
 
     def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
         """Prepare starting a new run from a checkpoint of another run. Runs on the driver after `prepare` and reads no weights.
-
-        Raises InputError for an incompatible checkpoint.
-        """
+        Raises InputError for an incompatible checkpoint."""
         raise InputError(f"init_from: recipe {context.config.recipe} cannot start with the weights of another run")
 
     @abc.abstractmethod
@@ -347,19 +341,15 @@ class Workload(Config, abc.ABC):
         """Set up training on a worker, after its process group is initialized."""
 
     def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
-        """Describe the sharding over the workers of `target` (None: this machine) without starting anything.
-
-        `tables` has the row counts of the tables if known without data. Raises InputError if the model does not fit.
-        """
+        """Describe the sharding over the workers of `target` (None: this machine) without starting anything. `tables` has the row
+        counts of the tables if known without data. Raises InputError if the model does not fit."""
         raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
 
     def probe_speed(
         self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
     ) -> MeasuredSpeed:
         """Measure a slice of the real stages on this machine, training with `local_workers` of the target's workers by `train`.
-
-        Raises InputError if that is not possible.
-        """
+        Raises InputError if that is not possible."""
         raise InputError(f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet")
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
@@ -368,18 +358,13 @@ class Workload(Config, abc.ABC):
         return {}
 
     def open_scoring(self, context: ScoringContext) -> Scoring:
-        """Open the rows of a path for scoring with a checkpoint.
-
-        Raises InputError for an unusable path, missing labels if they are needed, and a checkpoint of another model.
-        """
+        """Open the rows of a path for scoring with a checkpoint. Raises InputError for an unusable path, missing labels if they
+        are needed, and a checkpoint of another model."""
         raise InputError(f"{context.checkpoint}: recipe {context.config.recipe} has nothing to score rows with")
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Export the model of a checkpoint into the empty folder `out` in a format for other tools. Return a report as JSON
-        values.
-
-        Raises InputError if the model cannot be exported.
-        """
+        values. Raises InputError if the model cannot be exported."""
         raise InputError(
             f"{checkpoint}: recipe {config.recipe} has a model that cannot be exported yet; `rayrec predict` scores with it"
         )

@@ -83,9 +83,7 @@ class GPT2Config(Config):
 
     def build(self, vocabulary_size: int, *, end_of_text: int | None = None) -> GPT2LMHeadModel:
         """Build the model on CPU with initial values from torch's global generator. forward takes int64 tokens [rows, length].
-
-        The output layer shares its weight with the token embedding. Raises InputError without transformers.
-        """
+        The output layer shares its weight with the token embedding. Raises InputError without transformers."""
         require("transformers", extra="language")
         import transformers
 
@@ -280,9 +278,7 @@ class LanguageWorkload(DataParallelWorkload):
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open token blocks (their validation set, if any), or a plain text, cut into blocks with the checkpoint's tokenizer.
-
-        Raises InputError for tokens of another tokenizer, and for a text shorter than a block.
-        """
+        Raises InputError for tokens of another tokenizer, and for a text shorter than a block."""
         tokenizer = storage.join(checkpoint, TOKENIZER_FOLDER)
         if not is_tokens(path):
             sizes = storage.read_json(storage.join(checkpoint, CONFIG_FILE))

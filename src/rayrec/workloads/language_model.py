@@ -31,10 +31,7 @@ _SAMPLING_SEED: Final = 0
 
 def row_losses(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Compute each row's mean cross entropy of tokens 1, 2, ... given the tokens before, float32 [rows]. `tokens` is int64 [rows,
-    length].
-
-    For rows of equal length, the mean is the loss of transformers' model with labels equal to its input.
-    """
+    length]. For rows of equal length, the mean is the loss of transformers' model with labels equal to its input."""
     logits = model(input_ids=tokens, use_cache=False).logits.float()
     # The last position predicts nothing. Masking its target is cheaper than copying the logits without it.
     targets = functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
@@ -84,10 +81,8 @@ def continued(
     temperature: float,
     device: torch.device,
 ) -> list[str]:
-    """Generate a continuation of each prompt (see PROMPTS), up to the end-of-text token or `max_new_tokens`.
-
-    Sampling depends only on the prompt. A wrapped model is called equally often on all workers with the same prompts.
-    """
+    """Generate a continuation of each prompt (see PROMPTS), up to the end-of-text token or `max_new_tokens`. Sampling depends
+    only on the prompt. A wrapped model is called equally often on all workers with the same prompts."""
     chances = np.stack([_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)])
     model.eval()
     made = generate(

@@ -42,10 +42,8 @@ class Scoring:
     block_rows: tuple[int, ...]
     """Row count of each block."""
     load: Callable[[Device], Callable[[int], pa.Table]]
-    """Load the model, once in each scoring process or thread. Picklable. The result scores a block, given its number.
-
-    Its table has a row for each input row: `row` (0-based position in the input, int64) and the workload's columns.
-    """
+    """Load the model, once in each scoring process or thread. Picklable. The result scores a block, given its number. Its table
+    has a row for each input row: `row` (0-based position in the input, int64) and the workload's columns."""
     make_totals: Callable[[], Totals]
     """Create totals for these tables, if `evaluating`."""
     described: dict[str, Any]

@@ -20,9 +20,7 @@ OTHER = "other"
 
 class StepClock:
     """Timer that does nothing. Subclasses attribute the time from `start` to `stop` to phases (`rayrec.observe.timing.PHASES`).
-
-    For one thread, and threads that work for it while it waits.
-    """
+    For one thread, and threads that work for it while it waits."""
 
     measures = False
 
@@ -49,10 +47,8 @@ class StepClock:
         """End an interval and begin the next."""
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase in the last completed interval, empty if not measured.
-
-        The device must have reached the cut: call it after a synchronization that happens anyway.
-        """
+        """Return the seconds of each phase in the last completed interval, empty if not measured. The device must have reached
+        the cut: call it after a synchronization that happens anyway."""
         return {}
 
 

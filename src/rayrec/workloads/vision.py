@@ -244,9 +244,7 @@ class VisionWorkload(DataParallelWorkload):
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
         """Open images and labels of a folder (its test files, else its training files), or an image file with its label file.
-
-        Raises InputError if they are missing, damaged or do not match.
-        """
+        Raises InputError if they are missing, damaged or do not match."""
         images, labels = _paths(path)
         if labels is None:
             raise InputError(
@@ -276,10 +274,8 @@ class VisionWorkload(DataParallelWorkload):
         return {name: column.cpu().numpy() for name, column in columns.items()}  # device sync
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Write `model.safetensors` and `config.json` (network and normalization).
-
-        `torchvision.models.resnet18(num_classes=...)` loads the weights once its first layer has one channel.
-        """
+        """Write `model.safetensors` and `config.json` (network and normalization). `torchvision.models.resnet18(num_classes=...)`
+        loads the weights once its first layer has one channel."""
         from rayrec.checkpoint.reader import export_weights
 
         written = export_weights(checkpoint, out)

@@ -15,19 +15,15 @@ STAGE_WIDTHS = (64, 128, 256, 512)
 
 def normalised(images: torch.Tensor, *, mean: float, std: float) -> torch.Tensor:
     """Return (images / 255 - mean) / std, float32 [rows, 1, height, width], for images [rows, height, width] in [0, 255].
-
-    Bit-identical to torchvision's ToTensor and Normalize, on CPU and GPU.
-    """
+    Bit-identical to torchvision's ToTensor and Normalize, on CPU and GPU."""
     # Tensors as divisors, because CUDA multiplies by the rounded inverse of a Python number.
     pixel_range, deviation = (torch.full((), value, device=images.device) for value in (255.0, std))
     return ((images.float() / pixel_range - mean) / deviation).unsqueeze(1)
 
 
 def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: float, max_scale: float) -> torch.Tensor:
-    """Rotate, scale and shift each image by uniform random amounts from torch's generator of the device.
-
-    Fills with 0, the background. Returns values in [0, 255], float32 [rows, height, width].
-    """
+    """Rotate, scale and shift each image by uniform random amounts from torch's generator of the device. Fills with 0, the
+    background. Returns values in [0, 255], float32 [rows, height, width]."""
     rows, height, width = images.shape
     if not rows:  # affine_grid rejects empty batches
         return images.float()
@@ -50,10 +46,8 @@ def augmented(images: torch.Tensor, *, max_shift: float, max_rotation_degrees: f
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d that also accepts batches with a single value per channel, as at the end of an epoch.
-
-    Having no variance, such a batch is normalized by the running statistics, which it does not update.
-    """
+    """BatchNorm2d that also accepts batches with a single value per channel, as at the end of an epoch. Having no variance, such
+    a batch is normalized by the running statistics, which it does not update."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Normalize inputs [rows, channels, height, width]."""

@@ -29,10 +29,8 @@ def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 def require_same_optimizer(
     checkpoint: Checkpoint, stored: Mapping[str, Any], group: str, optimizer: Config, *, fields: Iterable[str]
 ) -> None:
-    """Check that the optimizer settings in `fields`, which determine its state, match the checkpoint. Raises InputError.
-
-    `group` is the field of the workload.
-    """
+    """Check that the optimizer settings in `fields`, which determine its state, match the checkpoint. Raises InputError. `group`
+    is the field of the workload."""
     own = optimizer.to_dict()
     default = type(optimizer)().to_dict()
     there = {**default, **(stored["workload"].get(group) or {})}
@@ -48,10 +46,7 @@ def require_same_weights(
     checkpoint: Checkpoint, stored: Mapping[str, Any], wanted: Mapping[str, list[int]], *, prefix: str = "model."
 ) -> None:
     """Check that the weights of a checkpoint have the names (without `prefix`) and shapes `wanted`. Reads no weights. Raises
-    InputError.
-
-    `stored` has the tensors of its manifest.
-    """
+    InputError. `stored` has the tensors of its manifest."""
     there = {name.removeprefix(prefix): entry["shape"] for name, entry in stored.items() if name.startswith(prefix)}
     for name in sorted(there.keys() | wanted.keys()):
         if there.get(name) != wanted.get(name):

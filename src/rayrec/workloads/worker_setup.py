@@ -55,11 +55,8 @@ _LARGEST: Final = 3
 
 @contextlib.contextmanager
 def memory_errors(described: Mapping[str, Any], *, rank: int, device: torch.device) -> Iterator[None]:
-    """Convert out-of-memory errors of torch on the device into InputError.
-
-    `described` is `WorkerSetup.described`. Uses `batch_size`, `parallel` and `tables` (each a `TablePlacement` as a dict) if
-    present.
-    """
+    """Convert out-of-memory errors of torch on the device into InputError. `described` is `WorkerSetup.described`. Uses
+    `batch_size`, `parallel` and `tables` (each a `TablePlacement` as a dict) if present."""
     try:
         yield
     except Exception as error:

@@ -61,9 +61,7 @@ class DataParallelModel(Workload, abc.ABC):
     @abc.abstractmethod
     def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Compute named measures of each row, [rows]. Training minimizes the mean `loss`. Evaluation reports the means of all.
-
-        `model` may be wrapped, so only call it. With precision bf16, this runs under autocast.
-        """
+        `model` may be wrapped, so only call it. With precision bf16, this runs under autocast."""
 
     @abc.abstractmethod
     def score(self, metrics: dict[str, float]) -> float: ...

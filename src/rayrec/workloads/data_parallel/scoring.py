@@ -117,10 +117,8 @@ def _column(values: np.ndarray | list[str]) -> pa.Array:
 
 
 def load_model(workload: DataParallelModel, config: TrainConfig, *, checkpoint: str, device: str = "cpu") -> torch.nn.Module:
-    """Load the trained model of a checkpoint folder, in eval mode and without gradients. Verifies all checksums.
-
-    Raises InputError for damaged weights and weights of another model.
-    """
+    """Load the trained model of a checkpoint folder, in eval mode and without gradients. Verifies all checksums. Raises
+    InputError for damaged weights and weights of another model."""
     model = workload.build_from(config, checkpoint=checkpoint)
     wanted = untied(model.state_dict())
     check_weights(checkpoint, {name: list(tensor.shape) for name, tensor in wanted.items()})

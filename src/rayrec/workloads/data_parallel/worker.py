@@ -224,10 +224,8 @@ class RowPipeline:
 def multiply_adds_per_row(
     workload: DataParallelModel, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
 ) -> float | None:
-    """Return multiply-adds of one row's forward pass in matrix products, convolutions and attention, as counted by torch.
-
-    Returns None if no evaluation set has rows, or, with a warning, if torch cannot count.
-    """
+    """Return multiply-adds of one row's forward pass in matrix products, convolutions and attention, as counted by torch. Returns
+    None if no evaluation set has rows, or, with a warning, if torch cannot count."""
     source = next((source for source in sets.values() if len(source)), None)
     if source is None:
         return None

@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelWorkload(DataParallelModel):
-    """Training with DDP (full model per worker) or FSDP2 (sharded model) on rows in any order.
-
-    Subclasses define the rows, the model and its measures. This class does the rest: row order, exact resume, gradient averaging,
-    checkpoints and evaluation.
-    """
+    """Training with DDP (full model per worker) or FSDP2 (sharded model) on rows in any order. Subclasses define the rows, the
+    model and its measures. This class does the rest: row order, exact resume, gradient averaging, checkpoints and evaluation."""
 
     WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.data_parallel.worker",)
 

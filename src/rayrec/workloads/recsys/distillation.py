@@ -70,10 +70,8 @@ class Teacher:
 
 
 def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
-    """Return the teacher on the driver, or None if not configured. A resumed run keeps its original teacher.
-
-    Raises InputError if a checkpoint is missing or its weights changed since the run started.
-    """
+    """Return the teacher on the driver, or None if not configured. A resumed run keeps its original teacher. Raises InputError if
+    a checkpoint is missing or its weights changed since the run started."""
     if config.checkpoint is None:
         return None
     record = storage.join(run, RECORD)

@@ -65,10 +65,7 @@ def plan(
     target: Target | None = None,
 ) -> str:
     """Return the plan as text, for the workers of `target`, or for workers that share this machine's memory or have a GPU like
-    its GPU.
-
-    `hotness` is as for `tables_of`. Raises InputError with the required memory if the tables do not fit.
-    """
+    its GPU. `hotness` is as for `tables_of`. Raises InputError with the required memory if the tables do not fit."""
     workers = config.scaling.max_workers
     place = target or Target(workers, workers)
     memory_bytes, notes = memory_of_target(config, place)
@@ -126,10 +123,8 @@ def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: S
 def cut_to_fit(
     workload: ClickSettings, config: TrainConfig, num_embeddings: list[int], *, inputs: Schema, workers: int, memory_bytes: int
 ) -> list[int]:
-    """Cap the rows per table so that all tables fit `workers` on one node with `memory_bytes` each.
-
-    Raises InputError if not even tables of one row fit.
-    """
+    """Cap the rows per table so that all tables fit `workers` on one node with `memory_bytes` each. Raises InputError if not even
+    tables of one row fit."""
     most = max(num_embeddings)
     target = Target(workers, workers)
     while True:
@@ -235,10 +230,8 @@ def tables_of(
 
 
 def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int, constant_values: int = 0) -> int:
-    """Return activation bytes of a step, with `values` embedding values per row and `constant_values` of full tables.
-
-    An evaluation keeps nothing for a backward pass, so half of its rows count.
-    """
+    """Return activation bytes of a step, with `values` embedding values per row and `constant_values` of full tables. An
+    evaluation keeps nothing for a backward pass, so half of its rows count."""
     copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule  # plus gradients by row
     of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
     rows = max(config.batch_size, config.eval_batch_size // 2)
@@ -253,10 +246,8 @@ def lookups_of(
     tables: Mapping[str, int] | None = None,
     rows: int = 1,
 ) -> dict[str, list[Lookup]]:
-    """Return the lookups of a row in each table. A list of unlimited length counts as its max_length, or 20.
-
-    `tables` has the row counts of full tables. Each of `rows` rows reads its share of them.
-    """
+    """Return the lookups of a row in each table. A list of unlimited length counts as its max_length, or 20. `tables` has the row
+    counts of full tables. Each of `rows` rows reads its share of them."""
     from rayrec.models.cost import USUAL_LENGTH
 
     multi_hot, lists = workload.preset.multi_hot, dict(inputs.lists)

@@ -242,10 +242,8 @@ def empty_model(
     stored_bytes: int | None = None,
     where: str = "",
 ) -> PlainModel:
-    """Build the model for a Preprocessor's columns, without loading the network weights.
-
-    Raises InputError as soon as one of rayrec's networks needs far more than `stored_bytes`, as with damaged settings.
-    """
+    """Build the model for a Preprocessor's columns, without loading the network weights. Raises InputError as soon as one of
+    rayrec's networks needs far more than `stored_bytes`, as with damaged settings."""
     inputs = ModelInputs.of(preprocessor.inputs)
     if type(config).__module__.startswith(f"{models.__name__}."):
         with torch.device("meta"), _limited_weights(stored_bytes, where):  # no memory and no initialization
@@ -301,10 +299,8 @@ class _Oversized(Exception):
 def load_scorer(
     config: ClickModelConfig, *, precision: Precision, checkpoint: str, preprocessor: Preprocessor, device: str
 ) -> ClickScorer:
-    """Load the model of a checkpoint folder. Weights are read in place, so they take memory once.
-
-    Verifies all checksums. Raises InputError for damaged weights and weights of another model.
-    """
+    """Load the model of a checkpoint folder. Weights are read in place, so they take memory once. Verifies all checksums. Raises
+    InputError for damaged weights and weights of another model."""
     tensors = Checkpoint(checkpoint).manifest()["tensors"]
     stored_bytes = sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"])
     model = empty_model(config, preprocessor=preprocessor, precision=precision, stored_bytes=stored_bytes, where=checkpoint)
@@ -323,11 +319,8 @@ def make_scorer_of(model: PlainModel, weights: Mapping[str, torch.Tensor], *, de
 
 
 def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str) -> ClickScorer:
-    """Create a scorer from loaded weights.
-
-    `tables` has one tensor [num_embeddings, row_format.width] of row_format.dtype for each feature. Features that share a table
-    share the tensor.
-    """
+    """Create a scorer from loaded weights. `tables` has one tensor [num_embeddings, row_format.width] of row_format.dtype for
+    each feature. Features that share a table share the tensor."""
     place = torch.device(device)
     on_device: Tables
     if place.type == "cpu":
@@ -357,10 +350,8 @@ def load_preprocessor(checkpoint: str) -> Preprocessor:
 def click_settings(
     checkpoint: Checkpoint, config: TrainConfig | None = None, *, own: type[ClickModelConfig] | None = None
 ) -> tuple[ClickModelConfig, Precision]:
-    """Return the network settings and training precision of a checkpoint, from `config` or its config.yaml.
-
-    `own` is the class of a custom network. Raises InputError if the checkpoint has no click model, or an unknown network class.
-    """
+    """Return the network settings and training precision of a checkpoint, from `config` or its config.yaml. `own` is the class of
+    a custom network. Raises InputError if the checkpoint has no click model, or an unknown network class."""
     if config is not None:
         model = getattr(config.workload, "model", None)
         if not isinstance(model, ClickModelConfig):
@@ -393,10 +384,8 @@ class Joined:
 def joined(
     checkpoints: Sequence[Checkpoint], settings: Sequence[tuple[ClickModelConfig, Precision]], *, preprocessor: Preprocessor
 ) -> Joined:
-    """Combine two or more checkpoints with the same Preprocessor into an ensemble, given the `click_settings` of each.
-
-    Reads no weights. Raises InputError for different precisions, and weights that do not match their settings.
-    """
+    """Combine two or more checkpoints with the same Preprocessor into an ensemble, given the `click_settings` of each. Reads no
+    weights. Raises InputError for different precisions, and weights that do not match their settings."""
     precision = settings[0][1]
     for checkpoint, (_, other) in zip(checkpoints, settings, strict=True):
         if other != precision:
@@ -409,9 +398,7 @@ def joined(
 
 def load_mean_scorer(checkpoints: Sequence[str], *, preprocessor: Preprocessor, device: str) -> ClickScorer:
     """Load the mean of two or more checkpoints, as written by `rayrec ensemble`. Memory: all weights once, plus one table.
-
-    Verifies all checksums. Raises InputError for damaged weights and incompatible models.
-    """
+    Verifies all checksums. Raises InputError for damaged weights and incompatible models."""
     opened = [Checkpoint(checkpoint) for checkpoint in checkpoints]
     found = joined(opened, [click_settings(checkpoint) for checkpoint in opened], preprocessor=preprocessor)
     model = empty_model(found.model, preprocessor=preprocessor, precision=found.precision)

@@ -149,10 +149,8 @@ def _blocks(context: ScoringContext, schema: Schema) -> tuple[LogIndex, list[Sco
 
 
 def cache_folder(checkpoint: str) -> str:
-    """Return the cache folder for unpacked files and indices: $RAYREC_CACHE, else the run's cache, else ~/.cache/rayrec.
-
-    The run's cache has the index of its training log, and every node can reach it.
-    """
+    """Return the cache folder for unpacked files and indices: $RAYREC_CACHE, else the run's cache, else ~/.cache/rayrec. The
+    run's cache has the index of its training log, and every node can reach it."""
     run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))  # ROOT/RUN/checkpoints/step_00001000
     return cache.folder(storage.join(storage.folder_of(run), ".cache"))
 

@@ -40,11 +40,8 @@ class Carried:
 
 
 def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
-    """Prepare a warm start. See `Workload.warm_start`.
-
-    Driver memory: the checkpoint's Preprocessor, a sorted copy of one vocabulary, and 4 bytes (8 beyond 2^31 rows) per row in
-    tables that do not keep all old ids.
-    """
+    """Prepare a warm start. See `Workload.warm_start`. Driver memory: the checkpoint's Preprocessor, a sorted copy of one
+    vocabulary, and 4 bytes (8 beyond 2^31 rows) per row in tables that do not keep all old ids."""
     config = context.config
     stored = stored_settings(checkpoint)
     model, _ = click_settings(checkpoint, own=type(workload.model))

@@ -94,11 +94,8 @@ def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
 
 
 def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int) -> ShardingPlan:
-    """Create the sharding plan on rank 0 and broadcast it. Collective.
-
-    If tables fit the machine but not its free memory, waits up to a minute for processes of a previous attempt to end. Raises
-    InputError on all ranks if the tables do not fit.
-    """
+    """Create the sharding plan on rank 0 and broadcast it. Collective. If tables fit the machine but not its free memory, waits
+    up to a minute for processes of a previous attempt to end. Raises InputError on all ranks if the tables do not fit."""
     ranks = Ranks.all()
     deadline_s = time.monotonic() + _MEMORY_WAIT_S
     while True:
@@ -216,9 +213,7 @@ def make_optimizer(
     max_gradient_norm: float | None = None,
 ) -> CombinedOptimizer:
     """Create the optimizer of all parameters: sharded tables, replicated tables (with the same rule), and the network.
-
-    `max_gradient_norm` is the joint 2-norm limit of all gradients, for `sparse` with `own_rule`.
-    """
+    `max_gradient_norm` is the joint 2-norm limit of all gradients, for `sparse` with `own_rule`."""
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     whole = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
     network = dense.build_keyed({own_name(name): parameter for name, parameter in remaining.items()})
