@@ -189,9 +189,10 @@ class Config:
         return dataclasses.replace(self, **new)
 
     @classmethod
-    def made(cls, values: Mapping[str, Any], *, where: str = "") -> Self:
-        """Build a configuration from plain values and defaults. `where` is the prefix of errors. Raises InputError for an unknown
-        name, an invalid value, or a missing value."""
+    def item(cls, values: Mapping[str, Any], *, among: Sequence[Config], where: str) -> Config:
+        """Build an item of a list that replaces the list `among`, from plain values and defaults. `where` prefixes errors.
+        Raises InputError for an unknown name, an invalid value, or a missing value."""
+        del among
         for name in values:
             cls._check_field(name, where)
         missing = [
@@ -202,12 +203,6 @@ class Config:
         if missing:
             raise InputError(f"{where}{missing[0]}: {cls.__name__} needs a value here")
         return cls(**{name: _tuples(value) for name, value in values.items()})
-
-    @classmethod
-    def item(cls, values: Mapping[str, Any], *, among: Sequence[Config], where: str) -> Config:
-        """Build an item of a list that replaces the list `among`. Otherwise the same as `made`."""
-        del among
-        return cls.made(values, where=where)
 
     def _with_new_names(self, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
         for old, new in self.RENAMED.items():

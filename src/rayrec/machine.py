@@ -80,9 +80,8 @@ def _groups(root: Path, controller: str, *files: str) -> Iterator[Path]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
-    places = {Path(): root / "sys/fs/cgroup", Path(controller): root / "sys/fs/cgroup" / controller}
     seen: set[Path] = set()
-    for base in places.values():
+    for base in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller):
         for line in lines or ["0::/"]:
             _, names, path = line.split(":", 2)
             if names and controller not in names.split(","):

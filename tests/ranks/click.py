@@ -15,6 +15,7 @@ from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint
 from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.data.encoded import Bags, Ids
+from rayrec.data.engine import InProcess
 from rayrec.ingest.batches import sparse_features
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -104,7 +105,7 @@ def prepared(tables: list[int]) -> Any:
         inputs=schema(tables),
         num_embeddings=tables,
         sets={"train": SimpleNamespace(rows=10_000)},
-        open_preprocessor=lambda: SimpleNamespace(sparse=[], multi_hot=object()),
+        preprocessor=InProcess(SimpleNamespace(sparse=[], multi_hot=object())),
         teacher=None,
     )
 

@@ -13,6 +13,7 @@ from rayrec import checkpoint
 from rayrec.batch import Batch
 from rayrec.checkpoint.state import all_tensors
 from rayrec.data.encoded import Bags, EncodedRows
+from rayrec.data.engine import InProcess
 from rayrec.ingest.batches import Slicer
 from rayrec.models.retrieval.sasrec import SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTowerConfig
@@ -68,7 +69,7 @@ def train(folder: str, rank: int) -> None:
             inputs=schema,
             num_embeddings=tables,
             sets={"train": SimpleNamespace(rows=10_000)},
-            open_preprocessor=lambda: SimpleNamespace(sparse=[], multi_hot=object()),
+            preprocessor=InProcess(SimpleNamespace(sparse=[], multi_hot=object())),
             teacher=None,
         )
         place = WorkerContext(config, rank, size, torch.device("cpu"), None, "")  # type: ignore[arg-type]

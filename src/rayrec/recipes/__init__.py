@@ -4,7 +4,6 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable
-from typing import Any
 
 from rayrec.config import InputError
 from rayrec.imports import function_in_file, is_in_file
@@ -56,7 +55,7 @@ def load_config(text: str, *, recipe: Recipe | None = None, source: str = "confi
     for field in values:
         if not isinstance(field, str):
             raise InputError(f"{source}: {field!r} is no field's name")
-    default = recipe() if recipe is not None else _named(values["recipe"], source)
+    default = (recipe or _built_in(values["recipe"], where=f"{source}: "))()
     if default.recipe != values["recipe"]:
         raise InputError(f"{source}: is one of recipe {values['recipe']!r}, and the recipe given is {default.recipe!r}")
     try:
@@ -65,23 +64,14 @@ def load_config(text: str, *, recipe: Recipe | None = None, source: str = "confi
         raise InputError(f"{source}: {error}") from None
 
 
-def _named(name: Any, source: str) -> TrainConfig:
-    """Return the configuration of a built-in recipe named in `source`."""
-    if not isinstance(name, str) or name not in ALL:
-        near = difflib.get_close_matches(str(name), ALL, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        raise InputError(
-            f"{source}: no recipe {name!r}; {hint}there are {', '.join(ALL)}; one of your own goes by its file: FILE.py:FUNCTION"
-        )
-    return ALL[name]()
-
-
 def find(name: str) -> Recipe:
     """Return the recipe of a name, or of FILE.py:FUNCTION, a user function without arguments. Raises InputError if not found."""
-    if is_in_file(name):
-        return function_in_file(name, returns=TrainConfig)
-    if name not in ALL:
-        near = difflib.get_close_matches(name, ALL, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}, and FILE.py:FUNCTION"
-        raise InputError(f"no recipe '{name}'; {hint}")
-    return ALL[name]
+    return function_in_file(name, returns=TrainConfig) if is_in_file(name) else _built_in(name)
+
+
+def _built_in(name: object, *, where: str = "") -> Recipe:
+    if isinstance(name, str) and name in ALL:
+        return ALL[name]
+    near = difflib.get_close_matches(str(name), ALL, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    raise InputError(f"{where}no recipe {name!r}; {hint}there are {', '.join(ALL)}, and your own as FILE.py:FUNCTION")

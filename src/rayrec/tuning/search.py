@@ -163,7 +163,7 @@ def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepa
         if not LogSource.at(data).is_preprocessed:
             quiet = dataclasses.replace(context, note=lambda text: None)  # The log's faults are already reported.
             index = workload.open_index(config.train_data, quiet, index_text=index_log)
-            preprocessor = prepared.open_preprocessor()
+            preprocessor = prepared.preprocessor.get()
             preprocess(
                 index,
                 preprocessor=preprocessor,

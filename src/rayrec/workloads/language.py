@@ -170,21 +170,7 @@ class LanguageWorkload(DataParallelWorkload):
         if not train.sets.get("train"):
             raise InputError(f"{train.path}: has no training blocks; preprocess more text, or hold less of it out")
         validation = train if config.eval_data.path is None else open_tokens(config.eval_data.path)
-        prepared = Prepared(
-            train,
-            validation,
-            _validation_set(validation, own=config.eval_data.path is not None),
-            None if self.weights is None else storage.absolute(self.weights),
-        )
-        self._check_sizes(prepared)
-        if self.weights is not None:
-            from rayrec.workloads.language_model import check_weights
-
-            check_weights(self.weights, self.model.to_huggingface(train.vocabulary_size))
-        return prepared
-
-    def _check_sizes(self, prepared: Prepared) -> None:
-        train, validation = prepared.train, prepared.validation
+        validation_set = _validation_set(validation, own=config.eval_data.path is not None)
         if train.block_size > self.model.n_positions:
             raise InputError(
                 f"{train.path}: blocks of {train.block_size} tokens do not fit the model's {self.model.n_positions}; set "
@@ -196,6 +182,12 @@ class LanguageWorkload(DataParallelWorkload):
                 f"{validation.path}: block size, tokenizer or vocabulary is not that of {train.path}; preprocess it with "
                 f"--tokenizer {train.tokenizer} and --block-size {train.block_size}"
             )
+        if self.weights is None:
+            return Prepared(train, validation, validation_set)
+        from rayrec.workloads.language_model import check_weights
+
+        check_weights(self.weights, self.model.to_huggingface(train.vocabulary_size))
+        return Prepared(train, validation, validation_set, storage.absolute(self.weights))
 
     def data_hash(self, prepared: Prepared) -> str:
         """Return the hash of the training and evaluation tokens."""
@@ -218,11 +210,9 @@ class LanguageWorkload(DataParallelWorkload):
     def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
         train = prepared.train
         tokenizer = {storage.join(TOKENIZER_FOLDER, name): data for name, data in read_tokenizer(train.tokenizer).items()}
-        return {CONFIG_FILE: (json.dumps(self._config_json(train), indent=2) + "\n").encode(), **tokenizer}
-
-    def _config_json(self, train: TokenFolder) -> dict[str, Any]:
         model = self.model.to_huggingface(train.vocabulary_size, end_of_text=train.end_token)
-        return {**model, "block_size": train.block_size, "part_bytes": train.part_bytes}
+        config = {**model, "block_size": train.block_size, "part_bytes": train.part_bytes}
+        return {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(), **tokenizer}
 
     # -- on each worker
 

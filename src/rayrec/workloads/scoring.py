@@ -107,13 +107,20 @@ class BlockScorer:
         return pa.table(block.columns(scored))
 
 
-def check_weights(checkpoint: str, wanted: dict[str, list[int]]) -> None:
+def check_weights(checkpoint: str, wanted: Mapping[str, list[int]]) -> None:
     """Check that a checkpoint's weights match its config.yaml and Preprocessor. Reads no weights. Raises InputError."""
-    entries = Checkpoint(checkpoint).manifest()["tensors"]
+    if mismatch := mismatched_weight(Checkpoint(checkpoint), wanted):
+        raise InputError(
+            f"{checkpoint}: {mismatch}. Its files are from different checkpoints, or the recipe's network has changed. Copy the "
+            "full checkpoint folder, or restore the network."
+        )
+
+
+def mismatched_weight(checkpoint: Checkpoint, wanted: Mapping[str, list[int]]) -> str | None:
+    """Describe the first weight with another name (without `PREFIX`) or shape than `wanted`, or return None."""
+    entries = checkpoint.manifest()["tensors"]
     stored = {name.removeprefix(PREFIX): entries[name]["shape"] for name in entries if name.startswith(PREFIX)}
     for name in sorted(stored.keys() | wanted.keys()):
         if stored.get(name) != wanted.get(name):
-            raise InputError(
-                f"{checkpoint}: {name} has shape {stored.get(name)}, its config.yaml asks for {wanted.get(name)}; "
-                "the files are not of one checkpoint, or the recipe's network has changed since"
-            )
+            return f"{name}: shape must be {wanted.get(name, 'absent')}, got {stored.get(name, 'absent')}"
+    return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.config import Config, InputError
+from rayrec.workloads.scoring import mismatched_weight
 
 if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     path = storage.join(checkpoint.path, "config.yaml")
     try:
         values = yaml.safe_load(storage.read_bytes(path).decode())
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: not UTF-8, or an invalid date
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("workload"), dict):
         raise InputError(f"{path}: is not the configuration of a run; take the checkpoint's folder whole")
@@ -42,19 +43,7 @@ def require_same_optimizer(
             )
 
 
-def require_same_weights(
-    checkpoint: Checkpoint, stored: Mapping[str, Any], wanted: Mapping[str, list[int]], *, prefix: str = "model."
-) -> None:
-    """Check that the weights of a checkpoint have the names (without `prefix`) and shapes `wanted`. Reads no weights. Raises
-    InputError. `stored` has the tensors of its manifest."""
-    there = {name.removeprefix(prefix): entry["shape"] for name, entry in stored.items() if name.startswith(prefix)}
-    for name in sorted(there.keys() | wanted.keys()):
-        if there.get(name) != wanted.get(name):
-            raise InputError(
-                f"init_from {checkpoint.path}: {name} has {_shape(there.get(name))}, and {_shape(wanted.get(name))} in this "
-                "run's model; give the model and the settings of its config.yaml"
-            )
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "no values" if shape is None else f"shape {shape}"
+def require_same_weights(checkpoint: Checkpoint, wanted: Mapping[str, list[int]]) -> None:
+    """Check that the weights of a checkpoint have the names (without `PREFIX`) and shapes `wanted`. Raises InputError."""
+    if mismatch := mismatched_weight(checkpoint, wanted):
+        raise InputError(f"init_from {checkpoint.path}: {mismatch}. Use the model and settings of its config.yaml.")

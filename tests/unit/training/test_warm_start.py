@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused_before_workers_start(tmp_path: Path) -> No
     train(config(log, tmp_path, "old"))
     wrong: dict[str, dict[str, Any]] = {
         "is a DLRMConfig, and this run trains a DCNv2Config": {"model": DCNv2Config(embedding_dim=DIM)},
-        "has shape .8., and shape .7. in this run's model": {"model": DLRM.replace(bottom_mlp=(7, DIM))},
+        "shape must be .7., got .8.. Use the model and settings of its config.yaml": {"model": DLRM.replace(bottom_mlp=(7, DIM))},
         "embeddings have width 8 .*, and 4 here": {"model": DLRM.replace(embedding_dim=4, bottom_mlp=(8, 4))},
         "sparse_optimizer.kind rowwise_adagrad, this run has adam": {"sparse_optimizer": {"kind": "adam"}},
         "dense_optimizer.kind adam, this run has sgd": {"dense_optimizer": {"kind": "sgd"}},
@@ -282,7 +282,7 @@ def test_other_models_start_with_all_weights_by_name(tmp_path: Path) -> None:
     (steps,) = {int(tensor) for name, tensor in after.items() if name.endswith(".step")}
     assert steps == 7  # Adam's own, which goes with its moments
     refused = {
-        "bias has shape .6., and no values in this": {"batch_norm": False},
+        "bias: shape must be absent, got .6.": {"batch_norm": False},
         "optimizer.kind adamw, this run has sgd": {"optimizer": {"kind": "sgd"}},
     }
     for message, changes in refused.items():

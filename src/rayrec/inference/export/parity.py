@@ -26,7 +26,7 @@ from rayrec.inference.config import LARGEST_LOGIT_DIFFERENCE, ExportConfig
 from rayrec.metrics.binary import auroc
 from rayrec.quantities import json_values
 from rayrec.schema import Schema
-from rayrec.workloads.recsys.run_rows import BATCH_ROWS, encoded_parts, open_run_log
+from rayrec.workloads.recsys.run_rows import BATCH_ROWS, encode_parts, open_run_log
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _read(
     index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor, settings: ExportConfig, *, origin: str
 ) -> ParityRows:
     parts = tuple(spread(list(index.parts(*rows)), rows=settings.parity_rows))
-    return ParityRows(origin, tuple(encoded_parts(parts, preprocessor)), parts=parts)
+    return ParityRows(origin, tuple(encode_parts(parts, preprocessor)), parts=parts)
 
 
 def spread(found: Sequence[Part], *, rows: int) -> list[Part]:

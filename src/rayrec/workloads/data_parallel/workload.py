@@ -34,7 +34,7 @@ class DataParallelWorkload(DataParallelModel):
         with torch.random.fork_rng(devices=[]):
             weights = untied(self.build(prepared).state_dict())
         wanted = {name: list(tensor.shape) for name, tensor in weights.items()}
-        require_same_weights(checkpoint, checkpoint.manifest()["tensors"], wanted)
+        require_same_weights(checkpoint, wanted)
         return WarmStart(checkpoint.path, context.engine.share({}), {"weights": len(wanted)})
 
     def make_loader(

@@ -3,7 +3,7 @@ regression on hashed categories (scikit-learn)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
-from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.index import LogIndex, Part
 from rayrec.imports import require
 from rayrec.metrics.binary import binary_metrics
-from rayrec.workloads.recsys.run_rows import encoded, open_run_log
+from rayrec.workloads.recsys.run_rows import encode_parts, open_run_log
 from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.scoring import cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -73,7 +73,7 @@ class Baselines:
         """Yield the rows of a labeled log in order. Raises InputError if it cannot be read or has too many invalid lines."""
         data = self.config.eval_data.replace(path=path, files=())
         index = open_run_log(data, self.preprocessor, cache=self.cache, max_bad_fraction=self.config.max_bad_fraction)
-        return encoded(index, (0, index.rows), self.preprocessor)
+        return encode_parts(index.parts(0, index.rows), self.preprocessor)
 
 
 def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kinds: tuple[Kind, ...]) -> Baselines:
@@ -102,23 +102,22 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kind
         held_out = (0, other.rows)
     last = (max(train[0], train[1] - most_rows), train[1])
     first = (held_out[0], min(held_out[1], held_out[0] + most_rows))
-    return Baselines(
-        preprocessor, _joined(encoded(index, last, preprocessor)), _joined(encoded(other, first, preprocessor)), cache, config
-    )
+    train_rows, validation_rows = (_encode(parts, preprocessor) for parts in (index.parts(*last), other.parts(*first)))
+    return Baselines(preprocessor, train_rows, validation_rows, cache, config)
 
 
-def _joined(batches: Iterator[EncodedRows]) -> EncodedRows:
-    """Concatenate batches without weights, groups and additional labels, which baselines do not use."""
-    kept = list(batches)
+def _encode(parts: Iterable[Part], preprocessor: Preprocessor) -> EncodedRows:
+    """Encode rows without weights, groups and additional labels, which baselines do not use."""
+    kept = list(encode_parts(parts, preprocessor))
     if not kept:
         raise InputError("baselines: the run's split leaves no rows to train or to validate on")
     columns: list[Ids] = []
-    for parts in zip(*(batch.ids for batch in kept), strict=True):
-        bags = [part for part in parts if isinstance(part, Bags)]
+    for column in zip(*(batch.ids for batch in kept), strict=True):
+        bags = [ids for ids in column if isinstance(ids, Bags)]
         if bags:
             columns.append(Bags(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags])))
         else:
-            columns.append(np.concatenate(parts))
+            columns.append(np.concatenate(column))
     labels = {next(iter(kept[0].labels)): np.concatenate([batch.label for batch in kept])}
     return EncodedRows(np.concatenate([batch.dense for batch in kept]), columns, labels)
 
@@ -216,15 +215,13 @@ class _Logistic:
         features, held_out = one_hot(given.train), one_hot(given.validation)
         trained = np.flatnonzero(features.getnnz(axis=0))
         features, held_out = features[:, trained], held_out[:, trained]
-        best: tuple[float, object] | None = None
-        for strength in strengths:
-            model = LogisticRegression(C=strength, max_iter=200, tol=1e-3).fit(features, given.train.label)
+
+        def loss(model: Any) -> float:
             logits = model.decision_function(held_out).astype(np.float32)
-            loss = binary_metrics(logits, given.validation.label)["logloss"]
-            if best is None or loss < best[0]:
-                best = loss, model
-        assert best is not None
-        return cls(best[1], trained)
+            return binary_metrics(logits, given.validation.label)["logloss"]
+
+        models = (LogisticRegression(C=strength, max_iter=200, tol=1e-3) for strength in strengths)
+        return cls(min((model.fit(features, given.train.label) for model in models), key=loss), trained)
 
     @property
     def parameters(self) -> int:

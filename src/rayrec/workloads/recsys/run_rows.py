@@ -34,13 +34,8 @@ def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, ma
     )
 
 
-def encoded(index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
-    """Yield rows [start, stop) of a log in order, in batches of up to `BATCH_ROWS`."""
-    return encoded_parts((index.parts(*rows)), preprocessor)
-
-
-def encoded_parts(parts: Iterable[Part], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
-    """Yield the rows of parts of a log, as `encoded`."""
+def encode_parts(parts: Iterable[Part], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
+    """Yield the rows of parts of a log in order, in batches of up to `BATCH_ROWS`."""
     for part in parts:
         read = open_block(Block((part,), None), preprocessor).encode
         size = part.stop - part.start

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from rayrec.models.scoring_tables import (
     table_weight,
 )
 from rayrec.workloads.scoring import PREFIX, check_weights
+from rayrec.workloads.warm_start import stored_settings
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
@@ -194,21 +195,15 @@ class ClickScorer:
     def inputs(self, rows: EncodedRows, *, measuring: bool = False) -> list[torch.Tensor]:
         """Return the inputs of PlainModel. `measuring` includes tables that the network reads only in evaluations."""
         dense = torch.from_numpy(rows.dense).to(self._device)
-        if not self._sequences:
-            return [dense, self._tables.pool([_lookup(ids) for ids in rows.ids], len(rows))]
         lookups = [None if number in self._sequences else _lookup(ids) for number, ids in enumerate(rows.ids)]
         inputs = [dense, self._tables.pool(lookups, len(rows))]
-        for number in self._sequences:
-            ids = rows.ids[number]
-            bags = ids if isinstance(ids, Bags) else _as_bags(ids)
+        sequences = [_as_bags(rows.ids[number]) for number in self._sequences]
+        for number, bags in zip(self._sequences, sequences, strict=True):
             inputs.append(self._tables.one_by_one(number, np.ascontiguousarray(bags.values)))
             inputs.append(torch.from_numpy(bags.lengths.astype(np.int64)).to(self._device))
-        if isinstance(self.heads[0], LabelHead):
+        if not sequences or isinstance(self.heads[0], LabelHead):
             return inputs
-        for number in self._sequences:
-            ids = rows.ids[number]
-            values = ids.values if isinstance(ids, Bags) else ids.reshape(-1)
-            inputs.append(torch.from_numpy(values.astype(np.int64)).to(self._device))
+        inputs += [torch.from_numpy(bags.values.astype(np.int64)).to(self._device) for bags in sequences]
         return [*inputs, *(self._full_tables if measuring or self._model.predicts_by_tables else ())]
 
     @cached_property
@@ -229,9 +224,10 @@ def _lookup(ids: Ids) -> Lookup:
     return Lookup(np.ascontiguousarray(ids.values), ids.offsets(), weights)
 
 
-def _as_bags(ids: np.ndarray) -> Bags:
-    rows = len(ids)
-    return Bags(ids.reshape(-1), np.full(rows, ids.size // max(rows, 1), np.int32))
+def _as_bags(ids: Ids) -> Bags:
+    if isinstance(ids, Bags):
+        return ids
+    return Bags(ids.reshape(-1), np.full(len(ids), ids.size // max(len(ids), 1), np.int32))
 
 
 def empty_model(
@@ -357,18 +353,11 @@ def click_settings(
         if not isinstance(model, ClickModelConfig):
             raise InputError(f"{checkpoint.path}: recipe {config.recipe} trains no click model, which is needed here")
         return model, config.precision
-    import yaml
-
-    path = storage.join(checkpoint.path, "config.yaml")
-    try:
-        values: dict[str, Any] = yaml.safe_load(storage.read_bytes(path).decode())
-        model_values, precision = values["workload"]["model"], values["precision"]
-        known = "embedding_dim" in model_values and precision in ("fp32", "bf16")
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
-        known = False
-    if not known:
+    values, path = stored_settings(checkpoint), storage.join(checkpoint.path, "config.yaml")
+    model_values, precision = values["workload"].get("model"), values.get("precision")
+    if not isinstance(model_values, dict) or "embedding_dim" not in model_values or precision not in ("fp32", "bf16"):
         raise InputError(f"{path}: is not the complete configuration of a click model; take the checkpoint's folder whole")
-    return stored_model(model_values, where=path, own=own), cast(Precision, precision)
+    return stored_model(model_values, where=path, own=own), precision
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,6 @@ class Prepared:
     """Best achievable AUROC on the test rows of a synthetic log, None if unknown."""
     teacher: Teacher | None = None
 
-    def open_preprocessor(self) -> Preprocessor:
-        """Return the Preprocessor, in any process of the run."""
-        return self.preprocessor.get()
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClickSettings(Workload):

@@ -57,10 +57,10 @@ def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared,
         )
     require_same_optimizer(checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",))
     require_same_optimizer(checkpoint, stored, "dense_optimizer", workload.dense_optimizer, fields=("kind", "momentum"))
-    old, new = load_preprocessor(checkpoint.path), prepared.open_preprocessor()
+    old, new = load_preprocessor(checkpoint.path), prepared.preprocessor.get()
     require_same_inputs(checkpoint, old, new)
     empty = empty_model(workload.model, preprocessor=new, precision=config.precision)
-    require_same_weights(checkpoint, checkpoint.manifest()["tensors"], wanted_weights(empty, old))
+    require_same_weights(checkpoint, wanted_weights(empty, old))
     owners = new.inputs.vocabulary_owners
     by_owner = {
         owner: carried(

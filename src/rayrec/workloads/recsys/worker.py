@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -175,12 +175,10 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
             max_gradient_norm=workload.max_gradient_norm,
         )
 
-    preprocessor = prepared.open_preprocessor()
-    counts = EvaluationCounts(
-        counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None),
-        workload.model.output_heads(ModelInputs.of(inputs)),
-        grouped=inputs.group is not None,
-    )
+    preprocessor = prepared.preprocessor.get()
+    columns = counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None)
+    heads = workload.model.output_heads(ModelInputs.of(inputs))
+    counts = EvaluationCounts(columns, heads, grouped=inputs.group is not None)
 
     def eval_batches(name: str) -> Iterator[Any]:
         loader = _loader(context, prepared, name, batch_size=config.eval_batch_size, epochs=1)
@@ -259,13 +257,13 @@ def _loader(
     order, prefetch_blocks = prepared.sets[name], context.config.train_data.prefetch_blocks
     source: TaskSource | MappedSource
     if is_mapped(order):
-        source = MappedSource(prepared.open_preprocessor(), data.in_memory, prefetch_blocks)
+        source = MappedSource(prepared.preprocessor.get(), data.in_memory, prefetch_blocks)
     else:
         source = TaskSource(prepared.preprocessor, context.engine, prepared.inputs, order.max_block_rows, prefetch_blocks)
     reader = ClickBatches(
         source,
         prepared.inputs,
-        targets=load_targets(prepared.teacher, prepared.open_preprocessor()) if prepared.teacher and learns else None,
+        targets=load_targets(prepared.teacher, prepared.preprocessor.get()) if prepared.teacher and learns else None,
         unpooled=workload.unpooled(prepared.inputs),
         tables=_full_tables(workload, prepared, learns=learns),
         pinned=_BATCHES_AHEAD if context.device.type == "cuda" else 0,
@@ -317,61 +315,50 @@ def make_pipeline(
     One worker exchanges nothing. TorchRec's exchange would cost it time, on a GPU by blocking the host several times per step.
     The base pipeline also prefetches the next batch to a GPU.
     """
-    if context.world_size == 1:
-        return TimedBase(model, optimizer, context.device, clock or StepClock())
-    return TimedSparseDist(model, optimizer, context.device, clock or StepClock())
+    pipeline: Callable[..., TrainPipeline] = TimedBase if context.world_size == 1 else TimedSparseDist
+    return pipeline(model, optimizer, context.device, clock or StepClock())
 
 
 Pipelineable.register(Batch)  # has its methods, but TorchRec checks the class
+
+
+def _timed(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self: Any, *arguments: Any) -> Any:
+        with self._clock.phase(phase):
+            return method(self, *arguments)
+
+    return timed
 
 
 @final
 class TimedBase(TrainPipelineBase):
     """Sequential pipeline with phase timing."""
 
+    _wait_for_batch = _timed("host_to_device", TrainPipelineBase._wait_for_batch)
+    _copy_batch_to_gpu = _timed("host_to_device", TrainPipelineBase._copy_batch_to_gpu)
+    _backward = _timed("backward", TrainPipelineBase._backward)
+
     def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepClock) -> None:
         time_forward(model, clock)
         super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
         self._clock = clock
-
-    def _wait_for_batch(self, cur_batch: Any) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._wait_for_batch(cur_batch)
-
-    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._copy_batch_to_gpu(cur_batch)
-
-    def _backward(self, losses: torch.Tensor) -> None:
-        with self._clock.phase("backward"):
-            super()._backward(losses)
 
 
 @final
 class TimedSparseDist(TrainPipelineSparseDist):
     """Pipeline with phase timing that exchanges the ids of the next batch while the current one computes."""
 
+    _wait_for_batch = _timed("host_to_device", TrainPipelineSparseDist._wait_for_batch)
+    # Waiting for the batch is a nested phase.
+    copy_batch_to_gpu = _timed("host_to_device", TrainPipelineSparseDist.copy_batch_to_gpu)
+    start_sparse_data_dist = _timed("collectives", TrainPipelineSparseDist.start_sparse_data_dist)
+    wait_sparse_data_dist = _timed("collectives", TrainPipelineSparseDist.wait_sparse_data_dist)
+
     def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepClock) -> None:
         time_forward(model, clock)
         timed: Any = TimedOptimizer(optimizer, clock)
         super().__init__(model, timed, device, execute_all_batches=True)
         self._clock = clock
-
-    def _wait_for_batch(self) -> None:
-        with self._clock.phase("host_to_device"):
-            super()._wait_for_batch()
-
-    def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
-        with self._clock.phase("host_to_device"):  # waiting for the batch is a nested phase
-            return super().copy_batch_to_gpu(dataloader_iter)
-
-    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
-        with self._clock.phase("collectives"):
-            super().start_sparse_data_dist(batch, context)
-
-    def wait_sparse_data_dist(self, context: Any) -> None:
-        with self._clock.phase("collectives"):
-            super().wait_sparse_data_dist(context)
 
     def _backward(self, losses: torch.Tensor) -> None:
         notice_exchange(self._clock, losses)

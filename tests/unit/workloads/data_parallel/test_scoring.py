@@ -136,10 +136,10 @@ class _Untied(Net):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (_Wider, r": norm.bias has shape \[4\], its config.yaml asks for \[9\]"),
-        (_Deeper, r": more.bias has shape None"),
-        (_Untied, r": outer.weight has shape None, its config.yaml asks for \[4, 4\]"),
-        (lambda: torch.nn.Linear(1, 1), r": bias has shape None"),
+        (_Wider, r": norm.bias: shape must be \[9\], got \[4\]"),
+        (_Deeper, r": more.bias: shape must be \[2\], got absent"),
+        (_Untied, r": outer.weight: shape must be \[4, 4\], got absent"),
+        (lambda: torch.nn.Linear(1, 1), r": bias: shape must be \[1\], got absent"),
     ],
 )
 def test_weights_of_another_model_are_refused(
