@@ -61,12 +61,12 @@ def _bounds(annotation: Any) -> list[str]:
 
 
 def _misfit(error: pydantic.ValidationError, annotation: Any) -> str:
-    """Describe the problem with a value, in words that follow the value."""
+    """Describe the bound or type that a value violates."""
     first = error.errors()[0]
     if first["type"] == "too_short":
-        return f"needs {first['ctx']['min_length']} or more values"
+        return f"must have {first['ctx']['min_length']} or more values"
     if not first.get("ctx", {}).keys() & _BOUNDS.keys():
-        return f"does not fit ({first['msg']})"
+        return f"has the wrong type ({first['msg']})"
     each = "each " if any(isinstance(place, int) for place in first["loc"]) else ""
     return f"must {each}be {' and '.join(_bounds(annotation))}"
 
@@ -129,12 +129,12 @@ class Config:
             nested = _config_type(annotation)
             if nested is not None:
                 if not (isinstance(value, nested) or (value is None and type(None) in typing.get_args(annotation))):
-                    raise InputError(f"{type(self).__name__}.{field.name}: needs a {nested.__name__}, not {value!r}")
+                    raise InputError(f"{type(self).__name__}.{field.name}: must be a {nested.__name__}, got {value!r}")
                 continue
             try:
                 _adapter(annotation).validate_python(value)
             except pydantic.ValidationError as error:
-                raise InputError(f"{type(self).__name__}.{field.name}: {value!r} {_misfit(error, annotation)}") from None
+                raise InputError(f"{type(self).__name__}.{field.name}: {_misfit(error, annotation)}, got {value!r}") from None
 
     @classmethod
     def _own_class(cls) -> str | None:
@@ -147,7 +147,7 @@ class Config:
 
     def _known_classes(self) -> str:
         own = type(self)._own_class() or type(self).__qualname__
-        return f"{own} there; give the recipe that the configuration was made by"
+        return f"{own}. Use the recipe that created the configuration"
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed fields. A dict changes fields of a nested configuration. Warns about old field names."""
@@ -168,7 +168,9 @@ class Config:
             if own is None or not same_class(stored, own):
                 other = self.of_class(stored)
                 if other is None:
-                    raise InputError(f"{where}{CLASS}: {stored}, and this recipe has {self._known_classes()}")
+                    raise InputError(
+                        f"{where}{CLASS}: does not match the recipe, got {stored}, and the recipe has {self._known_classes()}"
+                    )
                 return other.updated(changes, where=where)
         if changes.keys() & self.RENAMED.keys():
             changes = self._with_new_names(changes, where)
@@ -201,13 +203,13 @@ class Config:
             if field.name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         ]
         if missing:
-            raise InputError(f"{where}{missing[0]}: {cls.__name__} needs a value here")
+            raise InputError(f"{where}{missing[0]}: {cls.__name__} requires a value")
         return cls(**{name: _tuples(value) for name, value in values.items()})
 
     def _with_new_names(self, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
         for old, new in self.RENAMED.items():
             if old in changes and new in changes:
-                raise InputError(f"{where}{old}: is the old name of {new}, which is given too; leave {old} out")
+                raise InputError(f"{where}{old}: is the old name of {new}, which is set too. Remove {old}.")
         return {self.RENAMED.get(name, name): value for name, value in changes.items()}
 
     @classmethod

@@ -25,7 +25,7 @@ def require(*modules: str, extra: str) -> None:
     """Check that modules of an extra (default: all in `EXTRAS`) are installed. Raises InputError with the fix."""
     for module in modules or EXTRAS[extra]:
         if importlib.util.find_spec(module) is None:
-            raise InputError(f"{module} is not installed; pip install 'rayrec[{extra}]'")
+            raise InputError(f"{module} is not installed. Run pip install 'rayrec[{extra}]'.")
 
 
 def is_in_file(name: str) -> bool:
@@ -40,18 +40,18 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
     file, _, function = name.rpartition(":")
     path = os.path.abspath(file)
     if not os.path.isfile(path):
-        raise InputError(f"{file}: no such file; a recipe of your own is named FILE.py:FUNCTION")
+        raise InputError(f"{file}: no such file. Custom recipes are named FILE.py:FUNCTION.")
     module_name = _module_name(path)
     module = sys.modules.get(module_name)
     if module is None:
         module = _imported(module_name, path)
     elif getattr(module, "__file__", None) != path:
-        raise InputError(f"{file}: another file of this name was imported before; rename the file")
+        raise InputError(f"{file}: another file with this name was already imported. Rename the file.")
     found = getattr(module, function, None)
     if not callable(found):
-        raise InputError(f"{file}: has no function '{function}'")
+        raise InputError(f"{file}: function '{function}' not found")
     if not isinstance(found(), returns):
-        raise InputError(f"{file}: {function}() returns no rayrec.{returns.__name__}")
+        raise InputError(f"{file}: {function}() must return a rayrec.{returns.__name__}")
     return found
 
 

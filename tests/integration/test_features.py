@@ -219,5 +219,5 @@ def test_an_ensemble_over_sequences_goes_the_whole_road(tmp_path: Path, monkeypa
 
 def test_what_a_model_cannot_do_is_refused_before_training(tmp_path: Path) -> None:
     config = _config("nowhere.parquet", tmp_path).replace(workload={"model": FinalNetConfig()})
-    with pytest.raises(InputError, match="FinalNetConfig predicts one label, and the schema has click, like, seconds"):
+    with pytest.raises(InputError, match=r"schema.labels: must be one label for FinalNetConfig, got click, like, seconds"):
         rayrec.train(config, console=Console(quiet=True))

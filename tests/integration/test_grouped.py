@@ -56,7 +56,7 @@ def test_training_and_evaluation_tell_the_same(tmp_path: Path, monkeypatch: pyte
     assert rayrec.evaluate(result.checkpoint, log, group="cat_8", **QUIET)["gauc"] != metrics["gauc"]
     ready = str(tmp_path / "ready")
     rayrec.preprocess(log, out=ready, format="parquet", preprocessor=str(tmp_path / "grouped" / "preprocessor"), **QUIET)
-    with pytest.raises(InputError, match=r"schema\.group: .*ready is preprocessed and holds no values of cat_5"):
+    with pytest.raises(InputError, match=r"schema\.group: .*ready is preprocessed and has no values of cat_5"):
         rayrec.evaluate(result.checkpoint, ready, **QUIET)
     with pytest.raises(InputError, match=r"schema\.group: .*ready is preprocessed"):
         rayrec.train(config.replace(name="ready", eval_data={"path": ready}), **QUIET)

@@ -89,7 +89,7 @@ def test_full_shuffle_is_asked_for_and_given(log: Path, raw_run: tuple[Path, dic
     mixed = trained(tmp_path / "mixed", tmp_path, name="mixed", **full)
     assert mixed["rows_of_sets"] == raw_run[1]["rows_of_sets"]
     assert mixed["weights_sha256"] != raw_run[1]["weights_sha256"]
-    with pytest.raises(InputError, match=r"^train_data\.shuffle full: [^\n]* is not mixed[^\n]*$"):
+    with pytest.raises(InputError, match=r"^train_data\.shuffle: [^\n]* is not fully shuffled[^\n]*$"):
         trained(log, tmp_path, name="raw", **full)
 
 

@@ -134,7 +134,7 @@ def test_a_class_of_the_users_leaves_its_name_and_is_needed_again() -> None:
     assert stored["workload"]["schedule"]["class"] == f"{OwnSchedule.__module__}.OwnSchedule"
     assert own.config_hash() != plain.config_hash()
     assert own.updated(stored) == own
-    with pytest.raises(InputError, match=r"^workload\.schedule\.class: .*OwnSchedule, and this recipe has LearningRateSchedule"):
+    with pytest.raises(InputError, match=r"^workload\.schedule\.class: .*OwnSchedule, and the recipe has LearningRateSchedule"):
         plain.updated(stored)
 
 
@@ -151,7 +151,7 @@ def test_an_old_field_name_is_accepted_with_a_notice() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what a file of an earlier version says needs no notice
         assert Moved().updated({"before": 3}) == Moved(now=3)
-    with pytest.raises(InputError, match="before: is the old name of now, which is given too"):
+    with pytest.raises(InputError, match="before: is the old name of now, which is set too"):
         Moved().updated({"before": 2, "now": 3})
 
 

@@ -150,7 +150,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"),
         "tokenizer: none is no folder",
     ),
-    "teacher without weight": (good("--workload.teacher.checkpoint FOLDER/none"), "teacher.weight: is 0"),
+    "teacher without weight": (good("--workload.teacher.checkpoint FOLDER/none"), "teacher.weight: must be above 0"),
     # checkpoints
     "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "holds no complete checkpoint"),
     "checkpoint damaged": (checkpoint("{"), "manifest.json"),

@@ -72,16 +72,16 @@ def test_a_recipe_of_ones_own_goes_by_file_and_function(own: Path) -> None:
     assert recipes.load_config(text, recipe=recipe).seed == 5
     with pytest.raises(InputError, match=r"no recipe 'small'.*FILE.py:FUNCTION"):
         recipes.load_config(text)
-    with pytest.raises(InputError, match="is one of recipe 'criteo_demo', and the recipe given is 'small'"):
+    with pytest.raises(InputError, match="belongs to recipe 'criteo_demo', got recipe 'small'"):
         recipes.load_config(recipes.criteo_demo().to_yaml(), recipe=recipe)
 
 
 def test_what_is_no_recipe_is_told(own: Path) -> None:
-    with pytest.raises(InputError, match="has no function 'NUMBER'"):
+    with pytest.raises(InputError, match="function 'NUMBER' not found"):
         recipes.find(f"{own}:NUMBER")
-    with pytest.raises(InputError, match="has no function 'none'"):
+    with pytest.raises(InputError, match="function 'none' not found"):
         recipes.find(f"{own}:none")
-    with pytest.raises(InputError, match=r"wrong\(\) returns no rayrec.TrainConfig"):
+    with pytest.raises(InputError, match=r"wrong\(\) must return a rayrec.TrainConfig"):
         recipes.find(f"{own}:wrong")
     with pytest.raises(InputError, match="no such file"):
         recipes.find(f"{own.parent}/absent.py:small")
@@ -99,7 +99,7 @@ def test_a_file_takes_the_place_of_no_other_module(name: str, tmp_path: Path, mo
     for _ in range(2):
         assert recipes.find(f"{tmp_path}/one/{name}.py:small")().batch_size == 7
     assert not hasattr(importlib.import_module(name), "small")
-    with pytest.raises(InputError, match="another file of this name was imported before; rename the file"):
+    with pytest.raises(InputError, match=r"another file with this name was already imported. Rename the file"):
         recipes.find(f"{tmp_path}/other/{name}.py:small")
     del sys.modules[f"recipe_file_{name}"]
 

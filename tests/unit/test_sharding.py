@@ -223,7 +223,7 @@ def test_torchrecs_planner_counts_the_same_optimizer_state(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sharding_types": ()}, "needs 1 or more values"),
+        ({"sharding_types": ()}, "must have 1 or more values"),
         ({"sharding_types": ("diagonal",)}, "does not fit"),
         ({"reserved_fraction": 1.0}, "must be at least 0 and below 1"),
         ({"min_column_width": 6}, "multiple of 4"),

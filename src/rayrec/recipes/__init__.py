@@ -49,15 +49,15 @@ def load_config(text: str, *, recipe: Recipe | None = None, source: str = "confi
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         why = " ".join(str(error).split())
-        raise InputError(f"{source}: not YAML ({why}); `rayrec config RECIPE` prints one") from None
+        raise InputError(f"{source}: not YAML ({why}). `rayrec config RECIPE` prints a valid file.") from None
     if not isinstance(values, dict) or "recipe" not in values:
-        raise InputError(f"{source}: names no recipe; add a line `recipe: NAME` with one of {', '.join(ALL)}")
+        raise InputError(f"{source}: must name a recipe. Add a line `recipe: NAME` with one of {', '.join(ALL)}.")
     for field in values:
         if not isinstance(field, str):
-            raise InputError(f"{source}: {field!r} is no field's name")
+            raise InputError(f"{source}: field names must be strings, got {field!r}")
     default = (recipe or _built_in(values["recipe"], where=f"{source}: "))()
     if default.recipe != values["recipe"]:
-        raise InputError(f"{source}: is one of recipe {values['recipe']!r}, and the recipe given is {default.recipe!r}")
+        raise InputError(f"{source}: belongs to recipe {values['recipe']!r}, got recipe {default.recipe!r}")
     try:
         return default.updated(values)
     except InputError as error:
@@ -74,4 +74,4 @@ def _built_in(name: object, *, where: str = "") -> Recipe:
         return ALL[name]
     near = difflib.get_close_matches(str(name), ALL, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise InputError(f"{where}no recipe {name!r}; {hint}there are {', '.join(ALL)}, and your own as FILE.py:FUNCTION")
+    raise InputError(f"{where}no recipe {name!r}; {hint}Use one of {', '.join(ALL)}, or FILE.py:FUNCTION.")

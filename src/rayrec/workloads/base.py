@@ -112,19 +112,21 @@ class TrainConfig(Config):
         if self.name is not None:
             _check_name(self.name)
         if self.eval_data.shuffle != "none":
-            raise InputError(f"eval_data.shuffle: {self.eval_data.shuffle!r}; evaluation reads in the log's order, 'none'")
+            raise InputError(
+                f"eval_data.shuffle: must be 'none', because evaluation reads in log order, got {self.eval_data.shuffle!r}"
+            )
         if self.loop not in self.workload.LOOPS:
-            raise InputError(f"loop: {self.loop}: recipe {self.recipe} is trained by the loop {' or '.join(self.workload.LOOPS)}")
+            raise InputError(f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got {self.loop}")
         if self.early_stopping.patience and not self.checkpoint.keep_best:
-            raise InputError("checkpoint.keep_best: early stopping ends with the best weights; keep at least 1")
+            raise InputError("checkpoint.keep_best: must be at least 1, because early stopping uses the best weights, got 0")
 
 
 def _check_name(name: str) -> None:
     """Check that the name can be a single folder in the storage path."""
     if not re.fullmatch(r"\w[\w.-]*", name) or len(name) > MOST_NAME_LETTERS:
         raise InputError(
-            f"name: {name!r} is no name of a run; give 1 to {MOST_NAME_LETTERS} letters, digits, '.', '_' and '-', the first a "
-            "letter, a digit or '_'"
+            f"name: must have 1 to {MOST_NAME_LETTERS} letters, digits, '.', '_' and '-', and start with a letter, a digit or "
+            f"'_', got {name!r}"
         )
 
 
@@ -330,7 +332,7 @@ class Workload(Config, abc.ABC):
     def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
         """Prepare starting a new run from a checkpoint of another run. Runs on the driver after `prepare` and reads no weights.
         Raises InputError for an incompatible checkpoint."""
-        raise InputError(f"init_from: recipe {context.config.recipe} cannot start with the weights of another run")
+        raise InputError(f"init_from: recipe {context.config.recipe} cannot start from another run. Leave it out.")
 
     @abc.abstractmethod
     def make_loader(self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int) -> TrainLoader:
@@ -343,14 +345,14 @@ class Workload(Config, abc.ABC):
     def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
         """Describe the sharding over the workers of `target` (None: this machine) without starting anything. `tables` has the row
         counts of the tables if known without data. Raises InputError if the model does not fit."""
-        raise InputError(f"{type(self).__name__} is not sharded; every worker holds the whole model")
+        raise InputError(f"plan: {type(self).__name__} is not sharded. Each worker has the full model.")
 
     def probe_speed(
         self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: TrainHere
     ) -> MeasuredSpeed:
         """Measure a slice of the real stages on this machine, training with `local_workers` of the target's workers by `train`.
         Raises InputError if that is not possible."""
-        raise InputError(f"plan: recipe {config.recipe} cannot be measured before it is trained; only click models can yet")
+        raise InputError(f"plan: recipe {config.recipe} cannot be measured before training. Only click models can.")
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
         """Return extra files of a checkpoint on rank 0, by name: the content, or the path of a file that does not change during
@@ -360,13 +362,13 @@ class Workload(Config, abc.ABC):
     def open_scoring(self, context: ScoringContext) -> Scoring:
         """Open the rows of a path for scoring with a checkpoint. Raises InputError for an unusable path, missing labels if they
         are needed, and a checkpoint of another model."""
-        raise InputError(f"{context.checkpoint}: recipe {context.config.recipe} has nothing to score rows with")
+        raise InputError(f"{context.checkpoint}: recipe {context.config.recipe} cannot score rows")
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
         """Export the model of a checkpoint into the empty folder `out` in a format for other tools. Return a report as JSON
         values. Raises InputError if the model cannot be exported."""
         raise InputError(
-            f"{checkpoint}: recipe {config.recipe} has a model that cannot be exported yet; `rayrec predict` scores with it"
+            f"{checkpoint}: the model of recipe {config.recipe} cannot be exported. Use `rayrec predict` to score with it."
         )
 
     def summarize(self, prepared: Any, metrics: dict[str, float]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class GPT2Config(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_embd % self.n_head:
-            raise InputError(f"GPT2Config.n_embd: {self.n_embd} must be a multiple of n_head {self.n_head}")
+            raise InputError(f"GPT2Config.n_embd: must be a multiple of n_head {self.n_head}, got {self.n_embd}")
 
     def num_parameters(self, vocabulary_size: int) -> int:
         """Return the number of trainable parameters. The output layer shares the token embedding."""
@@ -151,8 +151,8 @@ class LanguageWorkload(DataParallelWorkload):
         data = config.train_data
         if data.path is None:
             raise InputError(
-                "train_data.path: no blocks of tokens given; make them with `rayrec preprocess TEXT --format mds --out DIR` and "
-                "pass --train-data.path DIR"
+                "train_data.path: must be a folder of token blocks, got None. Create it with `rayrec preprocess TEXT --format "
+                "mds --out DIR`, then pass --train-data.path DIR."
             )
         for name, path in (("train_data", data.path), ("eval_data", config.eval_data.path)):
             if path is not None:
@@ -168,19 +168,19 @@ class LanguageWorkload(DataParallelWorkload):
         assert config.train_data.path is not None
         train = open_tokens(config.train_data.path)
         if not train.sets.get("train"):
-            raise InputError(f"{train.path}: has no training blocks; preprocess more text, or hold less of it out")
+            raise InputError(f"{train.path}: has no training blocks. Preprocess more text, or lower --validation-fraction.")
         validation = train if config.eval_data.path is None else open_tokens(config.eval_data.path)
         validation_set = _validation_set(validation, own=config.eval_data.path is not None)
         if train.block_size > self.model.n_positions:
             raise InputError(
-                f"{train.path}: blocks of {train.block_size} tokens do not fit the model's {self.model.n_positions}; set "
-                "--workload.model.n-positions, or preprocess with a smaller --block-size"
+                f"{train.path}: blocks of {train.block_size} tokens exceed the model's n_positions {self.model.n_positions}. "
+                "Raise --workload.model.n-positions, or preprocess with a smaller --block-size."
             )
         mine, other = ((folder.block_size, folder.tokenizer_hash, folder.vocabulary_size) for folder in (train, validation))
         if mine != other:
             raise InputError(
-                f"{validation.path}: block size, tokenizer or vocabulary is not that of {train.path}; preprocess it with "
-                f"--tokenizer {train.tokenizer} and --block-size {train.block_size}"
+                f"{validation.path}: block size, tokenizer or vocabulary does not match {train.path}. Preprocess it with "
+                f"--tokenizer {train.tokenizer} and --block-size {train.block_size}."
             )
         if self.weights is None:
             return Prepared(train, validation, validation_set)
@@ -277,9 +277,7 @@ class LanguageWorkload(DataParallelWorkload):
             )
         folder = open_tokens(path)
         if folder.tokenizer_hash != load_tokenizer(tokenizer).hash:
-            raise InputError(
-                f"{path}: its tokens are of another tokenizer than the model's; preprocess the text with --tokenizer {tokenizer}"
-            )
+            raise InputError(f"{path}: tokenizer does not match the model. Preprocess the text with --tokenizer {tokenizer}.")
         return _rows(folder, _validation_set(folder, own=True), config.eval_data)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
@@ -333,12 +331,12 @@ def _must_be_tokens(name: str, path: str) -> None:
         raise InputError(f"{name}.path: {path}: no such file or folder")
     if sets_of_shards(path):
         raise InputError(
-            f"{name}.path: {path} holds MDS shards of another program; `rayrec adopt {path} --tokenizer DIR` makes them usable, "
-            "without copying them"
+            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt {path} --tokenizer DIR` to use them "
+            "without a copy."
         )
     raise InputError(
-        f"{name}.path: {path} holds no blocks of tokens; make them with `rayrec preprocess {path} --format mds --out DIR` and "
-        f"pass --{name.replace('_', '-')}.path DIR"
+        f"{name}.path: {path} must contain token blocks. Create them with `rayrec preprocess {path} --format mds --out DIR`, "
+        f"then pass --{name.replace('_', '-')}.path DIR."
     )
 
 
@@ -348,5 +346,5 @@ def _validation_set(folder: TokenFolder, *, own: bool) -> str:
         if folder.sets.get(name):
             return name
     raise InputError(
-        f"{folder.path}: has no validation blocks; preprocess with a --validation-fraction above 0, or pass --eval-data.path DIR"
+        f"{folder.path}: has no validation blocks. Preprocess with --validation-fraction above 0, or pass --eval-data.path DIR."
     )

@@ -168,9 +168,9 @@ def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRo
     try:
         lines = storage.read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: no UTF-8 at byte {error.start:,}; prompts are plain text, one on each line") from None
+        raise InputError(f"{path}: must be UTF-8 text with one prompt per line, got an invalid byte at {error.start:,}") from None
     if not lines:
-        raise InputError(f"{path}: holds no prompts; write one on each line")
+        raise InputError(f"{path}: has no prompts. Write one per line.")
     encoded = [np.asarray(tokenizer.encode(line or "\n"), np.int64)[-window:] for line in lines]
     lengths = np.array([len(tokens) for tokens in encoded], np.int64)
     prompts = np.zeros((len(encoded), int(lengths.max())), np.int64)
@@ -190,8 +190,8 @@ def check_weights(folder: str, wanted: Mapping[str, Any]) -> None:
         if not isinstance(found, dict) or found.get(name) != wanted[name]:
             stored = found.get(name) if isinstance(found, dict) else None
             raise InputError(
-                f"workload.weights: {path} has {name} {stored}, the model {wanted[name]}; make them alike, the vocabulary by "
-                "`rayrec preprocess --tokenizer` with that model's tokenizer"
+                f"workload.weights: {path}: {name} must be {wanted[name]}, as in the model, got {stored}. Change the model, or, "
+                "for the vocabulary, run `rayrec preprocess --tokenizer` with the tokenizer of the weights."
             )
 
 
@@ -201,7 +201,7 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
     path = storage.join(folder, "model.safetensors")
     if not storage.exists(path):
         raise InputError(
-            f"workload.weights: {path} is missing; other formats, which may hold code, are not read: save with safe_serialization"
+            f"workload.weights: {path} not found. Other formats may contain code and are not read. Save with safe_serialization."
         )
     own = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
     found = {}
@@ -212,7 +212,7 @@ def load_weights(model: GPT2LMHeadModel, folder: str) -> None:
     for name in sorted(own.keys() | found.keys()):
         shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (found, own)]
         if shapes[0] != shapes[1]:
-            raise InputError(f"workload.weights: {path}: {name} has shape {shapes[0]}, the model's {shapes[1]}")
+            raise InputError(f"workload.weights: {path}: {name} must have shape {shapes[1]}, as in the model, got {shapes[0]}")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(found[name])

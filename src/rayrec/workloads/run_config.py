@@ -70,11 +70,11 @@ class ScalingConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.min_workers <= self.max_workers:
-            raise InputError(f"scaling.num_workers: {self.num_workers} must be at least 1, and the least not above the most")
+            raise InputError(f"scaling.num_workers: must be at least 1, and min at most max, got {self.num_workers}")
         if self.batch_policy == "global" and self.learning_rate_policy != "constant":
             raise InputError(
-                f"scaling.learning_rate_policy: {self.learning_rate_policy}: with batch_policy global the batch never changes; "
-                "choose constant, or batch_policy per_worker"
+                "scaling.learning_rate_policy: must be constant with batch_policy global, whose batch never changes, got "
+                f"{self.learning_rate_policy}. Set constant, or batch_policy per_worker."
             )
 
     @property
@@ -179,11 +179,12 @@ class ProfileConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps is not None and self.window() is None:
-            raise InputError(f"profile.steps: {self.steps!r} is no FIRST:END with FIRST below END, such as 10:20")
+            raise InputError(f"profile.steps: must be FIRST:END with FIRST < END, such as 10:20, got {self.steps!r}")
         first, end = self.window() or (0, 0)
         if end - first > MOST_PROFILED_STEPS:
             raise InputError(
-                f"profile.steps: {self.steps!r} are {end - first:,} steps; at most {MOST_PROFILED_STEPS} fit into memory"
+                f"profile.steps: must be at most {MOST_PROFILED_STEPS} steps to fit in memory, got {self.steps!r} "
+                f"({end - first:,})"
             )
 
     def window(self) -> tuple[int, int] | None:

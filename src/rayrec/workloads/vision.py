@@ -111,7 +111,9 @@ class VisionWorkload(DataParallelWorkload):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.num_channels != 1:
-            raise InputError(f"workload.model.num_channels: {self.model.num_channels}: images in the idx format are gray, 1")
+            raise InputError(
+                f"workload.model.num_channels: must be 1 for the gray images of the idx format, got {self.model.num_channels}"
+            )
 
     def score(self, metrics: dict[str, float]) -> float:
         """Return the share of correctly classified rows."""
@@ -122,7 +124,8 @@ class VisionWorkload(DataParallelWorkload):
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
             raise InputError(
-                "train_data.path: no folder of images given; pass --train-data.path DIR (`rayrec fetch mnist --out DIR`)"
+                "train_data.path: must be a folder of images, got None. Pass --train-data.path DIR (`rayrec fetch mnist --out "
+                "DIR`)."
             )
         for folder, part in ((config.train_data.path, "train"), (_test_folder(config), "t10k")):
             for what in ("images", "labels"):
@@ -148,14 +151,14 @@ class VisionWorkload(DataParallelWorkload):
         test = numbered_rows.read_part(folder, "t10k", num_classes=classes)
         if train.images.shape[1:] != test.images.shape[1:]:
             raise InputError(
-                f"{folder}: test images have {test.images.shape[1:]} pixels, training images {train.images.shape[1:]}; use "
-                "files of one data set"
+                f"{folder}: test images of {test.images.shape[1:]} pixels do not match training images of "
+                f"{train.images.shape[1:]}. Use files of one data set."
             )
         kept = len(train.images) - self.validation_rows
         if kept < 1 or not len(test.images):
             raise InputError(
-                f"{config.train_data.path}: has {len(train.images):,} training and {len(test.images):,} test rows; both are "
-                f"needed, and more than validation_rows ({self.validation_rows:,}) to train on"
+                f"{config.train_data.path}: must have test rows, and more training rows than validation_rows "
+                f"({self.validation_rows:,}), got {len(train.images):,} training and {len(test.images):,} test rows"
             )
         train_ref, test_ref = share(_arrays(train)), share(_arrays(test))
         whole_test = Part(test_ref, 0, len(test.images))
@@ -248,7 +251,7 @@ class VisionWorkload(DataParallelWorkload):
         images, labels = _paths(path)
         if labels is None:
             raise InputError(
-                f"{images}: its labels are not beside it; call the two files ...-images-idx3-ubyte and ...-labels-idx1-ubyte"
+                f"{images}: label file not found. Name the two files ...-images-idx3-ubyte and ...-labels-idx1-ubyte."
             )
         return ArrayRows(_arrays(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)))
 

@@ -126,15 +126,15 @@ def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: s
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:
         raise InputError(
-            f"{where}: holds {_some(unknown) if unknown else 'no ' + _some(missing)}, unlike a ResNet with blocks "
-            f"{_blocks(model)}; choose weights of torchvision's network of that depth"
+            f"{where}: must match a ResNet with blocks {_blocks(model)}, got {'unknown' if unknown else 'no'} "
+            f"{_some(unknown or missing)}. Choose weights of torchvision's network of that depth."
         )
     for name, tensor in given.items():
         if tensor.shape != wanted[name].shape:
-            remedy = "choose weights of as many classes and channels" if name.startswith(("fc.", "conv1.")) else ""
+            remedy = "with as many classes and channels" if name.startswith(("fc.", "conv1.")) else "of the same network"
             raise InputError(
-                f"{where}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(wanted[name].shape)}; "
-                f"{remedy or 'choose weights of a network like it'}"
+                f"{where}: {name} must have shape {tuple(wanted[name].shape)}, got {tuple(tensor.shape)}. Choose weights "
+                f"{remedy}."
             )
     model.load_state_dict(given, strict=False)
 

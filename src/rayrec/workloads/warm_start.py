@@ -23,7 +23,7 @@ def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: not UTF-8, or an invalid date
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("workload"), dict):
-        raise InputError(f"{path}: is not the configuration of a run; take the checkpoint's folder whole")
+        raise InputError(f"{path}: must be the configuration of a run. Copy the full checkpoint folder.")
     return values
 
 
@@ -38,8 +38,8 @@ def require_same_optimizer(
     for field in fields:
         if bool(there[field]) != bool(own[field]) or (isinstance(own[field], str) and there[field] != own[field]):
             raise InputError(
-                f"init_from {checkpoint.path}: was trained with workload.{group}.{field} {there[field]}, this run has "
-                f"{own[field]}, and keeps another state; give the same"
+                f"init_from {checkpoint.path}: optimizer state does not match: trained with workload.{group}.{field} "
+                f"{there[field]}, this run has {own[field]}. Use the same value."
             )
 
 

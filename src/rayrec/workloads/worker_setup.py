@@ -80,20 +80,20 @@ def out_of_memory_text(error: BaseException, described: Mapping[str, Any], *, ra
     if described.get("batch_size"):
         remedies.append(f"lower --batch-size (now {described['batch_size']:,})")
     if tables:
-        remedies.append("give more workers a share of the tables (--scaling.num-workers)")
+        remedies.append("shard the tables over more workers (--scaling.num-workers)")
         if not any(cached for *_, cached in tables):
             remedies.append("store tables in host memory (--workload.sharding.uvm-caching)")
         else:
-            remedies.append("make their cache smaller (--workload.sharding.uvm-cache-fraction)")
-        remedies.append("make them smaller (embedding_dim, min_count, max_num_embeddings)")
+            remedies.append("reduce their cache (--workload.sharding.uvm-cache-fraction)")
+        remedies.append("shrink them (embedding_dim, min_count, max_num_embeddings)")
     elif described.get("parallel") == "ddp":
-        remedies.append("split the model over the workers (--workload.parallel fsdp)")
+        remedies.append("shard the model over the workers (--workload.parallel fsdp)")
     held = sum(size for _, size, _ in tables)
     largest = ", ".join(f"{name} {size_text(size)}" for name, size, _ in tables[:_LARGEST])
     filled = f"; its tables take {size_text(held)}, the largest {largest}" if tables else ""
     return (
-        f"worker {rank}: {device} has no memory left{f' for {asked[1]} more' if asked else ''}{filled}; "
-        f"{', or '.join(remedies) or 'use a GPU with more memory'}"
+        f"worker {rank}: {device} is out of memory{f' for {asked[1]} more' if asked else ''}{filled}. Try to "
+        f"{', or '.join(remedies) or 'use a GPU with more memory'}."
     )
 
 

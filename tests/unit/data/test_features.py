@@ -93,7 +93,7 @@ def test_yaml_declares_labels_and_features() -> None:
         ("features: [{name: item, max_length: 3}]", "only a column of lists can have"),
         ("features: [{name: history, max_length: 0}]", "must be at least 1"),
         ("features: [{name: history}, {name: history}]", "names a column twice"),
-        ("features: [{vocabulary: item}]", r"features\[0\].name: Feature needs a value here"),
+        ("features: [{vocabulary: item}]", r"features\[0\].name: Feature requires a value"),
         ("features: [{name: history, vocabulry: item}]", "did you mean 'vocabulary'"),
         (
             "features: [{name: history, vocabulary: item}, {name: item, vocabulary: sku}]",

@@ -140,5 +140,5 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="no GPU to measure the model on"):
         forecast(recipes.criteo_demo("log.txt"), ClusterShape(8.0, 1.0, 2))
     other = recipes.gpt2_tiny("tokens")
-    with pytest.raises(InputError, match="cannot be measured before it is trained"):
+    with pytest.raises(InputError, match="cannot be measured before training"):
         other.workload.probe_speed(other, target=Target(1, 1), local_workers=1, cuda=False, train=train_here)

@@ -232,13 +232,13 @@ def test_what_does_not_fit_is_refused_before_workers_start(tmp_path: Path) -> No
     log = day(tmp_path, 0)
     train(config(log, tmp_path, "old"))
     wrong: dict[str, dict[str, Any]] = {
-        "is a DLRMConfig, and this run trains a DCNv2Config": {"model": DCNv2Config(embedding_dim=DIM)},
+        "model must be DCNv2Config, as in this run, got DLRMConfig": {"model": DCNv2Config(embedding_dim=DIM)},
         "shape must be .7., got .8.. Use the model and settings of its config.yaml": {"model": DLRM.replace(bottom_mlp=(7, DIM))},
-        "embeddings have width 8 .*, and 4 here": {"model": DLRM.replace(embedding_dim=4, bottom_mlp=(8, 4))},
+        "embedding width .* must be 4, as in this run, got 8": {"model": DLRM.replace(embedding_dim=4, bottom_mlp=(8, 4))},
         "sparse_optimizer.kind rowwise_adagrad, this run has adam": {"sparse_optimizer": {"kind": "adam"}},
         "dense_optimizer.kind adam, this run has sgd": {"dense_optimizer": {"kind": "sgd"}},
-        "trained on other sparse columns": {"schema": SCHEMA.replace(sparse=("item", "user"), lists=(), features=())},
-        "shares? a row|is hashed in another way": {"preset": {"min_count": 1, "max_num_embeddings": 20}},
+        "sparse columns must be": {"schema": SCHEMA.replace(sparse=("item", "user"), lists=(), features=())},
+        "shares? a row|hashing does not match": {"preset": {"min_count": 1, "max_num_embeddings": 20}},
     }
     for message, workload in wrong.items():
         refused = config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old"))

@@ -148,7 +148,7 @@ def test_rules_that_need_whole_parameters_are_refused_with_fsdp() -> None:
     workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
         workload.replace(optimizer={"kind": kind})
-        with pytest.raises(InputError, match=f"kind: {kind} needs norms of whole parameters"):
+        with pytest.raises(InputError, match=f"kind: {kind} requires norms of full parameters"):
             workload.replace(optimizer={"kind": kind}, parallel="fsdp")
 
 
@@ -217,5 +217,5 @@ def test_chance_is_torchs_own_without_its_stack_traces(monkeypatch: pytest.Monke
 def test_unusable_settings_are_refused() -> None:
     with pytest.raises(InputError, match="accumulate: 0 must be at least 1"):
         data_parallel.Small(accumulate=0)
-    with pytest.raises(InputError, match="trained by the loop rayrec"):
+    with pytest.raises(InputError, match="loop: must be rayrec for recipe"):
         data_parallel.config(1).replace(loop="huggingface")

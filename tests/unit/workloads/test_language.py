@@ -231,7 +231,7 @@ def test_prompts_are_lines(tmp_path: Path) -> None:
     pairs = zip(arrays[PROMPTS], arrays[LENGTHS], strict=True)
     texts = [tokenizer.decode(row[len(row) - length :]) for row, length in pairs]
     assert texts == ["the fox", "\n", ("the lazy dog " * 3)[-BLOCK:]]
-    for content, message in ((b"the\xe9\n", "no UTF-8 at byte 3"), (b"", "holds no prompts")):
+    for content, message in ((b"the\xe9\n", "got an invalid byte at 3"), (b"", "has no prompts")):
         path.write_bytes(content)
         with pytest.raises(InputError, match=message):
             read_prompts(str(path), tokenizer, window=BLOCK)
@@ -295,7 +295,7 @@ def test_text_is_scored_with_the_checkpoints_tokenizer(saved: tuple[TrainConfig,
     decoded = load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1))
     assert (TEXT * 3).startswith(decoded)
     folder_of(tmp_path / "other", files=characters(set("other characters")))
-    with pytest.raises(InputError, match="of another tokenizer than the model's"):
+    with pytest.raises(InputError, match="tokenizer does not match the model"):
         config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "other"))
 
 
@@ -359,7 +359,7 @@ def test_weights_of_others_are_taken_on(saved: tuple[TrainConfig, str, Any], tmp
     with pytest.raises(InputError, match=r"ln_f.bias has shape None, the model's \[16\]"):
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
-    missing = r"model.safetensors is missing; other formats, which may hold code, are not read"
+    missing = r"model.safetensors not found. Other formats may contain code and are not read"
     with pytest.raises(InputError, match=missing):
         load_weights(SMALL.build(model.config.vocab_size), str(hub))
 
@@ -380,7 +380,7 @@ def test_initial_weights_fit_the_model_or_are_refused(
     built = begun.replace(workload={"weights": "export"}).workload.build(prepared)
     assert torch.equal(built.transformer.wte.weight, model.transformer.wte.weight)
     wider = begun.replace(workload={"model": {"n_embd": 32}})
-    with pytest.raises(InputError, match="has n_embd 16, the model 32"):
+    with pytest.raises(InputError, match="n_embd must be 32, as in the model, got 16"):
         prepare(wider, tmp_path)
 
 
@@ -455,8 +455,8 @@ def test_a_nodes_cache_of_shards_has_the_limit_that_is_set(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 2 * BLOCK}, "blocks of 32 tokens do not fit the model's 16; set --workload.model.n-positions"),
-        ({"sets": {"train": 4}}, "has no validation blocks; preprocess with a --validation-fraction above 0"),
+        ({"block_size": 2 * BLOCK}, "blocks of 32 tokens exceed the model's n_positions 16. Raise --workload.model.n-positions"),
+        ({"sets": {"train": 4}}, "has no validation blocks. Preprocess with --validation-fraction above 0"),
         ({"sets": {"train": 0, "validation": 4}}, "has no training blocks"),
     ],
 )
@@ -470,9 +470,9 @@ def test_plain_text_is_refused_with_the_command_that_mends_it(tmp_path: Path) ->
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     for path, message in (
-        (text, rf"rayrec preprocess {text} --format mds --out DIR` and pass --train-data.path DIR$"),
+        (text, rf"rayrec preprocess {text} --format mds --out DIR`, then pass --train-data.path DIR.$"),
         (tmp_path / "none", f"{tmp_path}/none: no such file or folder$"),
-        (None, "no blocks of tokens given"),
+        (None, "must be a folder of token blocks"),
     ):
         with pytest.raises(InputError, match=message):
             prepare(small(path), tmp_path)
@@ -486,7 +486,7 @@ def test_tokens_are_told_apart_where_a_run_goes_on_and_where_it_evaluates(tmp_pa
     tokens, same, other = (config.workload.data_hash(prepare(config, tmp_path)) for config in configs)
     assert tokens == same != other
     apart = configs[0].replace(eval_data={"path": str(tmp_path / "other")})
-    with pytest.raises(InputError, match="block size, tokenizer or vocabulary is not that of"):
+    with pytest.raises(InputError, match="block size, tokenizer or vocabulary does not match"):
         prepare(apart, tmp_path)
 
 

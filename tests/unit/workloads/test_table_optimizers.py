@@ -116,8 +116,8 @@ def test_all_gradients_are_clipped_together(max_gradient_norm: float, plan: str,
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_gradient_norm": 1.0}, "sgd updates tables within the backward pass"),
-        ({"max_gradient_norm": 0.0}, "0.0 must be above 0"),
+        ({"max_gradient_norm": 1.0}, "sgd updates tables during the backward pass"),
+        ({"max_gradient_norm": 0.0}, "max_gradient_norm: must be above 0, or None for no clipping, got 0.0"),
         (
             {
                 "max_gradient_norm": 1.0,

@@ -201,7 +201,7 @@ def test_a_run_goes_on_with_the_images_it_began_with(without_ray: None, folder: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_data": {"path": None}}, "no folder of images given; .*rayrec fetch mnist --out DIR"),
+        ({"train_data": {"path": None}}, "must be a folder of images, .*rayrec fetch mnist --out DIR"),
         ({"train_data": {"path": "nowhere"}}, "nowhere: holds no train-images-idx3-ubyte, .* rayrec fetch mnist --out nowhere"),
         ({"eval_data": {"path": "nowhere"}}, "nowhere: holds no t10k-images-idx3-ubyte"),
         ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
@@ -220,7 +220,7 @@ def test_unusable_input_is_refused(without_ray: None, folder: Path, change: dict
 def test_test_images_of_another_size_are_refused(without_ray: None, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 8, 8), np.uint8)))
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(2, np.uint8)))
-    with pytest.raises(InputError, match=r"test images have \(8, 8\) pixels, training images \(28, 28\)"):
+    with pytest.raises(InputError, match=r"test images of \(8, 8\) pixels do not match training images of \(28, 28\)"):
         prepare(mnist_resnet18(str(folder)).replace(eval_data={"path": str(tmp_path)}))
 
 
@@ -337,13 +337,13 @@ def test_what_a_path_means(folder: Path, tmp_path: Path) -> None:
     assert inputs(folder) == (30, both)
     (tmp_path / "train-images.idx3-ubyte").write_bytes(idx(np.zeros((4, 28, 28), np.uint8)))
     assert inputs(tmp_path) == (4, ["images"])
-    with pytest.raises(InputError, match=r"train-images\.idx3-ubyte: its labels are not beside it; call the two files"):
+    with pytest.raises(InputError, match=r"train-images\.idx3-ubyte: label file not found\. Name the two files"):
         labelled(tmp_path)
     (tmp_path / "train-labels.idx1-ubyte").write_bytes(idx(np.zeros(4, np.uint8)))
     assert labelled(tmp_path) == 4
     (tmp_path / "mine").write_bytes(idx(np.zeros((3, 28, 28), np.uint8)))
     assert inputs(tmp_path / "mine") == (3, ["images"])
-    with pytest.raises(InputError, match="mine: its labels are not beside it"):
+    with pytest.raises(InputError, match="mine: label file not found"):
         labelled(tmp_path / "mine")
     with pytest.raises(InputError, match=r"nowhere: holds no t10k-images-idx3-ubyte, .*; rayrec fetch mnist"):
         inputs(tmp_path / "nowhere")

@@ -34,10 +34,10 @@ def test_the_largest_tables_of_the_worker_and_the_remedies_are_named() -> None:
         placed("third", 2_000, ranks={1: 1_024_000}),
     ]
     assert told({"tables": tables, "batch_size": 65_536}) == (
-        "worker 1: cuda:3 has no memory left for 20.00 GiB more; its tables take 25.6 GB, the largest items (40,000,000 x 128) "
-        "20.5 GB, users (10,000,000 x 128) 5.12 GB, third (2,000 x 128) 1.02 MB; lower --batch-size (now 65,536), or give more "
-        "workers a share of the tables (--scaling.num-workers), or store tables in host memory "
-        "(--workload.sharding.uvm-caching), or make them smaller (embedding_dim, min_count, max_num_embeddings)"
+        "worker 1: cuda:3 is out of memory for 20.00 GiB more; its tables take 25.6 GB, the largest items (40,000,000 x 128) "
+        "20.5 GB, users (10,000,000 x 128) 5.12 GB, third (2,000 x 128) 1.02 MB. Try to lower --batch-size (now 65,536), or "
+        "shard the tables over more workers (--scaling.num-workers), or store tables in host memory "
+        "(--workload.sharding.uvm-caching), or shrink them (embedding_dim, min_count, max_num_embeddings)."
     )
 
 
@@ -50,8 +50,8 @@ def test_a_table_in_host_memory_counts_by_its_cache() -> None:
 
 def test_models_without_tables_have_other_remedies() -> None:
     assert "--workload.parallel fsdp" in told({"parallel": "ddp", "batch_size": 8})
-    assert told({}).endswith("cuda:3 has no memory left for 20.00 GiB more; use a GPU with more memory")
-    assert "no memory left; " in told({}, RuntimeError("CUDA error: out of memory"))  # of a library under torch
+    assert told({}).endswith("cuda:3 is out of memory for 20.00 GiB more. Try to use a GPU with more memory.")
+    assert "is out of memory. " in told({}, RuntimeError("CUDA error: out of memory"))  # of a library under torch
 
 
 def test_other_errors_stay_as_they_are() -> None:

@@ -37,8 +37,8 @@ class DataParallelModel(Workload, abc.ABC):
         super().__post_init__()
         if self.parallel == "fsdp" and self.optimizer.needs_whole_parameters:
             raise InputError(
-                f"workload.optimizer.kind: {self.optimizer.kind} needs norms of whole parameters, which workload.parallel fsdp "
-                "splits; choose parallel ddp, or kind adamw"
+                f"workload.optimizer.kind: {self.optimizer.kind} requires norms of full parameters, which workload.parallel fsdp "
+                "shards. Use parallel ddp, or kind adamw."
             )
 
     # -- required
@@ -94,12 +94,12 @@ class DataParallelModel(Workload, abc.ABC):
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open the rows of a path as input of `predict`."""
-        raise InputError(f"{checkpoint}: recipe {config.recipe} makes no predictions")
+        raise InputError(f"{checkpoint}: recipe {config.recipe} does not support predictions")
 
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> torch.nn.Module:
         """Build the model for a checkpoint folder. Its values are replaced by the stored weights."""
-        raise InputError(f"{checkpoint}: recipe {config.recipe} does not say how its model is built for use")
+        raise InputError(f"{checkpoint}: recipe {config.recipe} does not define build_from, so its model cannot be used")
 
     def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, np.ndarray | list[str]]:
         """Return named prediction columns with one value per row."""
-        raise InputError(f"{type(self).__name__} makes no predictions")
+        raise InputError(f"{type(self).__name__} does not support predictions")

@@ -88,7 +88,7 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, most_rows: int, kind
     preprocessor, cache = load_preprocessor(checkpoint), cache_folder(checkpoint)
     path = config.train_data.path
     if path is None:
-        raise InputError(f"{checkpoint}: names no training log, which baselines are trained on")
+        raise InputError(f"{checkpoint}: config.yaml must name the training log, which baselines are trained on")
 
     def opened(data: DataConfig) -> LogIndex:
         return open_run_log(data, preprocessor, cache=cache, max_bad_fraction=config.max_bad_fraction)
@@ -110,7 +110,7 @@ def _encode(parts: Iterable[Part], preprocessor: Preprocessor) -> EncodedRows:
     """Encode rows without weights, groups and additional labels, which baselines do not use."""
     kept = list(encode_parts(parts, preprocessor))
     if not kept:
-        raise InputError("baselines: the run's split leaves no rows to train or to validate on")
+        raise InputError("baselines: the run's split has no rows to train or to validate on")
     columns: list[Ids] = []
     for column in zip(*(batch.ids for batch in kept), strict=True):
         bags = [ids for ids in column if isinstance(ids, Bags)]
@@ -171,7 +171,7 @@ class _Trees:
                 encoded_ids[inside] = without.features(ids[inside])
             columns.append(encoded_ids)
         if not any(part.shape[1] for part in columns):
-            raise InputError("baselines: the log has neither numbers nor columns of one category; leave lightgbm out")
+            raise InputError("baselines: the log has neither numbers nor columns of one category. Leave out lightgbm.")
         made = cls(rates, None)
         known = lightgbm.Dataset(np.concatenate(columns, axis=1), labels)
         held_out_rows = known.create_valid(made._features(given.validation), given.validation.label)

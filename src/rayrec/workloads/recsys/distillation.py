@@ -37,9 +37,11 @@ class TeacherConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.weight <= 1:
-            raise InputError(f"teacher.weight: {self.weight} must lie between 0 and 1")
+            raise InputError(f"teacher.weight: must be between 0 and 1, got {self.weight}")
         if self.checkpoint is not None and not all(self.checkpoints):
-            raise InputError("teacher.checkpoint: names no folder; give one or more runs or checkpoints, or leave it out")
+            raise InputError(
+                "teacher.checkpoint: must be one or more runs or checkpoints, got an empty value. Set it, or leave it out."
+            )
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -52,11 +54,11 @@ class TeacherConfig(Config):
         """Check that both a teacher and a weight are set, or neither. Raises InputError."""
         if self.weight and self.checkpoint is None:
             raise InputError(
-                "teacher.checkpoint: whom to learn from? pass --workload.teacher.checkpoint RUN (a trained click model)"
+                "teacher.checkpoint: must be a trained click model, got None. Pass --workload.teacher.checkpoint RUN."
             )
         if self.checkpoint is not None and not self.weight:
             raise InputError(
-                "teacher.weight: is 0, so that nothing is learnt from the teacher; pass --workload.teacher.weight 0.5"
+                "teacher.weight: must be above 0 with a teacher.checkpoint, got 0. Pass --workload.teacher.weight 0.5."
             )
 
 
@@ -83,9 +85,7 @@ def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
         storage.write_json(record, found)
     for before, now in zip(known, found, strict=False):
         if before["weights"] != now["weights"]:
-            raise InputError(
-                f"{now['checkpoint']}: the teacher's weights changed since {run} began to learn from them; start a new run"
-            )
+            raise InputError(f"{now['checkpoint']}: the teacher's weights changed since {run} started. Start a new run.")
     return Teacher(tuple(each.path for each in opened), config.weight)
 
 

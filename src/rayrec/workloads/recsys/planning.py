@@ -50,8 +50,8 @@ _COPIES_OF_ACTIVATIONS: Final = 2
 """Copies of activations, including the gradient."""
 _EXCHANGE_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 NOT_CHECKED: Final = (
-    "Not checked: whether the tables fit the GPUs, of which this machine has none; --cluster gpus=N,gpu_memory_gb=N,... says "
-    "what theirs have."
+    "Not checked: whether the tables fit the GPUs, because this machine has none. --cluster gpus=N,gpu_memory_gb=N,... sets "
+    "their memory."
 )
 
 
@@ -305,8 +305,8 @@ def probe_speed(
         )
         if held != wanted:
             notes.append(
-                f"The tables do not fit this machine: the model was measured with {max(held):,} rows in the largest, where "
-                "caches help more than they will."
+                f"The tables do not fit this machine. The model was measured with {max(held):,} rows in the largest, so caches "
+                "helped more than they will."
             )
         with storage.Scratch("speed-probe") as scratch:
             folder = storage.join(scratch, "preprocessor")
@@ -351,7 +351,7 @@ def _tables_there(workload: ClickSettings, config: TrainConfig, piece: _Slice, t
         if target.memory_bytes is not None:
             raise
         name = "gpu_memory_gb" if config.scaling.use_gpu else "memory_gb"
-        raise InputError(f"{error}; taken for as large as here, {name}=N in --cluster gives its memory") from None
+        raise InputError(f"{error}. Assumed the memory of this machine. Set it with {name}=N in --cluster.") from None
     return tables, notes
 
 
@@ -362,12 +362,12 @@ def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
     source.require_raw("a forecast is made from the raw log")
     files = source.raw_files()
     if is_table(files, workload.schema) or is_gzip(files[0].path):
-        raise InputError(f"{files[0].path}: a forecast measures plain text in Criteo's format, which this is not")
+        raise InputError(f"{files[0].path}: must be plain text in Criteo's format for a forecast")
     chunk = cut(files, data.block_bytes)[0]
     entries, faults = index_chunk(chunk, workload.schema, data.segment_bytes)
     index = LogIndex(numbered(entries), faults)
     if not index.rows:
-        raise InputError(f"{files[0].path}: has no good row at its beginning")
+        raise InputError(f"{files[0].path}: has no valid row at its beginning")
     rows = round(index.rows * sum(file.size_bytes for file in files) / (chunk.stop - chunk.start))
     if workload.preprocessor is not None:
         return _Slice(index, rows, Preprocessor.load(workload.preprocessor), False)

@@ -25,7 +25,7 @@ def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, ma
     """Return the index of a log, cached in folder `cache`. Raises InputError if the log is missing, unreadable, or has too many
     invalid lines."""
     if data.path is None:
-        raise InputError("the run names no log")
+        raise InputError("the run's config.yaml must name its log")
     return LogSource.at(data.path, data.files).index(
         preprocessor.schema,
         segment_bytes=data.segment_bytes,

@@ -184,7 +184,7 @@ class ClickScorer:
         """Return the logits of the main label, float32 [rows]. Raises InputError for models without labels."""
         main = self.heads[0]
         if not isinstance(main, LabelHead):
-            raise InputError(f"the model predicts {main.kind} {main.name} and no label, which is needed here")
+            raise InputError(f"the model must predict a label, got {main.kind} {main.name}")
         return self.predict(rows)[main.name]
 
     def values(self, rows: EncodedRows) -> np.ndarray:
@@ -280,9 +280,9 @@ def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
     except (_Oversized, OverflowError, RuntimeError, TypeError, MemoryError) as error:
         if stored_bytes is None:
             raise
-        why = "it has more" if isinstance(error, _Oversized) else " ".join(str(error).split())[:200]
+        why = "it is larger" if isinstance(error, _Oversized) else " ".join(str(error).split())[:200]
         raise InputError(
-            f"{where}: the network does not fit the {stored_bytes:,} bytes of stored weights ({why}); its settings are damaged"
+            f"{where}: the network does not match the {stored_bytes:,} bytes of stored weights ({why}). Its settings are damaged."
         ) from None
     finally:
         hook.remove()
@@ -339,7 +339,7 @@ def load_preprocessor(checkpoint: str) -> Preprocessor:
     """Load the Preprocessor of a checkpoint. Raises InputError if it is missing or its hash does not match."""
     folder = storage.join(checkpoint, PREPROCESSOR_FOLDER)
     if not storage.exists(folder):
-        raise InputError(f"{checkpoint}: holds no {PREPROCESSOR_FOLDER}/, which every checkpoint of a click model has")
+        raise InputError(f"{checkpoint}: {PREPROCESSOR_FOLDER}/ not found, which every click model checkpoint has")
     return Preprocessor.load(folder)
 
 
@@ -351,12 +351,12 @@ def click_settings(
     if config is not None:
         model = getattr(config.workload, "model", None)
         if not isinstance(model, ClickModelConfig):
-            raise InputError(f"{checkpoint.path}: recipe {config.recipe} trains no click model, which is needed here")
+            raise InputError(f"{checkpoint.path}: must be a click model, got recipe {config.recipe}")
         return model, config.precision
     values, path = stored_settings(checkpoint), storage.join(checkpoint.path, "config.yaml")
     model_values, precision = values["workload"].get("model"), values.get("precision")
     if not isinstance(model_values, dict) or "embedding_dim" not in model_values or precision not in ("fp32", "bf16"):
-        raise InputError(f"{path}: is not the complete configuration of a click model; take the checkpoint's folder whole")
+        raise InputError(f"{path}: must be the complete configuration of a click model. Copy the full checkpoint folder.")
     return stored_model(model_values, where=path, own=own), precision
 
 
@@ -379,7 +379,8 @@ def joined(
     for checkpoint, (_, other) in zip(checkpoints, settings, strict=True):
         if other != precision:
             raise InputError(
-                f"{checkpoint.path}: is of precision {other}, and {checkpoints[0].path} of {precision}; give models of one"
+                f"{checkpoint.path}: precision {other} does not match {precision} of {checkpoints[0].path}. Use models with one "
+                "precision."
             )
     model = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
     return Joined(model, precision, _places(checkpoints, model, preprocessor=preprocessor, precision=precision))

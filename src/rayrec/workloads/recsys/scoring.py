@@ -58,16 +58,14 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         check_grouped(workload.schema, context.path)
         preprocessor = preprocessor.grouped_by(group)
     elif context.evaluating and context.ranking_k:
-        raise InputError("ranking_k: metrics at k are computed within groups; name the column of the groups with --group")
+        raise InputError("ranking_k: metrics at k require groups. Name the group column with --group.")
     heads = workload.model.output_heads(ModelInputs.of(preprocessor.inputs))
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
     labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
     if preprocessor.schema.label is None:  # Only evaluations need the labels and times.
         labelled = context.evaluating
     if context.evaluating and not (labelled or measuring):
-        raise InputError(
-            f"{context.path}: holds no labels, so there is nothing to compare scores with; `rayrec predict` scores it"
-        )
+        raise InputError(f"{context.path}: has no labels to evaluate against. Use `rayrec predict` to score it.")
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
@@ -75,8 +73,8 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     told_by = dict.fromkeys((*columns, *frequencies))
     if told_by and index.is_preprocessed:
         raise InputError(
-            f"{context.path}: is preprocessed and holds ids in place of categories; give the raw log to tell metrics by "
-            f"{', '.join(told_by)}"
+            f"{context.path}: is preprocessed and has ids instead of categories. Use the raw log to slice metrics by "
+            f"{', '.join(told_by)}."
         )
     engine = context.engine()
     process = _Process(
@@ -111,7 +109,7 @@ def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
     known = [name for name in (*schema.dense, *schema.sparse) if name not in schema.lists]
     for name in columns:
         if name in schema.lists:
-            raise InputError(f"slice_by: column {name} holds lists; choose a column with one value a row")
+            raise InputError(f"slice_by: column {name} contains lists. Choose a column with one value per row.")
         if name not in known:
             near = difflib.get_close_matches(name, [DAY, *known], n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {DAY}, {', '.join(known)}"
@@ -162,7 +160,7 @@ class _ClickTotals:
     def __init__(self, heads: Sequence[Head], *, grouped: bool, ks: Sequence[int]) -> None:
         self._heads = [head for head in heads if isinstance(head, LabelHead)]
         kept = labels_accumulator(heads, grouped=grouped, ks=ks)
-        assert kept is not None, "what predicts no label is measured"
+        assert kept is not None, "models without labels are measured"
         self._kept, self._grouped = kept, grouped
 
     @property
@@ -249,7 +247,7 @@ class _LogBlock:
             found[GROUP] = rows.groups
         for name in self._told.frequency_columns:
             ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
-            assert isinstance(ids, np.ndarray), "lists are refused before"
+            assert isinstance(ids, np.ndarray), "key_columns rejects lists"
             found[KEY + FREQUENCY + name] = buckets_of(self._preprocessor, name, ids)
         return found
 
@@ -281,7 +279,7 @@ class _LogBlock:
 
     def _values(self, name: str) -> pa.Array:
         """Return the original values of a log column."""
-        assert self._opened.raw is not None, "refused before"
+        assert self._opened.raw is not None, "open_scoring rejects preprocessed logs"
         return values_of(self._scored.block, self._opened.raw, name, self._schema)
 
 

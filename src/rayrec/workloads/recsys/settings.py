@@ -81,7 +81,9 @@ class ClickSettings(Workload):
 
     def check(self, config: TrainConfig) -> None:
         if config.train_data.path is None:
-            raise InputError("train_data.path: no training log given; pass --train-data.path PATH (rayrec generate makes one)")
+            raise InputError(
+                "train_data.path: must be a training log, got None. Pass --train-data.path PATH (rayrec generate creates one)."
+            )
         if self.preprocessor is None and not LogSource.at(config.train_data.path).is_preprocessed:
             inputs = self.preset.inputs(self.schema)
             check_sparse(inputs)
@@ -92,15 +94,15 @@ class ClickSettings(Workload):
         if self.sharding.uvm_caching and self.sparse_optimizer.own_rule:
             raise InputError(
                 f"workload.sharding.uvm_caching: {self.sparse_optimizer.kind} updates tables outside fbgemm's kernels, which "
-                "alone know the cache; choose sparse_optimizer.kind rowwise_adagrad, adagrad or sgd"
+                "manage the cache. Set sparse_optimizer.kind to rowwise_adagrad, adagrad or sgd."
             )
 
     def _check_labels(self) -> None:
         name = type(self.model).__name__
         if len(self.schema.label_names) > 1 and not self.model.SEVERAL_LABELS:
             raise InputError(
-                f"schema.labels: {name} predicts one label, and the schema has {', '.join(self.schema.label_names)}; leave "
-                "labels out, or choose a model of several"
+                f"schema.labels: must be one label for {name}, got {', '.join(self.schema.label_names)}. Leave out labels, or "
+                "choose a model with several labels."
             )
         if not self.schema.label_names and self.model.LABELLED:
             raise InputError(f"schema.label: must be a column, which {name} learns from, got None. Name it.")
@@ -111,7 +113,7 @@ class ClickSettings(Workload):
             )
         if self.schema.group and self.model.LABELLED and not self.predicts_clicks:
             raise InputError(
-                f"schema.group: must be None where the main label is no click, got {self.schema.group}. Leave it out."
+                f"schema.group: must be None if the main label is not a click, got {self.schema.group}. Leave it out."
             )
         if self.teacher.checkpoint and not self.predicts_clicks:
             raise InputError(
@@ -124,16 +126,16 @@ class ClickSettings(Workload):
         if norm is None:
             return
         if not norm > 0:
-            raise InputError(f"workload.max_gradient_norm: {norm} must be above 0; None never clips")
+            raise InputError(f"workload.max_gradient_norm: must be above 0, or None for no clipping, got {norm}")
         if not self.sparse_optimizer.own_rule:
             raise InputError(
-                f"workload.max_gradient_norm: {self.sparse_optimizer.kind} updates tables within the backward pass, before the "
-                "norm of all gradients is known; choose sparse_optimizer.kind adam, adamw or sparse_adam, or clip the network "
-                "alone: dense_optimizer.max_gradient_norm"
+                f"workload.max_gradient_norm: {self.sparse_optimizer.kind} updates tables during the backward pass, before the "
+                "norm of all gradients is known. Set sparse_optimizer.kind to adam, adamw or sparse_adam, or clip the network "
+                "alone with dense_optimizer.max_gradient_norm."
             )
         if self.dense_optimizer.max_gradient_norm is not None:
             raise InputError(
-                "workload.max_gradient_norm and dense_optimizer.max_gradient_norm: the first clips the network too; give one"
+                "workload.max_gradient_norm and dense_optimizer.max_gradient_norm: the first clips the network too. Set only one."
             )
 
     @property
@@ -158,8 +160,8 @@ class ClickSettings(Workload):
 def other_preprocessor(checkpoint: str, first: str) -> str:
     """Return the error for combining models with different Preprocessors."""
     return (
-        f"{checkpoint}: was trained with another Preprocessor than {first}, so that their ids differ; train all with one "
-        "(--workload.preprocessor DIR)"
+        f"{checkpoint}: Preprocessor does not match {first}, so their ids differ. Train all models with one "
+        "(--workload.preprocessor DIR)."
     )
 
 
@@ -167,8 +169,8 @@ def check_sparse(inputs: Schema) -> None:
     """Check that the model inputs have a sparse column. Raises InputError."""
     if not inputs.sparse:
         raise InputError(
-            "schema: no sparse column, and a click model needs at least one; name a column of categories (whole numbers will "
-            "do) in sparse, or train a model of your own (docs/bring-your-own.md)"
+            "schema: must have a sparse column for a click model. Name a column of categories or integers in sparse, or train a "
+            "custom model (docs/bring-your-own.md)."
         )
 
 
@@ -177,6 +179,6 @@ def check_grouped(schema: Schema, path: str | None) -> None:
     Raises InputError."""
     if schema.group is not None and path is not None and LogSource.at(path).is_preprocessed:
         raise InputError(
-            f"schema.group: {path} is preprocessed and holds no values of {schema.group}; evaluate on a raw log "
-            "(--eval-data.path), or leave group out"
+            f"schema.group: {path} is preprocessed and has no values of {schema.group}. Evaluate on a raw log "
+            "(--eval-data.path), or leave out group."
         )

@@ -47,13 +47,13 @@ def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared,
     model, _ = click_settings(checkpoint, own=type(workload.model))
     if type(model) is not type(workload.model):
         raise InputError(
-            f"init_from {checkpoint.path}: is a {type(model).__name__}, and this run trains a {type(workload.model).__name__}; "
-            "give the same model"
+            f"init_from {checkpoint.path}: model must be {type(workload.model).__name__}, as in this run, got "
+            f"{type(model).__name__}"
         )
     if model.table_width != workload.model.table_width:
         raise InputError(
-            f"init_from {checkpoint.path}: its embeddings have width {model.table_width} (embedding_dim times members), and "
-            f"{workload.model.table_width} here; give the same"
+            f"init_from {checkpoint.path}: embedding width (embedding_dim times members) must be {workload.model.table_width}, "
+            f"as in this run, got {model.table_width}"
         )
     require_same_optimizer(checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",))
     require_same_optimizer(checkpoint, stored, "dense_optimizer", workload.dense_optimizer, fields=("kind", "momentum"))
@@ -94,12 +94,12 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
     for what, (stored, own) in wanted.items():
         if stored != own:
             raise InputError(
-                f"init_from {checkpoint.path}: was trained on other {what} ({stored}, and {own} here); give the same schema"
+                f"init_from {checkpoint.path}: {what} must be {own}, as in this run, got {stored}. Use the same schema."
             )
     if new.multi_hot is not None and old.num_embeddings != new.num_embeddings:
         raise InputError(
-            f"init_from {checkpoint.path}: the bags of multi_hot depend on the rows of tables, which differ; give the same "
-            "Preprocessor"
+            f"init_from {checkpoint.path}: table rows do not match, and the bags of multi_hot depend on them. Use the same "
+            "Preprocessor."
         )
 
 
@@ -111,12 +111,12 @@ def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_to
     whose categories share rows differently.
     """
     if old.token_modulo != new.token_modulo or (old.num_tokens is None) != (new.num_tokens is None):
-        raise InputError(f"{where}: is hashed in another way; give the Preprocessor's rules of the checkpoint")
+        raise InputError(f"{where}: hashing does not match the checkpoint. Use the rules of its Preprocessor.")
     if old.num_tokens is None:
         if old != new:
             raise InputError(
-                f"{where}: is hashed to {old.num_embeddings:,} rows there and {new.num_embeddings:,} here, or by another rule; "
-                "give the same number"
+                f"{where}: must be hashed to {old.num_embeddings:,} rows by the checkpoint's rule, got {new.num_embeddings:,} "
+                "rows. Use the same rows and rule."
             )
         return Carried(RowMap(new.num_embeddings, old.num_embeddings), 0, 0, 0)
     count = len(old_tokens)
@@ -124,8 +124,8 @@ def carried(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_to
         return Carried(RowMap(new.num_embeddings, old.num_embeddings), count, len(new_tokens) - count, 0)
     if not (old.has_own_ids and new.has_own_ids):
         raise InputError(
-            f"{where}: several categories share a row, and the vocabularies differ; extend the vocabulary of the checkpoint "
-            "(`rayrec vocabulary --extend`)"
+            f"{where}: several categories share a row, and the vocabularies differ. Extend the vocabulary of the checkpoint "
+            "(`rayrec vocabulary --extend`)."
         )
     sources = np.full(new.num_embeddings, -1, np.int32 if old.num_embeddings <= 2**31 else np.int64)
     reserved = min(old.first_id, new.first_id)

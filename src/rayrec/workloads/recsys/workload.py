@@ -70,7 +70,7 @@ class ClickWorkload(ClickSettings):
         from rayrec.data.encoding.one_pass import CountingIndexer
 
         if importlib.util.find_spec("torchrec") is None:
-            raise InputError("torchrec is not installed, which click models need; `rayrec doctor` says how to fix it")
+            raise InputError("torchrec is not installed, which click models require. `rayrec doctor` prints the fix.")
         config = context.config
         assert config.train_data.path is not None
         self.preset.check(self.schema)
@@ -108,7 +108,8 @@ class ClickWorkload(ClickSettings):
         check_sparse(preprocessor.inputs)
         if preprocessor.schema != self.schema:
             raise InputError(
-                f"the Preprocessor was made for columns {preprocessor.schema.columns}, the recipe has {self.schema.columns}"
+                f"the columns of the Preprocessor must be {self.schema.columns}, as in the recipe, got "
+                f"{preprocessor.schema.columns}"
             )
         preprocessor = preprocessor.grouped_by(self.schema.group)
         return Prepared(
@@ -177,8 +178,8 @@ class ClickWorkload(ClickSettings):
                 raise InputError(f"teacher.checkpoint: {other_preprocessor(place, first)}")
             elif other.hash() != preprocessor.hash():
                 raise InputError(
-                    f"{place}: was made with Preprocessor {other.hash()}, {first} with {preprocessor.hash()}, and a "
-                    "run has one; leave --workload.preprocessor out, or preprocess the log again"
+                    f"{place}: Preprocessor {other.hash()} does not match {preprocessor.hash()} of {first}. Leave out "
+                    "--workload.preprocessor, or preprocess the log again."
                 )
         return preprocessor
 
@@ -193,7 +194,7 @@ class ClickWorkload(ClickSettings):
             for problem in problems_of(counts, self.preset.inputs(self.schema)):
                 context.note(f"{context.config.train_data.path}: {problem}")
             if spilled := counts.spilled():
-                context.note(f"{spilled}; --workload.vocabulary-memory-bytes sets the limit")
+                context.note(f"{spilled}. --workload.vocabulary-memory-bytes sets the limit.")
             return make_preprocessor(self.preset, self.schema, counts)
 
     def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
@@ -223,11 +224,11 @@ class ClickWorkload(ClickSettings):
         if tables is not None:
             inputs = self.preset.inputs(self.schema)
             if len(tables) != len(inputs.sparse):
-                raise InputError(f"plan: {len(tables)} table sizes for {len(inputs.sparse)} sparse columns; give one for each")
+                raise InputError(f"plan: must have one table size per sparse column ({len(inputs.sparse)}), got {len(tables)}")
             return plan(self, config, list(tables), inputs=inputs, target=target)
         raise InputError(
-            "plan: the sizes of the tables come from a Preprocessor; make one with `rayrec vocabulary PATH --out DIR` "
-            "and pass --workload.preprocessor DIR, or give the sizes: --tables mlperf, or --tables 1000,200,... (rows)"
+            "plan: table sizes require a Preprocessor. Create one with `rayrec vocabulary PATH --out DIR` and pass "
+            "--workload.preprocessor DIR, or set the sizes (rows) with --tables mlperf or --tables 1000,200,..."
         )
 
     def _known_preprocessor(self, config: TrainConfig) -> Preprocessor | None:
@@ -281,8 +282,8 @@ def _check_mixed(path: str) -> None:
     data = LogSource.at(path).dataset()
     if data is None or data.manifest["shuffle"] != "full":
         raise InputError(
-            f"train_data.shuffle full: {path} is not mixed as a whole; make it so with `rayrec preprocess {path} --shuffle full "
-            "--split ... --out DIR` and train on that, or choose window"
+            f"train_data.shuffle: must be window, because {path} is not fully shuffled, got full. Run `rayrec preprocess {path} "
+            "--shuffle full --split ... --out DIR` and train on its output, or set window."
         )
 
 

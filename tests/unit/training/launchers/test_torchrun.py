@@ -128,7 +128,7 @@ def test_one_process_trains_what_a_run_without_torchrun_does(
     request.getfixturevalue("alone")
     launched = trainer.train(config.replace(name="launched", scaling={"num_workers": 2}), console=quiet)
     assert launched.summary["weights_sha256"] == plain.summary["weights_sha256"]
-    with pytest.raises(InputError, match=r"train_data\.path: no training log given"):
+    with pytest.raises(InputError, match=r"train_data\.path: must be a training log"):
         trainer.train(config.replace(name="other", train_data={"path": None}), console=quiet)
     stored = json.loads((tmp_path / "launched" / "summary.json").read_text())
     assert stored == launched.summary

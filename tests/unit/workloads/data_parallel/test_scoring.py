@@ -161,5 +161,5 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
 
 def test_click_models_are_not_exported(tmp_path: Path) -> None:
     config = recipes.criteo_demo()
-    with pytest.raises(InputError, match=r"recipe criteo_demo .* cannot be exported yet; `rayrec predict`"):
+    with pytest.raises(InputError, match=r"recipe criteo_demo cannot be exported. Use `rayrec predict`"):
         config.workload.export(config, checkpoint="run", out=str(tmp_path))

@@ -194,11 +194,11 @@ def test_config_text_gives_the_same_config(config: TrainConfig) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "names no recipe.*criteo_demo"),
-        ("- 1\n", "names no recipe"),
+        ("", "must name a recipe.*criteo_demo"),
+        ("- 1\n", "must name a recipe"),
         ("recipe: [1]\n", "no recipe"),
         ("recipe: criteo_demo\nworkload: {model: {embeding_dim: 3}}\n", "workload.model.embeding_dim"),
-        ("recipe: criteo_demo\n3: 4\n", "3 is no field's name"),
+        ("recipe: criteo_demo\n3: 4\n", "field names must be strings, got 3"),
         ("recipe: !!python/object/apply:os.getcwd []\n", "not YAML"),
     ],
 )

@@ -57,7 +57,7 @@ def test_tables_are_judged_by_the_clusters_memory(config: TrainConfig, monkeypat
     # This machine holds too little, and the cluster enough.
     free = int((PROCESS_BYTES + sum(whole.worker_bytes) // 2) / 0.7)  # of which Ray's object store takes 0.3
     monkeypatch.setattr(planning, "available_host_bytes", lambda: free)
-    with pytest.raises(InputError, match="taken for as large as here, memory_gb=N in --cluster"):
+    with pytest.raises(InputError, match=r"Assumed the memory of this machine. Set it with memory_gb=N in --cluster"):
         probed(config, Target(2, 1), trained)
     cut = probed(config, Target(2, 1, GB), trained)
     assert (cut.plan, cut.worker_bytes) == (whole.plan, whole.worker_bytes)
@@ -77,7 +77,7 @@ def test_a_gpus_speed_that_is_given_is_not_measured(config: TrainConfig, monkeyp
     assert found.model_rows_per_s == 250_000 * found.num_workers
     assert found.cpus_per_gpu is not None
     assert "given, not measured" in found.text()
-    assert "--cluster gpus=N,gpu_memory_gb=N,... says what theirs have" in found.text()
+    assert "--cluster gpus=N,gpu_memory_gb=N,... sets their memory" in found.text()
 
 
 def test_some_steps_are_trained_by_the_loop_of_every_run(
