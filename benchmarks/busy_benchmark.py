@@ -8,9 +8,9 @@ import sys
 import tempfile
 from functools import partial
 
-from children import child, run_task
 from logs import synthetic_log
 from rows import emit, interleaved
+from subprocesses import child, run_task
 
 
 def train(*, path: str, on_ray: bool, busy: bool) -> float:

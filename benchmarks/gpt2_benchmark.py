@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from children import child, run_child, run_task
-from measured import emit_losses, interleaved_rates, matrix_peak, measured_run
 from rows import emit, part
+from run_metrics import emit_losses, interleaved_rates, matrix_peak, measured_run
 from samples import synthetic_text
+from subprocesses import child, run_child, run_task
 
 PLAIN = Path(__file__).parent / "peers" / "plain_huggingface.py"
 LOOPS = ("rayrec", "huggingface")

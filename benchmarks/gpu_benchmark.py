@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from children import child, run_task
 from logs import synthetic_log
-from measured import interleaved_rates, warm_speed
 from rows import emit, part, say
+from run_metrics import interleaved_rates, warm_speed
+from subprocesses import child, run_task
 
 from rayrec.config import InputError
 from rayrec.models.ensemble import build_network

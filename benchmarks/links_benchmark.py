@@ -11,11 +11,11 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 
-from children import check_ended
 from hosts.nodes import Network, missing, missing_tbf
 from logs import preprocessor_of, synthetic_log
-from measured import warm_speed
 from rows import attempt, emit, interleaved, part, say
+from run_metrics import warm_speed
+from subprocesses import check_ended
 
 import rayrec
 from rayrec import recipes

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from children import child, run_child, run_task
-from measured import emit_losses, interleaved_rates, matrix_peak, measured_run
 from rows import emit, part
+from run_metrics import emit_losses, interleaved_rates, matrix_peak, measured_run
 from samples import synthetic_digits
+from subprocesses import child, run_child, run_task
 
 PLAIN = Path(__file__).parent / "peers" / "plain_ddp.py"
 BATCH_SIZE = 128

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from children import check_ended
 from rows import attempt, emit, say
+from subprocesses import check_ended
 
 import rayrec
 from rayrec.config import InputError

@@ -19,11 +19,11 @@ from typing import Any, Final
 from unittest import mock
 
 import pyarrow as pa
-from children import child, run_task
 from logs import synthetic_log
 from observing_driver import driver
-from paired import Comparison, Spent, compare, median_interval
+from paired_timing import Comparison, Spent, compare, median_interval
 from rows import emit, say
+from subprocesses import child, run_task
 
 BATCH, STEPS = 4096, 20
 """Rows of a step; steps of a block, which is one interval between two logs: about half a second."""

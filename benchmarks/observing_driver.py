@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final, final
 
-from children import run_task
+from subprocesses import run_task
 
 _DIE_WITH_PARENT: Final = 1
 """PR_SET_PDEATHSIG of prctl(2): a stopped process notices nothing else."""

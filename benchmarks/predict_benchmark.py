@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from children import child, run_task
 from logs import preprocessor_of, synthetic_log
 from memory import watched
 from rows import emit, interleaved, say
+from subprocesses import child, run_task
 
 BATCH_ROWS = 8192
 STEP = 1

@@ -31,7 +31,7 @@ NAMES = (
     "links",
     "plan",
     "warm-start",
-    "truths",
+    "synthetic-tasks",
     "movielens",
     "tune",
     "movielens-top-k",

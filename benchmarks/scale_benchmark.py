@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
-from children import check_ended
 from hosts.slow_store import SlowStore
 from rows import emit, part, say
+from subprocesses import check_ended
 
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.presets import ALL

@@ -25,10 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from children import HERE, child, run_child, run_task
 from logs import synthetic_log
 from memory import memory_bytes
 from rows import attempt, emit, in_turn, interleaved, median_of, part, say
+from subprocesses import HERE, child, run_child, run_task
 
 SIZES = (1, 256, 2048)
 CONNECTIONS = (1, 16, 64)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from children import check_ended
 from hosts.ports import free_ports
 from hosts.processes import RayHead, Session, environment_for
 from logs import synthetic_log
 from recover_benchmark import BARE, first_step_after
 from rows import emit, in_turn, medians_of, say
+from subprocesses import check_ended
 
 from rayrec.observe.events import read_events
 from rayrec.observe.run_summary import RunSummary

@@ -9,10 +9,10 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from children import child, run_task
 from logs import preprocessor_of, synthetic_log
-from measured import matrix_peak as peak_of
 from rows import emit, interleaved, say
+from run_metrics import matrix_peak as peak_of
+from subprocesses import child, run_task
 
 MULTIPLY_ADDS = 486_032
 FLOP_PER_ROW = 6 * MULTIPLY_ADDS - 2 * 13 * 512  # backward costs twice the forward pass, less the gradient of the input

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import ray
-from children import check_ended
 from logs import synthetic_log
 from peers.ray_groupby import DENSE, SPARSE, distinct_tokens
 from rows import attempt, emit, interleaved, part, say, timed
+from subprocesses import check_ended
 
 import rayrec
 from rayrec import storage

@@ -27,7 +27,7 @@ NOISE, DRIFT, COST = 0.05, 0.3, 0.01
 @pytest.fixture
 def paired(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("paired")
+    return importlib.import_module("paired_timing")
 
 
 def noisy(paired: Any, *, seed: int, blocks: int) -> Callable[[float], Callable[[], Any]]:
@@ -379,7 +379,7 @@ def emit_rates(rows: Any, rates: dict[str, Any]) -> None:
 
 
 def test_peer_killed_by_signal_becomes_error_row(rows: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run_child = importlib.import_module("children").run_child
+    run_child = importlib.import_module("subprocesses").run_child
     script = tmp_path / "peer.py"
     script.write_text(ABORTS)
     calls: list[str] = []

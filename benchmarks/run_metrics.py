@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from children import child
 from rows import attempt, emit, in_turn, median_of, say
+from subprocesses import child
 
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events

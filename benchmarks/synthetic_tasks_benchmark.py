@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import planted
+import synthetic_tasks
 from rows import attempt, emit, say
 
 import rayrec
@@ -54,9 +54,9 @@ CONTESTS = (
 def main(*, quick: bool) -> None:
     for contest in CONTESTS:
         rows = contest.rows // 10 if quick else contest.rows
-        data = planted.TRUTHS[contest.truth](rows)
+        data = synthetic_tasks.TRUTHS[contest.truth](rows)
         with tempfile.TemporaryDirectory() as folder:
-            alone = planted.only(data, contest.label) if contest.truth == "labels" else data
+            alone = synthetic_tasks.only(data, contest.label) if contest.truth == "labels" else data
             peers = {
                 form: attempt(f"dlrm-{form}", partial(_auroc, folder, alone, contest, f"dlrm-{form}", form, clicks))
                 for form in contest.forms
@@ -69,7 +69,7 @@ def main(*, quick: bool) -> None:
                 found = attempt(name, partial(_auroc, folder, data, contest, run, model, contest.recipe))
                 say(f"  {contest.truth}: {name} {found:.4f}")
                 emit(
-                    "truths",
+                    "synthetic-tasks",
                     peer=f"dlrm, {best_peer}" + (f", {contest.label} alone" if contest.truth == "labels" else ""),
                     workload=f"{contest.truth}, {rows:,} rows, {name}",
                     unit="auroc",
@@ -81,7 +81,9 @@ def main(*, quick: bool) -> None:
                 )
 
 
-def _auroc(folder: str, data: planted.Planted, contest: Contest, name: str, model: ClickModelConfig | str, recipe: Any) -> float:
+def _auroc(
+    folder: str, data: synthetic_tasks.Planted, contest: Contest, name: str, model: ClickModelConfig | str, recipe: Any
+) -> float:
     """Train and return the test AUROC of the best checkpoint by validation."""
     log = os.path.join(folder, "-".join(["log", *data.logits, name]))
     config = recipe(log, data.write(log))
