@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -40,12 +40,6 @@ def auroc(logits: Any, labels: Any) -> float:
     return _area(_twice_u(negatives, positives), num_positives=len(positives), num_negatives=len(negatives))
 
 
-def _calibration_error(gaps: Sequence[Sequence[float]], rows: int) -> float:
-    """Return the error from each rank's sums of probability - label in every bin."""
-    total = math.fsum(abs(math.fsum(of_bin)) for of_bin in zip(*gaps, strict=True))
-    return total / rows if rows else math.nan
-
-
 def sigmoid(logits: npt.NDArray[Any]) -> Floats:
     """Return the probability 1 / (1 + exp(-logit)), without overflow, as float32."""
     small = np.exp(-np.abs(logits.astype(np.float64)))  # In (0, 1]
@@ -66,15 +60,7 @@ def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
     - rows and label_rate
     """
     checked_logits, checked_labels = checked(logits, labels)
-    loss_sum, probability_sum, gaps = _sums(checked_logits, checked_labels)
-    return _metrics(
-        rows=len(checked_labels),
-        num_positives=int(np.count_nonzero(checked_labels)),
-        loss_sum=loss_sum,
-        probability_sum=probability_sum,
-        gaps=[gaps],
-        twice_u=_twice_u(*_sorted_keys(checked_logits, checked_labels)),
-    )
+    return _metrics([_sums(checked_logits, checked_labels)], _twice_u(*_sorted_keys(checked_logits, checked_labels)))
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
@@ -118,8 +104,8 @@ def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64],
     return np.maximum(towards_wrong, 0.0) + np.log1p(small), np.where(logit >= 0, 1.0, small) / (1.0 + small)
 
 
-def _sums(logits: Floats, labels: Labels) -> tuple[float, float, list[float]]:
-    """Return sums over the rows, in float64: log loss, probability, and probability - label in equally wide bins."""
+def _sums(logits: Floats, labels: Labels) -> list[float]:
+    """Return the counts of rows and positives, and the float64 sums of log loss, probability, and probability - label in bins."""
     losses, probabilities, gaps, bins = [], [], [], CALIBRATION_BINS
     for start in range(0, len(logits), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
@@ -128,7 +114,8 @@ def _sums(logits: Floats, labels: Labels) -> tuple[float, float, list[float]]:
         probabilities.append(float(np.sum(probability)))
         places = np.minimum((probability * bins).astype(np.int64), bins - 1)  # A probability of 1 is in the last one
         gaps.append(np.bincount(places, probability - labels[block], minlength=bins).tolist())
-    return (math.fsum(losses), math.fsum(probabilities), [math.fsum(of_bin) for of_bin in zip([0.0] * bins, *gaps, strict=True)])
+    sums = map(math.fsum, (losses, probabilities, *zip([0.0] * bins, *gaps, strict=True)))
+    return [len(labels), int(np.count_nonzero(labels)), *sums]
 
 
 def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
@@ -165,18 +152,19 @@ def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
     return twice_u / (2 * num_positives * num_negatives) if num_positives and num_negatives else math.nan
 
 
-def _metrics(
-    *, rows: int, num_positives: int, loss_sum: float, probability_sum: float, gaps: Sequence[Sequence[float]], twice_u: int
-) -> dict[str, float]:
+def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, float]:
+    """Return the metrics from the `_sums` of each rank."""
+    rows_of_ranks, positives, losses, probabilities, *gaps = zip(*of_ranks, strict=True)
+    rows, num_positives = int(sum(rows_of_ranks)), int(sum(positives))
     rate = num_positives / rows if rows else math.nan
-    mean_loss = loss_sum / rows if rows else math.nan
+    mean_loss = math.fsum(losses) / rows if rows else math.nan
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
     return {
         "auroc": _area(twice_u, num_positives=num_positives, num_negatives=rows - num_positives),
         "logloss": mean_loss,
         "normalized_entropy": mean_loss / entropy,
-        "calibration": probability_sum / num_positives if num_positives else math.nan,
-        "expected_calibration_error": _calibration_error(gaps, rows),
+        "calibration": math.fsum(probabilities) / num_positives if num_positives else math.nan,
+        "expected_calibration_error": math.fsum(abs(math.fsum(of_bin)) for of_bin in gaps) / rows if rows else math.nan,
         "rows": rows,
         "label_rate": rate,
     }
@@ -205,29 +193,19 @@ def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: Proce
         checked_logits, checked_labels = checked(logits, labels)
     except InputError as caught:
         error = caught
-    num_positives = int(np.count_nonzero(checked_labels))
-    own = [float(error is not None), float(len(checked_labels)), float(num_positives)]
-    loss_sum, probability_sum, own_gaps = _sums(checked_logits, checked_labels)
-    gathered = group.gather_floats([*own, loss_sum, probability_sum, *own_gaps])
-    failed, rows, positives, losses, probabilities, *gaps = zip(*gathered, strict=True)
-    if any(failed):
-        ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
-        raise error or InputError(f"no metrics: the rows of rank {ranks} cannot be used; see its own message")
+    gathered = group.gather_floats([float(error is not None), *_sums(checked_logits, checked_labels)])
+    failed = [str(rank) for rank, (flag, *_) in enumerate(gathered) if flag]
+    if failed:
+        raise error or InputError(f"no metrics: the rows of rank {', '.join(failed)} cannot be used; see its own message")
 
-    total_rows, total_positives = int(sum(rows)), int(sum(positives))
+    of_ranks = [sums for _, *sums in gathered]
+    rank_rows = [int(rows) for rows, *_ in of_ranks]
     twice_u = 0
-    if 0 < total_positives < total_rows:
+    if 0 < sum(positives for _, positives, *_ in of_ranks) < sum(rank_rows):
         keys = _sorted_keys(checked_logits, checked_labels)
         del checked_logits, checked_labels
-        twice_u = _distributed_twice_u(keys, group=group, rank_rows=[int(count) for count in rows])
-    return _metrics(
-        rows=total_rows,
-        num_positives=total_positives,
-        loss_sum=math.fsum(losses),
-        probability_sum=math.fsum(probabilities),
-        gaps=list(zip(*gaps, strict=True)),
-        twice_u=twice_u,
-    )
+        twice_u = _distributed_twice_u(keys, group=group, rank_rows=rank_rows)
+    return _metrics(of_ranks, twice_u)
 
 
 def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_rows: Sequence[int]) -> int:
@@ -269,38 +247,17 @@ class BinaryMetricsAccumulator:
     """Accumulator of an evaluation's logits and labels, 5 bytes per row on the CPU, for exact metrics."""
 
     def __init__(self) -> None:
-        self._chunks: list[tuple[Floats, Labels]] = []
-        self._rows = 0
-
-    @property
-    def rows(self) -> int:
+        self._parts: list[tuple[Floats, Labels]] = []
+        self.rows = 0
         """Number of rows so far on this rank."""
-        return self._rows
 
     def update(self, logits: Any, labels: Any) -> None:
         """Append a batch: arrays or tensors of any shape, labels 0 or 1. Copies from a device (a device sync)."""
         new_logits, new_labels = converted(logits, labels)
-        taken = 0
-        while taken < len(new_logits):
-            chunk, offset = divmod(self._rows, _BLOCK_ROWS)
-            if chunk == len(self._chunks):
-                self._chunks.append((np.empty(_BLOCK_ROWS, np.float32), np.empty(_BLOCK_ROWS, np.uint8)))
-            count = min(_BLOCK_ROWS - offset, len(new_logits) - taken)
-            kept_logits, kept_labels = self._chunks[chunk]
-            kept_logits[offset : offset + count] = new_logits[taken : taken + count]
-            kept_labels[offset : offset + count] = new_labels[taken : taken + count]
-            taken += count
-            self._rows += count
+        self._parts.append((new_logits.copy(), new_labels.copy()))
+        self.rows += len(new_logits)
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
         """Return `distributed_binary_metrics` of all rows. Collective, but local without torch.distributed."""
-        filled = list(self._filled())
-        logits = np.concatenate([np.empty(0, np.float32), *(part for part, _ in filled)])
-        labels = np.concatenate([np.empty(0, np.uint8), *(part for _, part in filled)])
+        logits, labels = map(np.concatenate, zip((np.empty(0, np.float32), np.empty(0, np.uint8)), *self._parts, strict=True))
         return distributed_binary_metrics(logits, labels, process_group=process_group)
-
-    def _filled(self) -> Iterator[tuple[Floats, Labels]]:
-        for index, (logits, labels) in enumerate(self._chunks):
-            count = min(_BLOCK_ROWS, self._rows - index * _BLOCK_ROWS)
-            if count > 0:
-                yield logits[:count], labels[:count]

@@ -19,6 +19,7 @@ METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
 """Metrics with intervals, in this order."""
 
 Array = npt.NDArray[np.float64]
+Method = Literal["delong", "bootstrap"]
 
 LEAST_ROWS: Final = 30
 """Minimum row count for intervals and p-values. Resampling fewer rows repeats few values and underestimates the variation."""
@@ -59,7 +60,7 @@ class Difference:
     """Confidence interval of the difference, [low, high]."""
     p_value: float
     """Two-sided probability of a difference this large between equal models."""
-    method: Literal["delong", "bootstrap"]
+    method: Method
 
 
 def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tuple[float, float]]:
@@ -71,13 +72,7 @@ def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tup
     all cores, limited to 4 GiB of working memory with 32 bytes per row each. Total memory: in addition about 40 bytes per row.
     Method: Efron & Tibshirani 1993, chapter 13.
     """
-    flat_logits, flat_labels = checked(logits, labels)
-    few = _too_few(flat_labels)
-    if len(few) == len(METRICS):
-        return dict.fromkeys(METRICS, (math.nan, math.nan))
-    drawn = _resampled([_Model(flat_logits, flat_labels)], resampling)[:, 0]
-    drawn[:, [METRICS.index(name) for name in few]] = math.nan
-    return {name: _percentiles(drawn[:, number], resampling.confidence) for number, name in enumerate(METRICS)}
+    return compare_models([logits], labels, resampling).intervals[0]
 
 
 def compare(logits: Any, other_logits: Any, labels: Any, resampling: Resampling) -> dict[str, Difference]:
@@ -111,42 +106,30 @@ def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -
     whole = np.ones(len(flat_labels), np.uint8)
     observed = [model.metrics(whole) for model in sorted_models]
     few = _too_few(flat_labels)
-    pairs = list(itertools.combinations(range(len(sorted_models)), 2))
-    if len(few) == len(METRICS):
-        return Comparison(
-            [dict.fromkeys(METRICS, (math.nan, math.nan)) for _ in sorted_models],
-            {(one, other): _undrawn(observed[one] - observed[other]) for one, other in pairs},
-        )
-    drawn = _resampled(sorted_models, resampling)
+    if few == METRICS:
+        drawn = np.full((1, len(sorted_models), len(METRICS)), math.nan)
+    else:
+        drawn = _resampled(sorted_models, resampling)
+    drawn[:, :, [METRICS.index(name) for name in few]] = math.nan
     placements = [] if "auroc" in few else [model.placements() for model in sorted_models]
     differences = {}
-    for one, other in pairs:
-        found = _undrawn(observed[one] - observed[other])
+    for one, other in itertools.combinations(range(len(sorted_models)), 2):
+        found = {}
         for number, name in enumerate(METRICS):
-            if name in few:
-                continue
-            if name == "auroc":
+            if name == "auroc" and placements:
                 found[name] = _delong(placements[one], placements[other], resampling.confidence)
                 continue
+            difference = float(observed[one][number] - observed[other][number])
             of_resamples = drawn[:, one, number] - drawn[:, other, number]
             low, high = _percentiles(of_resamples, resampling.confidence)
-            p_value = _bootstrap_p_value(of_resamples)
-            found[name] = Difference(found[name].difference, low, high, p_value, "bootstrap")
+            method: Method = "delong" if name == "auroc" else "bootstrap"
+            found[name] = Difference(difference, low, high, _bootstrap_p_value(of_resamples), method)
         differences[one, other] = found
-    drawn[:, :, [METRICS.index(name) for name in few]] = math.nan
     of_models = [
         {name: _percentiles(drawn[:, place, number], resampling.confidence) for number, name in enumerate(METRICS)}
         for place in range(len(sorted_models))
     ]
     return Comparison(of_models, differences)
-
-
-def _undrawn(differences: Array) -> dict[str, Difference]:
-    """Return differences of METRICS without interval and p-value."""
-    return {
-        name: Difference(float(value), math.nan, math.nan, math.nan, "delong" if name == "auroc" else "bootstrap")
-        for name, value in zip(METRICS, differences, strict=True)
-    }
 
 
 def _too_few(labels: Labels) -> tuple[str, ...]:
