@@ -11,7 +11,7 @@ from typing import Final, final
 import torch
 
 from rayrec.layers.kernel_threads import openmp_parallel
-from rayrec.native import library
+from rayrec.native import c_fields, library
 
 _INTERVAL_S = 0.1
 _WAITING = 0.45
@@ -118,7 +118,7 @@ def _run_and_wait_ns(path: Path) -> tuple[int, int]:
 class _CTeam(ctypes.Structure):
     """Mirror of rayrec_team in native/kernels.h."""
 
-    _fields_ = [("ids", ctypes.POINTER(ctypes.c_int64)), ("capacity", ctypes.c_int64), ("count", ctypes.c_int64)]
+    _fields_ = c_fields("int64* ids; int64 capacity count")
 
 
 def _run_in_team(num_threads: int) -> list[int]:

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rayrec.layers.kernel_threads import run_kernel, vectorized
 from rayrec.layers.keyed_embeddings import Order, places_of
+from rayrec.native import c_fields
 
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}  # rayrec_values_kind of native/kernels.h
 _ROWS_AT_ONCE: Final = 256
@@ -86,18 +87,10 @@ def _indices(order: Order, dim: int, device: torch.device) -> tuple[torch.Tensor
 class _CDots(ctypes.Structure):
     """Mirror of rayrec_dots in native/kernels.h."""
 
-    _fields_ = [
-        ("dense", ctypes.c_void_p),
-        ("sparse", ctypes.c_void_p),
-        ("places", ctypes.POINTER(ctypes.c_int64)),
-        ("vectors", ctypes.c_int64),
-        ("dim", ctypes.c_int64),
-        ("dense_kind", ctypes.c_int32),
-        ("sparse_kind", ctypes.c_int32),
-        ("out", ctypes.c_void_p),
-        ("dense_gradient", ctypes.c_void_p),
-        ("sparse_gradient", ctypes.c_void_p),
-    ]
+    _fields_ = c_fields(
+        "void* dense sparse; int64* places; int64 vectors dim; int32 dense_kind sparse_kind; "
+        "void* out dense_gradient sparse_gradient"
+    )
 
 
 def _structure(dense: torch.Tensor, sparse: torch.Tensor, places: list[int], *results: torch.Tensor) -> _CDots:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rayrec.native import library
+from rayrec.native import c_fields, library
 
 Kernel = Any
 """Function of `library()` that kernels.h declares as a `rayrec_kernel`."""
@@ -40,14 +40,7 @@ def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> N
 class _CWork(ctypes.Structure):
     """Mirror of rayrec_work in native/kernels.h."""
 
-    _fields_ = [
-        ("kernel", ctypes.c_void_p),
-        ("arguments", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("at_once", ctypes.c_int64),
-        ("next", ctypes.c_int64),
-        ("failed", ctypes.c_int32),
-    ]
+    _fields_ = c_fields("void* kernel arguments; int64 count at_once next; int32 failed")
 
 
 @lru_cache(maxsize=1)

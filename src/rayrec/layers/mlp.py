@@ -16,6 +16,7 @@ from torch.nn import functional
 from rayrec.compat.torch_compat import linear_pointwise, onednn_has_bfloat16
 from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.kernel_threads import run_kernel, vectorized
+from rayrec.native import c_fields
 
 _BLOCK: Final = 64
 """Number of rows that a thread takes and sums at a time."""
@@ -43,15 +44,7 @@ def _relu_backward(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.
 class _CRelu(ctypes.Structure):
     """Mirror of rayrec_relu in native/kernels.h."""
 
-    _fields_ = [
-        ("output", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("turned", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("block_rows", ctypes.c_int64),
-    ]
+    _fields_ = c_fields("void* output gradient turned sums; int64 rows columns block_rows")
 
 
 # Registered as a torch operator for its profiler and modes

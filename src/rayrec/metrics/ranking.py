@@ -11,7 +11,6 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -21,7 +20,7 @@ from rayrec import machine
 from rayrec.collectives import Collectives, num_workers
 from rayrec.config import InputError
 from rayrec.metrics.binary import checked, converted, refuse_nan
-from rayrec.native import library
+from rayrec.native import c_fields, call
 
 if TYPE_CHECKING:
     import torch
@@ -119,15 +118,7 @@ def _rounds(rows: Rows, *, most_rows: int = _ROUND_ROWS) -> Iterator[Rows]:
 
 
 class _CRanking(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("ks", "discounts", "room", "sums", "counts")), ("num_ks", ctypes.c_int64)]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Sums of the kernel. See rayrec_ranking."""
-
-    sums: npt.NDArray[np.float64]
-    counts: npt.NDArray[np.int64]
+    _fields_ = c_fields("void* ks discounts room sums counts; int64 num_ks")
 
 
 @final
@@ -147,38 +138,25 @@ class _Sums:
         bits = min((count // _PART_ROWS).bit_length(), _MOST_BITS)
         starts = np.empty((1 << bits) + 1, np.int64)
         ranked = np.empty((count, 2), np.uint64)
-        library().rayrec_rank_partition(
-            _pointer(groups),
-            _pointer(logits),
-            _pointer(labels),
-            ctypes.c_int64(count),
-            ctypes.c_int32(bits),
-            _pointer(starts),
-            _pointer(ranked),
-        )
+        call("rayrec_rank_partition", groups, logits, labels, count, ctypes.c_int32(bits), starts, ranked)
         num_threads = max(min(machine.usable_cpus(), _MOST_THREADS, len(starts) - 1), 1)
         turns = [range(first, len(starts) - 1, num_threads) for first in range(num_threads)]
-        if num_threads == 1:
-            parts = [self._summed(ranked, starts, turns[0])]
-        else:
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="ranking") as pool:
-                parts = list(pool.map(lambda turn: self._summed(ranked, starts, turn), turns))
-        self._of_rounds += [_values(part) for of_turn in parts for part in of_turn]
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="ranking") as pool:
+            for values in pool.map(lambda turn: self._summed(ranked, starts, turn), turns):
+                self._of_rounds += values
 
-    def _summed(self, ranked: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], turn: range) -> list[_Part]:
+    def _summed(self, ranked: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], turn: range) -> list[list[float]]:
         """Return the sums of some parts. Their order, and thus the thread count, does not affect `math.fsum`."""
         sizes = np.diff(starts)
         room = np.empty((int(sizes[turn.start :: turn.step].max(initial=0)), 2), np.uint64)
         of_ks = np.empty(2 * len(self._ks))
         found = []
         for number in turn:
-            part = _Part(np.zeros(4 + 6 * len(self._ks)), np.zeros(3, np.int64))
-            arrays = (self._ks, self._discounts, of_ks, part.sums, part.counts)
+            sums, counts = np.zeros(4 + 6 * len(self._ks)), np.zeros(3, np.int64)
+            arrays = (self._ks, self._discounts, of_ks, sums, counts)
             ranking = _CRanking(*(array.ctypes.data for array in arrays), len(self._ks))
-            library().rayrec_rank_rows(
-                _pointer(ranked[starts[number] :]), _pointer(room), ctypes.c_int64(int(sizes[number])), ctypes.byref(ranking)
-            )
-            found.append(part)
+            call("rayrec_rank_rows", ranked[starts[number] :], room, int(sizes[number]), ctypes.byref(ranking))
+            found.append([*map(float, counts.tolist()), *sums.reshape(-1, 2).sum(axis=1).tolist()])
         return found
 
     def values(self) -> list[float]:
@@ -198,14 +176,6 @@ class _Sums:
             for name, total in zip(("ndcg", "recall", "hit_rate"), of_ks[3 * place : 3 * place + 3], strict=True):
                 found[f"{name}_at_{k}"] = total / ranked if ranked else math.nan
         return {**found, "mrr": reciprocals / ranked if ranked else math.nan, "ranked_groups": int(ranked)}
-
-
-def _values(part: _Part) -> list[float]:
-    return [*map(float, part.counts.tolist()), *part.sums.reshape(-1, 2).sum(axis=1).tolist()]
-
-
-def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 # An evaluation -------------------------------------------------------------------------------------------------------
@@ -239,9 +209,6 @@ class RankingAccumulator:
         self._total += len(new_logits)
         if self._rows > self._memory_rows:
             self._spill()
-
-    def _in_memory(self) -> Rows:
-        return _joined(self._parts)
 
     def _spill(self) -> None:
         if self._file is None:
@@ -277,13 +244,10 @@ class RankingAccumulator:
             self._file.seek(place)
             pieces.append(np.frombuffer(self._file.read(count * _ROW.itemsize), _ROW))
         spilled = np.concatenate([np.empty(0, _ROW), *pieces])
-        groups, logits, labels = self._in_memory()
+        groups, logits, labels = _joined(self._parts)
         chosen = np.flatnonzero(_buckets(groups, _BUCKETS) == bucket)
-        return (
-            np.concatenate([spilled["group"], groups[chosen]]),
-            np.concatenate([spilled["logit"], logits[chosen]]),
-            np.concatenate([spilled["label"], labels[chosen]]),
-        )
+        in_memory = (groups[chosen], logits[chosen], labels[chosen])
+        return _joined([(spilled["group"], spilled["logit"], spilled["label"]), in_memory])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
         """Return the metrics over all ranks. Collective, but local without torch.distributed.
@@ -291,7 +255,6 @@ class RankingAccumulator:
         Each group's rows go to one rank, by a hash of its key, so the result equals one process except for the order of a sum.
         Raises InputError on every rank if any logit is NaN, so that no rank waits.
         """
-
         sums = _Sums(self._ks)
         if num_workers(process_group) == 1:
             refuse_nan(self._missing, self._total)
@@ -312,7 +275,7 @@ class RankingAccumulator:
     def _in_rounds(self, *, by_bucket: bool) -> Iterator[Rows]:
         """Yield the rows in equally many rounds on each rank, with complete groups."""
         if not by_bucket:
-            yield self._in_memory()
+            yield _joined(self._parts)
             return
         if self._parts and self._file is not None:
             self._spill()  # So that each bucket is read from one place
@@ -321,11 +284,9 @@ class RankingAccumulator:
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
-    return (
-        np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)]),
-        np.concatenate([np.empty(0, np.float32), *(part[1] for part in parts)]),
-        np.concatenate([np.empty(0, np.uint8), *(part[2] for part in parts)]),
-    )
+    no_rows = (np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.uint8))
+    groups, logits, labels = map(np.concatenate, zip(no_rows, *parts, strict=True))
+    return groups, logits, labels
 
 
 def _exchanged(rows: Rows, ranks: Collectives) -> Rows:

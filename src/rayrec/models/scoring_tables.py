@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rayrec.config import InputError
-from rayrec.native import library
+from rayrec.native import c_fields, library
 
 Quantization = Literal["fp32", "fp16", "int8", "int4"]
 """Storage format of a table's values. int8 and int4 are integers with a scale and an offset per row."""
@@ -150,16 +150,7 @@ class Tables(ABC):
 
 
 class _CLookup(ctypes.Structure):
-    _fields_ = [
-        ("table", ctypes.c_void_p),
-        ("num_embeddings", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("ids", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        ("id_bytes", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
-    ]
+    _fields_ = c_fields("void* table; int64 num_embeddings row_bytes; void* ids offsets; int64 size id_bytes; void* weights")
 
 
 @final

@@ -39,6 +39,21 @@ def _converted(argument: Any) -> Any:
     return argument
 
 
+_C_TYPES = {
+    "void*": ctypes.c_void_p,
+    "int64*": ctypes.POINTER(ctypes.c_int64),
+    "int64": ctypes.c_int64,
+    "int32": ctypes.c_int32,
+    "float": ctypes.c_float,
+}
+
+
+def c_fields(declaration: str) -> list[tuple[str, Any]]:
+    """Return `_fields_` of a ctypes structure from a declaration such as "void* ids offsets; int64 count"."""
+    declared = (part.split() for part in declaration.split(";"))
+    return [(name, _C_TYPES[c_type]) for c_type, *names in declared for name in names]
+
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # From glibc's malloc.h
 
 

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 
 from rayrec.layers.kernel_threads import run_kernel
-from rayrec.native import library
+from rayrec.native import c_fields, library
 
 
 @dataclass(frozen=True)
@@ -209,25 +209,8 @@ class _Looked(torch.autograd.Function):
 
 
 class _CLookups(ctypes.Structure):
-    _fields_ = [
-        ("ids", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("bags", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("pooled", ctypes.c_int64),
-    ]
+    _fields_ = c_fields("void* ids offsets weights gradient; int64 bags stride pooled")
 
 
 class _CGathered(ctypes.Structure):
-    _fields_ = [
-        ("lookup", ctypes.c_void_p),
-        ("first_feature", ctypes.c_int64),
-        ("num_features", ctypes.c_int64),
-        ("column", ctypes.c_int64),
-        ("dim", ctypes.c_int64),
-        ("distinct", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("found", ctypes.c_int64),
-    ]
+    _fields_ = c_fields("void* lookup; int64 first_feature num_features column dim; void* distinct sums; int64 found")

@@ -14,7 +14,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from rayrec.compat.torch_compat import Shard, ShardedTensor, set_optimizer_in_backward, sharded_tensor, table_kernels
 from rayrec.layers.kernel_threads import run_kernel
-from rayrec.native import library
+from rayrec.native import c_fields, library
 from rayrec.optim.config import SparseOptimizerConfig
 from rayrec.optim.row_gradients import RowGradientCollector, RowGradients
 
@@ -286,30 +286,8 @@ def _update_all(rows: Sequence[_CRows]) -> None:
 
 
 class _CRule(ctypes.Structure):
-    _fields_ = [
-        ("step_size", ctypes.c_float),
-        ("root_scale", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("mean_rate", ctypes.c_float),
-        ("square_keep", ctypes.c_float),
-        ("square_rate", ctypes.c_float),
-        ("l2", ctypes.c_float),
-        ("keep", ctypes.c_float),
-        ("scale", ctypes.c_float),
-    ]
+    _fields_ = c_fields("float step_size root_scale eps mean_rate square_keep square_rate l2 keep scale")
 
 
 class _CRows(ctypes.Structure):
-    _fields_ = [
-        ("weights", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("square", ctypes.c_void_p),
-        ("dim", ctypes.c_int64),
-        ("rule", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
-        ("gradients", ctypes.c_void_p),
-        ("marks", ctypes.c_void_p),
-        ("start", ctypes.c_int64),
-        ("stop", ctypes.c_int64),
-        ("only_nonzero", ctypes.c_int64),
-    ]
+    _fields_ = c_fields("void* weights mean square; int64 dim; void* rule ids gradients marks; int64 start stop only_nonzero")
