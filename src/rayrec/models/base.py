@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Gt, Lt
 
 from rayrec import models
-from rayrec.bounds import Count
+from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import CLASS, Config, InputError, same_class
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rayrec.layers.mlp import Precision
+    from rayrec.layers.tower import TowerSettings
     from rayrec.models.heads import Head
     from rayrec.schema import Label, Schema
 
@@ -190,6 +191,22 @@ class ClickModelConfig(Config):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig(ClickModelConfig):
+    """Base configuration of click models with an MLP over all features."""
+
+    mlp: Sizes = (400, 400, 400)
+    """Layer widths of the MLP over all features."""
+    dropout: Share = 0.0
+    """Dropout probability of each MLP layer."""
+    batch_norm: bool = False
+    """Whether to use batch norm, over the global batch, in the MLP."""
+
+    def layer_settings(self, precision: Precision) -> TowerSettings:
+        """Return the settings of the MLP's layers, except their widths."""
+        return {"dropout": self.dropout, "batch_norm": self.batch_norm, "precision": precision}
+
+
 def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[str, ...]:
     """Return the features with unpooled lookups in training: sequences, full tables, and features that share a table with one.
     Raises InputError for a sequence with weights."""
@@ -229,20 +246,15 @@ def stored_model(values: Mapping[str, Any], *, where: str, own: type[ClickModelC
         raise InputError(f"{where}: its network must be a mapping of settings, got {str(values)[:40]!r}")
     name = str(values.get(CLASS) or f"{models.__name__}.ranking.dlrm.DLRMConfig")  # Early files have no class name
     if own is not None and own.__qualname__.rpartition(".")[2] == name.rpartition(".")[2]:
-        cls: type[ClickModelConfig] = own
+        cls: type[ClickModelConfig] | None = own
     else:
-        cls = _shipped(name, where)
-    try:
-        return cls().updated(values)
-    except TypeError as error:
-        raise InputError(f"{where}: {cls.__qualname__} cannot be made of its defaults ({error}); give every field one") from None
-
-
-def _shipped(name: str, where: str) -> type[ClickModelConfig]:
-    cls: type[ClickModelConfig] | None = models.config_class(name) if "." in name else None
+        cls = models.config_class(name) if "." in name else None
     if cls is None:
         raise InputError(
             f"{where}: its network is {name}, which is not one of rayrec's; give the recipe that it was trained by: "
             "--recipe FILE.py:FUNCTION"
         )
-    return cls
+    try:
+        return cls().updated(values)
+    except TypeError as error:
+        raise InputError(f"{where}: {cls.__qualname__} cannot be made of its defaults ({error}); give every field one") from None

@@ -12,11 +12,11 @@ from rayrec.layers.field_embeddings import FieldsAndLinear, fields, number_vecto
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import MLPConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoIntConfig(ClickModelConfig):
+class AutoIntConfig(MLPConfig):
     """Self-attention layers over the features. An optional parallel MLP (AutoInt+) adds its logit."""
 
     layers: Count = 3
@@ -31,8 +31,6 @@ class AutoIntConfig(ClickModelConfig):
     """Layer widths of the MLP over all features. If empty, the model has no MLP."""
     dropout: Share = 0.0
     """Dropout probability of the attention weights and the MLP's layers."""
-    batch_norm: bool = False
-    """Whether to use batch norm, over the global batch, in the MLP."""
     use_wide: bool = False
     """Whether to add the logit of a linear model of all features."""
 
@@ -59,25 +57,14 @@ class AutoInt(nn.Module):
         else:
             self.number_vectors = number_vectors(inputs.num_dense, dim)
         self._wide = config.use_wide
-        self.attention = nn.Sequential(
-            *(
-                FieldAttention(
-                    config.attention_dim if layer else dim,
-                    config.attention_dim,
-                    config.heads,
-                    scale=config.scale,
-                    dropout=config.dropout,
-                    precision=precision,
-                )
-                for layer in range(config.layers)
-            )
-        )
+        layers, width = [], dim
+        for _ in range(config.layers):
+            shape = (width, config.attention_dim, config.heads)
+            layers.append(FieldAttention(*shape, scale=config.scale, dropout=config.dropout, precision=precision))
+            width = config.attention_dim
+        self.attention = nn.Sequential(*layers)
         self.logit = xavier_linear(count * config.attention_dim, 1)
-        self.deep = (
-            LogitTower(count * dim, config.mlp, dropout=config.dropout, batch_norm=config.batch_norm, precision=precision)
-            if config.mlp
-            else None
-        )
+        self.deep = LogitTower(count * dim, config.mlp, **config.layer_settings(precision)) if config.mlp else None
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         if self._wide:

@@ -7,17 +7,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rayrec.bounds import Count, Share, Sizes, SomeSizes
+from rayrec.bounds import Count, Sizes, SomeSizes
 from rayrec.config import InputError
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer, CrossMixture
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import MLPConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class DCNv2Config(ClickModelConfig):
+class DCNv2Config(MLPConfig):
     """Cross layers, each of which raises the degree of feature products by one, and an MLP."""
 
     structure: Literal["parallel", "stacked", "stacked_parallel"] = "parallel"
@@ -33,10 +33,6 @@ class DCNv2Config(ClickModelConfig):
     """Layer widths of the MLP, or of the parallel one with stacked_parallel. If empty, there are only cross layers."""
     stacked_mlp: SomeSizes = (400, 400, 400)
     """Layer widths of the stacked MLP with stacked_parallel."""
-    dropout: Share = 0.0
-    """Dropout probability of each MLP layer."""
-    batch_norm: bool = False
-    """Whether to use batch norm, over the global batch, in the MLP."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,9 +59,7 @@ class DCNv2(nn.Module):
             mlp=config.mlp,
             stacked_mlp=config.stacked_mlp,
             structure=config.structure,
-            dropout=config.dropout,
-            batch_norm=config.batch_norm,
-            precision=precision,
+            **config.layer_settings(precision),
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:

@@ -6,16 +6,16 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rayrec.bounds import Count, Share, Sizes
+from rayrec.bounds import Count, Sizes
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer
 from rayrec.layers.field_embeddings import fields, number_vectors
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import MLPConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class GDCNConfig(ClickModelConfig):
+class GDCNConfig(MLPConfig):
     """DCN V2 with gated cross layers, which suppress unhelpful products and make more layers useful."""
 
     structure: Literal["parallel", "stacked"] = "parallel"
@@ -24,10 +24,6 @@ class GDCNConfig(ClickModelConfig):
     """Number of gated cross layers."""
     mlp: Sizes = (400, 400, 400)
     """Layer widths of the MLP. If empty, there are only cross layers."""
-    dropout: Share = 0.0
-    """Dropout probability of each MLP layer."""
-    batch_norm: bool = False
-    """Whether to use batch norm, over the global batch, in the MLP."""
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return GDCN(self, inputs, precision=precision)
@@ -44,9 +40,7 @@ class GDCN(nn.Module):
             Crosses(CrossLayer(width, gated=True, precision=precision) for _ in range(config.cross_layers)),
             mlp=config.mlp,
             structure=config.structure,
-            dropout=config.dropout,
-            batch_norm=config.batch_norm,
-            precision=precision,
+            **config.layer_settings(precision),
         )
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:

@@ -5,24 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rayrec.bounds import Share, Sizes
 from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import MLPConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class WideDeepConfig(ClickModelConfig):
+class WideDeepConfig(MLPConfig):
     """Linear model and MLP over the same features with added logits."""
-
-    mlp: Sizes = (400, 400, 400)
-    """Layer widths of the MLP over all features."""
-    dropout: Share = 0.0
-    """Dropout probability of each layer."""
-    batch_norm: bool = False
-    """Whether to use batch norm, over the global batch, in each layer."""
 
     @property
     def width(self) -> int:
@@ -43,13 +35,8 @@ class WideDeep(nn.Module):
         bias = self.fields.linear.bias.detach()
         del self.fields.linear.bias
         self.fields.linear.register_buffer("bias", bias)
-        self.deep = LogitTower(
-            (inputs.num_dense + len(inputs.features)) * config.embedding_dim,
-            config.mlp,
-            dropout=config.dropout,
-            batch_norm=config.batch_norm,
-            precision=precision,
-        )
+        width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
+        self.deep = LogitTower(width, config.mlp, **config.layer_settings(precision))
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         fields, wide = self.fields(dense, embedded)

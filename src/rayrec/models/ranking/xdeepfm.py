@@ -7,26 +7,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.bounds import Share, Sizes, SomeSizes
+from rayrec.bounds import Sizes, SomeSizes
 from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
 from rayrec.layers.keyed_embeddings import Embedded
 from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype
 from rayrec.layers.tower import LogitTower, xavier_linear
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import MLPConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class XDeepFMConfig(ClickModelConfig):
+class XDeepFMConfig(MLPConfig):
     """Linear model, compressed interaction network and MLP with common embeddings and added logits."""
 
     interaction: SomeSizes = (16, 16, 16)
     """Number of vectors in each layer of the compressed interaction network. Each layer adds one order of interactions."""
     mlp: Sizes = (400, 400, 400)
     """Layer widths of the MLP over all features. If empty, the model has no MLP."""
-    dropout: Share = 0.0
-    """Dropout probability of the MLP's layers."""
-    batch_norm: bool = False
-    """Whether to use batch norm, over the global batch, in the MLP."""
 
     @property
     def width(self) -> int:
@@ -43,17 +39,8 @@ class XDeepFM(nn.Module):
         count = inputs.num_dense + len(inputs.features)
         self.fields = FieldsAndLinear(inputs.num_dense, config.embedding_dim, bias=False)
         self.interaction = CompressedInteraction(count, config.interaction, precision=precision)
-        self.deep = (
-            LogitTower(
-                count * config.embedding_dim,
-                config.mlp,
-                dropout=config.dropout,
-                batch_norm=config.batch_norm,
-                precision=precision,
-            )
-            if config.mlp
-            else None
-        )
+        deep = (count * config.embedding_dim, config.mlp)
+        self.deep = LogitTower(*deep, **config.layer_settings(precision)) if config.mlp else None
 
     def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
         fields, linear = self.fields(dense, embedded)
