@@ -40,7 +40,7 @@ class CpuWatch:
     def __init__(self, on_contention: Callable[[float], None] = lambda waiting: None) -> None:
         """Start the thread. It calls `on_contention` once, with the share of its runnable time that an operator thread waited."""
         self._on_contention: Callable[[float], None] | None = on_contention
-        self._paths: Final = [Path(f"/proc/self/task/{thread}/schedstat") for thread in _operator_threads()]
+        self._paths: Final = [Path(f"/proc/self/task/{thread}/schedstat") for thread in _run_in_team(torch.get_num_threads())]
         self._short: Final = _ShortWaits() if _can_shorten_waits(len(self._paths)) else None
         self._ended: Final = threading.Event()
         self._thread: Final = threading.Thread(target=self._run, name="rayrec-cpu-watch", daemon=True)
@@ -130,10 +130,6 @@ def _run_in_team(num_threads: int) -> list[int]:
         return [threading.get_native_id()]
     parallel(ctypes.cast(library().rayrec_add_thread_id, ctypes.c_void_p), ctypes.byref(team), num_threads, 0)
     return list(ids[: team.count])
-
-
-def _operator_threads() -> list[int]:
-    return _run_in_team(torch.get_num_threads())
 
 
 def _can_shorten_waits(num_threads: int) -> bool:

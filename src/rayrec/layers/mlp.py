@@ -122,8 +122,9 @@ class _LinearStack(torch.autograd.Function):
         float_last: bool,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        fused = _has_onednn(inputs)
-        low_fused = fused and onednn_multiplies(dtype)
+        # oneDNN does not support empty products, and needs AVX-512 or AMX for bfloat16.
+        fused = inputs.is_cpu and inputs.numel() > 0 and torch.backends.mkldnn.is_available()
+        low_fused = fused and (dtype != torch.bfloat16 or onednn_has_bfloat16())
         layers = len(relus)
         activations, weights = [inputs.to(dtype)], []
         for layer in range(layers):
@@ -173,18 +174,6 @@ class _LinearStack(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             input_gradient = gradient.to(ctx.input_dtype)
         return (input_gradient, None, None, None, *parameter_gradients)
-
-
-def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has matrix products of a dtype on this CPU. bfloat16 needs AVX-512 or AMX."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype != torch.bfloat16 or onednn_has_bfloat16()
-
-
-def _has_onednn(inputs: torch.Tensor) -> bool:
-    # oneDNN does not support empty products
-    return inputs.is_cpu and inputs.numel() > 0 and torch.backends.mkldnn.is_available()
 
 
 def linear_stack(

@@ -69,19 +69,6 @@ def _made_up(
     return dense, Embedded.in_order(inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables)
 
 
-def saved_bytes_per_row(
-    network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
-) -> float:
-    """Return the memory of one more row between the forward and the backward pass of the network."""
-    network = copy.deepcopy(network).train()
-    with torch.random.fork_rng(devices=[]):
-        few, more = (
-            _saved_bytes(network, config, _made_up(inputs, config, count, like=network, num_embeddings=num_embeddings))
-            for count in (_FEW_ROWS, 2 * _FEW_ROWS)
-        )
-    return (more - few) / _FEW_ROWS
-
-
 def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, Embedded]) -> int:
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -112,8 +99,14 @@ def network_cost(
     network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
 ) -> NetworkCost:
     """Measure the cost of a network without changing it. `num_embeddings`: row count of each feature's table."""
+    copied = copy.deepcopy(network).train()
+    with torch.random.fork_rng(devices=[]):
+        few, more = (
+            _saved_bytes(copied, config, _made_up(inputs, config, count, like=network, num_embeddings=num_embeddings))
+            for count in (_FEW_ROWS, 2 * _FEW_ROWS)
+        )
     return NetworkCost(
         weights=sum(parameter.numel() for parameter in network.parameters()),
         multiply_adds=network_multiply_adds(network, inputs, config, num_embeddings=num_embeddings),
-        saved_bytes_per_row=saved_bytes_per_row(network, inputs, config, num_embeddings=num_embeddings),
+        saved_bytes_per_row=(more - few) / _FEW_ROWS,
     )

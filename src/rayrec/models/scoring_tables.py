@@ -132,8 +132,9 @@ class Tables(ABC):
         self.row_format = row_format
 
     @property
-    @abstractmethod
-    def size_bytes(self) -> int: ...
+    def size_bytes(self) -> int:
+        """Size of all tables. Features that share one count it once."""
+        return sum(table.nbytes for table in {table.data_ptr(): table for table in self.tensors()}.values())
 
     @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
@@ -173,10 +174,6 @@ class HostTables(Tables):
         self._columns = (_CLookup * len(arrays))(
             *(_CLookup(a.ctypes.data, len(a), a.shape[1] * a.itemsize, None, None, 1, 4, None) for a in arrays)
         )
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(array.nbytes for array in {array.ctypes.data: array for array in self._arrays}.values())
 
     def tensors(self) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in self._arrays]
@@ -239,10 +236,6 @@ class DeviceTables(Tables):
         super().__init__(row_format)
         self._tables = tuple(tables)
         self._device = tables[0].device
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(table.nbytes for table in {table.data_ptr(): table for table in self._tables}.values())
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._tables)

@@ -144,13 +144,14 @@ class _Head(nn.Module):
         penalty: float = 0.0,
     ) -> Mapping[str, torch.Tensor]:
         """Return the outputs of the network by name."""
+        ids, unpooled = ({} if given is None else given for given in (sequence_features, one_by_one))
         embedded = Embedded(
             self.inputs.features,
             self.dim,
             lambda: self._deliver(dense, pooled, penalty),
-            sequences=lambda: self._sequences(one_by_one, len(dense), penalty),
-            ids=lambda feature: _ids(sequence_features, feature),
-            table=lambda feature: _table(one_by_one, table_key(feature)),
+            sequences=lambda: self._sequences(unpooled, len(dense), penalty),
+            ids=lambda feature: ids[feature].values().long(),
+            table=lambda feature: unpooled[table_key(feature)].values(),
         )
         where = f"{type(self.network).__name__}: forward"
         outputs = named_outputs(self.network(dense, embedded), self._heads, where=where)
@@ -159,9 +160,7 @@ class _Head(nn.Module):
                 head.check(outputs, rows=len(dense), where=where)
         return outputs
 
-    def _sequences(self, one_by_one: Mapping[str, JaggedTensor] | None, rows: int, penalty: float) -> dict[str, Sequences]:
-        if one_by_one is None:
-            return {}
+    def _sequences(self, one_by_one: Mapping[str, JaggedTensor], rows: int, penalty: float) -> dict[str, Sequences]:
         found = {}
         for name in self._unpooled:  # If sharded, the first one waits for the exchange between workers
             jagged = one_by_one[name]
@@ -189,18 +188,6 @@ class _Head(nn.Module):
                 f"({rows},), unweighted: rayrec averages them"
             )
         return (losses if batch.weights is None else losses * batch.weights).sum(), losses
-
-
-def _ids(sequence_features: KeyedJaggedTensor | None, feature: str) -> torch.Tensor:
-    if sequence_features is None:
-        raise KeyError(feature)
-    return sequence_features[feature].values().long()
-
-
-def _table(one_by_one: Mapping[str, JaggedTensor] | None, key: str) -> torch.Tensor:
-    if one_by_one is None:
-        raise KeyError(key)
-    return one_by_one[key].values()
 
 
 def _penalised(values: torch.Tensor, penalty: float) -> torch.Tensor:

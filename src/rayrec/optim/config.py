@@ -150,10 +150,8 @@ class SparseOptimizerConfig(Config):
 
     def state_bytes(self, rows: int, columns: int) -> int:
         """Return the optimizer state size, in bytes, of a table (or part) of shape (rows, columns)."""
-        if self.own_rule:
-            return 2 * rows * columns * FLOAT_BYTES
-        values = {"sgd": 0, "adagrad": rows * columns, "rowwise_adagrad": rows}[self.kind]
-        return values * FLOAT_BYTES
+        values = {"sgd": 0, "adagrad": rows * columns, "rowwise_adagrad": rows}
+        return values.get(self.kind, 2 * rows * columns) * FLOAT_BYTES
 
     def build(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Return the class and keyword arguments for `apply_optimizer_in_backward(cls, parameters, kwargs)`.
@@ -201,14 +199,11 @@ class DenseOptimizerConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.momentum and self.kind not in ("sgd", "lars")) or (self.nesterov and not self._has_nesterov):
+        without_momentum = self.nesterov and not (self.kind == "sgd" and self.momentum > 0)
+        if without_momentum or (self.momentum and self.kind not in ("sgd", "lars")):
             raise InputError(
                 f"momentum {self.momentum}, nesterov {self.nesterov}: momentum is for sgd and lars, nesterov for sgd's"
             )
-
-    @property
-    def _has_nesterov(self) -> bool:
-        return self.kind == "sgd" and self.momentum > 0
 
     @property
     def needs_whole_parameters(self) -> bool:
@@ -217,9 +212,8 @@ class DenseOptimizerConfig(Config):
 
     def state_bytes(self, weights: int) -> int:
         """Return the optimizer state size for a weight count, in bytes."""
-        own = {"sgd": int(self.momentum > 0), "adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2, "lars": 1}
-        per_weight = own[self.kind]
-        return weights * per_weight * FLOAT_BYTES
+        per_weight = {"sgd": int(self.momentum > 0), "adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2, "lars": 1}
+        return weights * per_weight[self.kind] * FLOAT_BYTES
 
     def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the torch optimizer of the parameters, without clipping (see `build_keyed`)."""

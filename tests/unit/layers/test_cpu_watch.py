@@ -71,7 +71,7 @@ from pathlib import Path
 from rayrec.layers import cpu_watch
 
 torch.set_num_threads(2)
-(worker,) = set(cpu_watch._operator_threads()) - {threading.get_native_id()}
+(worker,) = set(cpu_watch._run_in_team(torch.get_num_threads())) - {threading.get_native_id()}
 path, values = Path(f"/proc/self/task/{worker}/schedstat"), torch.ones(1_000_000)
 
 def spinning_ns():
