@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +12,7 @@ from rayrec.quantities import size_text
 
 if TYPE_CHECKING:
     from torch import nn
-    from torchrec.distributed.types import ParameterSharding, ShardingPlan
+    from torchrec.distributed.types import ShardingPlan
 
 
 StateBytes = Callable[[int, int], int]
@@ -59,33 +60,24 @@ def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes)
     for module_plan in plan.plan.values():
         for table, sharding in module_plan.items():
             rows, dim = tables[table]
-            bytes_of_rank: dict[int, int] = {}
+            bytes_of_rank: dict[int, int] = Counter()
             if sharding.sharding_type == "data_parallel":  # The plan has no shards for it
                 bytes_of_rank = dict.fromkeys(sharding.ranks, table_bytes(rows, dim, state_bytes))
             else:
                 for shard in sharding.sharding_spec.shards:
-                    rank, (held_rows, held_columns) = shard.placement.rank(), shard.shard_sizes
-                    size = table_bytes(held_rows, held_columns, state_bytes)
-                    bytes_of_rank[rank] = bytes_of_rank.get(rank, 0) + size
+                    held_rows, held_columns = shard.shard_sizes
+                    bytes_of_rank[shard.placement.rank()] += table_bytes(held_rows, held_columns, state_bytes)
             found.append(
                 TablePlacement(
                     table=table,
                     num_embeddings=rows,
                     embedding_dim=dim,
                     sharding_type=sharding.sharding_type,
-                    bytes_of_rank=bytes_of_rank,
-                    device_share=_device_share(sharding),
+                    bytes_of_rank=dict(bytes_of_rank),
+                    device_share=sharding.cache_params.load_factor if sharding.compute_kernel == _CACHED_KERNEL else 1.0,
                 )
             )
     return sorted(found, key=lambda placement: _natural(placement.table))
-
-
-def _device_share(sharding: ParameterSharding) -> float:
-    if sharding.compute_kernel != _CACHED_KERNEL:
-        return 1.0
-    factor = sharding.cache_params.load_factor if sharding.cache_params else None
-    assert factor is not None
-    return factor
 
 
 def data_parallel_tables(plan: ShardingPlan) -> list[str]:
@@ -113,24 +105,20 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
         )
         for row in rows
     ]
-    totals: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, list[int]] = defaultdict(list)
     for row in rows:
         for rank, size in row.bytes_of_rank.items():
-            count, total = totals.get(rank, (0, 0))
-            totals[rank] = count + 1, total + size
+            sizes[rank].append(size)
     widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
     left = {0, 3, 4}
 
     def layout(line: tuple[str, ...]) -> str:
-        cells = (
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
+        cells = (f"{cell:{'<' if n in left else '>'}{width}}" for n, (cell, width) in enumerate(zip(line, widths, strict=True)))
         return "  ".join(cells).rstrip()
 
     workers = [
-        f"worker {rank}: {count} table{'s' if count > 1 else ''}, {readable(total)}"
-        for rank, (count, total) in sorted(totals.items())
+        f"worker {rank}: {len(of_rank)} table{'s' if len(of_rank) > 1 else ''}, {readable(sum(of_rank))}"
+        for rank, of_rank in sorted(sizes.items())
     ]
     return "\n".join([layout(head), *map(layout, lines), *workers])
 

@@ -116,11 +116,14 @@ def plan_sharding(
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
     from torchrec.distributed.planner.types import KernelConfig, PlannerError, TopologyFactory, TrainerConfig
     from torchrec.distributed.types import CacheParams
+    from torchrec.modules.embedding_modules import EmbeddingCollection
 
     config, device = config or ShardingConfig(), site.device
     per_node = workers_per_node(site.nodes or [""] * site.world_size)
     allowed = _allowed_types(config, device=device, per_node=per_node)
-    tables, one_by_one = tables_of(model), _unpooled_tables(model)
+    tables = tables_of(model)
+    unpooled = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
+    one_by_one = {table.name for module in unpooled for table in module.embedding_configs()}
     if one_by_one and not _OF_SEQUENCES & set(allowed):
         raise InputError(
             f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} is not for tables of sequences "
@@ -130,7 +133,7 @@ def plan_sharding(
     room = _room_for_tables(config, site)
     host_room = _host_room(config, site.host_memory_bytes) if cached else None
     sizes = {name: table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
-    most = room if host_room is None else room.together_with(host_room)
+    most = room if host_room is None else _Room(room.size_bytes + host_room.size_bytes, f"{room}, and {host_room}")
     _refuse_what_cannot_fit(tables, sizes, allowed, world_size=site.world_size, room=most)
     kernels = [EmbeddingComputeKernel.FUSED.value]
     if cached:
@@ -146,11 +149,9 @@ def plan_sharding(
         )
         for name, (_, dim) in tables.items()
     }
-    if device == "cpu":
-        capacity = {"ddr_cap_bytes": room.size_bytes}
-    else:
-        host_bytes = site.host_memory_bytes or site.memory_bytes
-        capacity = {"hbm_cap_bytes": room.size_bytes, "ddr_cap_bytes": host_room.size_bytes if host_room else host_bytes}
+    host_bytes = host_room.size_bytes if host_room else site.host_memory_bytes or site.memory_bytes
+    on_gpu = {"hbm_cap_bytes": room.size_bytes, "ddr_cap_bytes": host_bytes}
+    capacity = {"ddr_cap_bytes": room.size_bytes} if device == "cpu" else on_gpu
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
             # With unequal nodes, the greatest common divisor: TorchRec takes one number, and only estimates traffic with it.
@@ -167,11 +168,12 @@ def plan_sharding(
         made = planner.plan(model, embedding_sharders(config, device=device))
     except PlannerError as error:
         need = readable(sum(sizes.values()))
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise InputError(
             f"sharding: no plan puts {len(tables)} tables ({need}) on {site.world_size} workers with "
             f"{most} each for tables, next to the buffers of batches of {batch_size} rows; use more "
             "workers, more memory, a smaller batch_size or embedding_dim, or a higher min_count "
-            f"(planner: {_first_line(error)})"
+            f"(planner: {reason})"
         ) from error
     rows = placements(made, model, state_bytes=state_bytes)
     _refuse_overfull(rows, device=device, room=room)
@@ -192,9 +194,6 @@ class _Room:
 
     def __str__(self) -> str:
         return f"{readable(self.size_bytes)} ({self.reason})"
-
-    def together_with(self, other: _Room) -> _Room:
-        return _Room(self.size_bytes + other.size_bytes, f"{self}, and {other}")
 
 
 def _room_for_tables(config: ShardingConfig, site: Site) -> _Room:
@@ -237,9 +236,8 @@ def _refuse_overfull(rows: list[TablePlacement], *, device: str, room: _Room) ->
     for rank in sorted({rank for row in rows for rank in row.bytes_of_rank}):
         held = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
         gradients = sum(row.gradient_bytes for row in rows if rank in row.bytes_of_rank)
-        room_bytes = room.size_bytes * (2 if device == "cpu" else 1)
-        need = held * (2 if device == "cpu" else 1) + gradients
-        if gradients and need > room_bytes:
+        copies = 2 if device == "cpu" else 1  # With a checkpoint's copy
+        if gradients and copies * held + gradients > copies * room.size_bytes:
             raise InputError(
                 f"sharding: data_parallel tables need {readable(held)} on worker {rank}, {readable(gradients)} for their "
                 f"gradients, and it has {room} for tables; allow table_wise without data_parallel in "
@@ -280,19 +278,10 @@ def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
                 shard.placement = remote_device(f"rank:{rank}/{devices[rank]}")
 
 
-def _unpooled_tables(model: nn.Module) -> set[str]:
-    """Return the tables with unpooled lookups."""
-    from torchrec.modules.embedding_modules import EmbeddingCollection
-
-    modules = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
-    return {table.name for module in modules for table in module.embedding_configs()}
-
-
 def _refuse_what_cannot_fit(
     tables: dict[str, tuple[int, int]], sizes: dict[str, int], allowed: list[ShardingType], *, world_size: int, room: _Room
 ) -> None:
-    usable_bytes = room.size_bytes
-    total = sum(sizes.values())
+    usable_bytes, total = room.size_bytes, sum(sizes.values())
     if set(allowed) == {"data_parallel"} and total > usable_bytes:
         raise InputError(
             f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has {room}; "
@@ -313,7 +302,3 @@ def _refuse_what_cannot_fit(
             f"which has {room}; give workers more memory, or allow row_wise (GPUs) or column_wise "
             "(changes row-wise Adagrad) in ShardingConfig.sharding_types"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
