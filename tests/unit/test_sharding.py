@@ -123,11 +123,11 @@ def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"memory_bytes": 100 * MIB}, r"16 tables need .* MiB .* but 2 workers have .* use at least 6 workers"),
+        ({"memory_bytes": 100 * MIB}, r"16 tables need .* MiB .* but 2 workers have .* Use at least 6 workers"),
         ({"world_size": 8, "memory_bytes": 120 * MIB}, r"table cat_2 \(1,000,000 rows x 16\) needs 64.8 MiB on one worker"),
         (
             {"memory_bytes": 400 * MIB, "config": only("data_parallel")},
-            r"16 tables need 22\d\.. MiB on each worker, .* allow table_wise",
+            r"16 tables need 22\d\.. MiB on each worker, .* Add table_wise",
         ),
         (
             {"memory_bytes": 600 * MIB, "config": only("data_parallel", reserved_fraction=0.0)},
@@ -135,14 +135,14 @@ def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
         ),
         (
             {"world_size": 1, "device": "cuda", "host_memory_bytes": 200 * MIB},
-            r"200.0 MiB of host memory, 15% kept free, must hold a checkpoint's copy",
+            r"200.0 MiB of host memory, 15% kept free, for a checkpoint's copy",
         ),
         (
             {"world_size": 3, "device": "cuda", "nodes": ["a", "a", "b"], "config": only("table_row_wise")},
-            "same number of workers on every node, and the nodes have 2, 1; add table_wise",
+            "needs equally many workers on each node, got 2, 1. Add table_wise",
         ),
-        ({"config": only("row_wise")}, "none of row_wise runs on cpu; add table_wise"),
-        ({"config": ShardingConfig(exchange_precision="bf16")}, "gloo exchanges no bf16 on CPU; choose fp16 or fp32"),
+        ({"config": only("row_wise")}, "CPU does not support row_wise. Add table_wise."),
+        ({"config": ShardingConfig(exchange_precision="bf16")}, "must be fp16 or fp32 on CPU, got bf16"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -153,7 +153,7 @@ def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], message: str
 def test_the_planner_refusal_is_explained() -> None:
     three_for_two = Model([600_000] * 3)  # 39 MiB each: two do not fit one worker's 62 MiB, though all fit the sum
     config = ShardingConfig(reserved_fraction=0.0)
-    with pytest.raises(InputError, match="no plan puts 3 tables"):
+    with pytest.raises(InputError, match="no plan found for 3 tables"):
         plan_sharding(three_for_two, Site(2, "cpu", 124 * MIB), batch_size=128, state_bytes=STATE, config=config)
 
 

@@ -34,7 +34,7 @@ def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> N
     else:
         parallel(_take_part(), ctypes.byref(work), num_threads, 0)
     if work.failed:
-        raise MemoryError(f"no memory for a kernel ({kernel.__name__})")
+        raise MemoryError(f"{kernel.__name__}: out of memory")
 
 
 class _CWork(ctypes.Structure):

@@ -58,7 +58,7 @@ def counted(model: torch.nn.Module, forward: Callable[[], Any]) -> float | None:
         with CountProducts() as counter:
             forward()
     except Exception as error:  # User models under a dispatch mode can fail, but may still train
-        _logger.warning("what a step computes is not known (%s)", error)
+        _logger.warning("Cannot count the multiply-adds of a step: %s", error)
         return None
     finally:
         model.train(training)

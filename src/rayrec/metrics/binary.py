@@ -75,10 +75,10 @@ def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
     """Convert as `checked`, but allow NaN."""
     flat_logits, flat_labels = _array(logits), _array(labels)
     if len(flat_logits) != len(flat_labels):
-        raise InputError(f"{len(flat_logits)} logits and {len(flat_labels)} labels; give one label for each logit")
+        raise InputError(f"labels: must have one per logit, {len(flat_logits)}, got {len(flat_labels)}")
     wrong = np.flatnonzero((flat_labels != 0) & (flat_labels != 1))
     if len(wrong):
-        raise InputError(f"label {flat_labels[wrong[0]]} in row {wrong[0]}; a label must be 0 or 1")
+        raise InputError(f"labels: must be 0 or 1, got {flat_labels[wrong[0]]} in row {wrong[0]}")
     return flat_logits.astype(np.float32, copy=False), flat_labels.astype(np.uint8, copy=False)
 
 
@@ -93,7 +93,7 @@ def checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
 def refuse_nan(missing: int, rows: int) -> None:
     """Raise InputError if any logits are NaN: `missing` out of `rows`."""
     if missing:
-        raise InputError(f"{missing} of {rows} logits are NaN; the model diverged or its inputs hold NaN")
+        raise InputError(f"{missing} of {rows} logits are NaN: the model diverged or its inputs contain NaN")
 
 
 def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -196,7 +196,7 @@ def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: Proce
     gathered = group.gather_floats([float(error is not None), *_sums(checked_logits, checked_labels)])
     failed = [str(rank) for rank, (flag, *_) in enumerate(gathered) if flag]
     if failed:
-        raise error or InputError(f"no metrics: the rows of rank {', '.join(failed)} cannot be used; see its own message")
+        raise error or InputError(f"cannot compute metrics: invalid rows on rank {', '.join(failed)}. See its message.")
 
     of_ranks = [sums for _, *sums in gathered]
     rank_rows = [int(rows) for rows, *_ in of_ranks]

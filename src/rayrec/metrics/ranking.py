@@ -84,15 +84,15 @@ def check_ks(ks: Sequence[int]) -> None:
     """Check that ranks are unique and in range. Raises InputError."""
     wrong = [k for k in ks if not 1 <= k <= _LARGEST_K]
     if wrong:
-        raise InputError(f"ranking_k: {wrong[0]} must be from 1 to {_LARGEST_K:,}")
+        raise InputError(f"ranking_k: must be from 1 to {_LARGEST_K:,}, got {wrong[0]}")
     if len(set(ks)) < len(ks):
-        raise InputError(f"ranking_k: {', '.join(map(str, ks))} names one twice")
+        raise InputError(f"ranking_k: must be distinct, got {', '.join(map(str, ks))}")
 
 
 def _keys(groups: Any, rows: int) -> Groups:
     keys = np.asarray(groups.cpu() if hasattr(groups, "cpu") else groups).reshape(-1).astype(np.int64, copy=False)
     if len(keys) != rows:
-        raise InputError(f"{len(keys)} groups and {rows} logits; give one group for each row")
+        raise InputError(f"groups: must have one per row, {rows}, got {len(keys)}")
     return keys
 
 

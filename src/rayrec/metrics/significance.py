@@ -45,9 +45,9 @@ class Resampling:
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
-            raise InputError(f"confidence: {self.confidence} must lie between 0 and 1, such as 0.95")
+            raise InputError(f"confidence: must be between 0 and 1, such as 0.95, got {self.confidence}")
         if self.resamples < 2:
-            raise InputError(f"resamples: {self.resamples} must be at least 2; 1000 give intervals of two digits")
+            raise InputError(f"resamples: must be at least 2, got {self.resamples}. 1000 yield intervals of two digits.")
 
 
 @dataclass(frozen=True)

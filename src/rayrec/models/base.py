@@ -110,12 +110,12 @@ class ClickModelConfig(Config):
         """Build one model of a list. `class` is the name of a rayrec model, or the class of a model in the list `among`."""
         name = values.get(CLASS)
         if name is None:
-            raise InputError(f"{where}{CLASS}: which model? rayrec's are {', '.join(models.names())}")
+            raise InputError(f"{where}{CLASS}: must name a model, got none. rayrec's are {', '.join(models.names())}.")
         others = (type(model) for model in among if isinstance(model, ClickModelConfig))
         own = next((other for other in others if same_class(name, f"{other.__module__}.{other.__qualname__}")), None)
         found = own or models.config_class(name)
         if found is None:
-            raise InputError(f"{where}{CLASS}: no model {name}; rayrec's are {', '.join(models.names())}")
+            raise InputError(f"{where}{CLASS}: model {name} not found. rayrec's are {', '.join(models.names())}.")
         made: ClickModelConfig = found().updated({key: value for key, value in values.items() if key != CLASS}, where=where)
         return made
 
@@ -216,8 +216,8 @@ def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[st
     assert not unknown, f"{type(config).__name__} names {unknown} in sequences or full_tables, which are no features"
     if sequences and inputs.weighted:
         raise InputError(
-            f"{type(config).__name__} takes lists of categories one by one ({', '.join(sequences)}), to which weights do not "
-            "apply; leave weights out of the schema's features"
+            f"{type(config).__name__}: lists with weights must be summed, got unpooled lists {', '.join(sequences)}. "
+            "Remove weights from the schema's features."
         )
     tables = {table_of[name] for name in sequences}
     return tuple(name for name in inputs.features if table_of[name] in tables)
@@ -243,7 +243,7 @@ def stored_model(values: Mapping[str, Any], *, where: str, own: type[ClickModelC
     """Load a configuration from `ClickModelConfig.to_dict`. Only imports code of rayrec's models. `where`: file name for error
     messages. `own`: class of a model outside rayrec. Raises InputError for an unknown class or invalid settings."""
     if not isinstance(values, Mapping):
-        raise InputError(f"{where}: its network must be a mapping of settings, got {str(values)[:40]!r}")
+        raise InputError(f"{where}: network must be a mapping of settings, got {str(values)[:40]!r}")
     name = str(values.get(CLASS) or f"{models.__name__}.ranking.dlrm.DLRMConfig")  # Early files have no class name
     if own is not None and own.__qualname__.rpartition(".")[2] == name.rpartition(".")[2]:
         cls: type[ClickModelConfig] | None = own
@@ -251,10 +251,9 @@ def stored_model(values: Mapping[str, Any], *, where: str, own: type[ClickModelC
         cls = models.config_class(name) if "." in name else None
     if cls is None:
         raise InputError(
-            f"{where}: its network is {name}, which is not one of rayrec's; give the recipe that it was trained by: "
-            "--recipe FILE.py:FUNCTION"
+            f"{where}: network must be one of rayrec's, got {name}. Pass its training recipe, --recipe FILE.py:FUNCTION."
         )
     try:
         return cls().updated(values)
     except TypeError as error:
-        raise InputError(f"{where}: {cls.__qualname__} cannot be made of its defaults ({error}); give every field one") from None
+        raise InputError(f"{where}: {cls.__qualname__} must have a default for each field ({error})") from None

@@ -142,13 +142,13 @@ def _table_settings(
             tables[vocabulary]["feature_names"].append(feature)
             if tables[vocabulary]["num_embeddings"] != rows:
                 raise InputError(
-                    f"table {vocabulary}: feature {feature} needs {rows:,} rows of it, and another feature "
-                    f"{tables[vocabulary]['num_embeddings']:,}; features of one vocabulary have the same number"
+                    f"table {vocabulary}: features must have equal row counts, got {rows:,} for {feature} and "
+                    f"{tables[vocabulary]['num_embeddings']:,} for another"
                 )
             continue
         name = table_name(vocabulary)
         if rows < 1:
-            raise InputError(f"table {vocabulary}: needs at least one row, not {rows}; check num_embeddings")
+            raise InputError(f"table {vocabulary}: must have at least one row, got {rows}. Check num_embeddings.")
         tables[vocabulary] = {
             "name": name,
             "feature_names": [feature],

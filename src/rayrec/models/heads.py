@@ -57,11 +57,10 @@ class Head(ABC):
             values = outputs.get(name)
             if values is None:
                 given = ", ".join(outputs) or "nothing"
-                raise InputError(f"{where} gave {given}, and no {what} by the name of the {of}, {name}")
+                raise InputError(f"{where}: outputs must have {what} named after the {of}, {name}, got {given}.")
             if values.shape != shape or str(values.dtype) != f"torch.{dtype}":
                 raise InputError(
-                    f"{where} gave {what} of shape {tuple(values.shape)} and {values.dtype} for {rows} rows; give {shape} "
-                    f"and {dtype}"
+                    f"{where}: {what} must have shape {shape} and dtype {dtype}, got {tuple(values.shape)} and {values.dtype}."
                 )
 
     def columns(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
@@ -257,7 +256,7 @@ def named_outputs(outputs: object, heads: Sequence[Head], *, where: str) -> Outp
         return outputs
     if len(heads) == 1 and len(heads[0].names) == 1 and hasattr(outputs, "dtype"):
         return {heads[0].name: outputs}  # type: ignore[dict-item]
-    raise InputError(f"{where} returned a {type(outputs).__name__}; return a dict of logits, {{'{heads[0].name}': logits}}")
+    raise InputError(f"{where} must return a dict of logits, {{'{heads[0].name}': logits}}, got a {type(outputs).__name__}.")
 
 
 def own_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:

@@ -74,7 +74,7 @@ class RowFormat:
     def check(self) -> None:
         """Check that rows of `dim` values have this format. Raises InputError."""
         if self.quantization == "int4" and self.dim % 2:
-            raise InputError(f"quantize: int4 packs values in pairs, embedding_dim is {self.dim}; choose int8 or fp16")
+            raise InputError(f"quantize: int4 needs an even embedding_dim, got {self.dim}. Choose int8 or fp16.")
 
     def pack(self, rows: np.ndarray, *, table: str) -> np.ndarray:
         """Quantize float32 rows [n, dim] to `dtype` [n, width]. Returns fp32 rows unchanged.
@@ -86,7 +86,7 @@ class RowFormat:
             return rows
         largest = float(np.abs(rows).max(initial=0.0))
         if not largest <= (3.4e38 if self.quantization == "int8" else _LARGEST_HALF):  # Also if it is NaN
-            raise InputError(f"table {table}: has a value of {largest}, which {self.quantization} cannot hold; export fp32")
+            raise InputError(f"table {table}: values must fit into {self.quantization}, got {largest}. Export fp32.")
         if self.quantization == "fp16":
             return rows.astype(np.float16)
         values = torch.from_numpy(np.ascontiguousarray(rows))

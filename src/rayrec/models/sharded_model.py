@@ -184,8 +184,8 @@ class _Head(nn.Module):
         losses, rows = self._loss(outputs, batch), len(batch)
         if losses.shape != (rows,):  # Such as a mean, which would make the sum below too small
             raise InputError(
-                f"{type(self.network).__name__}: loss gave shape {tuple(losses.shape)} for {rows} rows; give each row's loss, "
-                f"({rows},), unweighted: rayrec averages them"
+                f"{type(self.network).__name__}: loss must return unweighted row losses of shape ({rows},), "
+                f"got {tuple(losses.shape)}. Do not average them."
             )
         return (losses if batch.weights is None else losses * batch.weights).sum(), losses
 

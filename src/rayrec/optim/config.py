@@ -46,14 +46,11 @@ class LearningRateSchedule(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup_fraction and self.warmup_steps:
-            raise InputError("warmup_fraction and warmup_steps: give one of the two")
+            raise InputError("warmup_fraction and warmup_steps: set only one")
         if self.decay_fraction and self.decay_steps:
-            raise InputError("decay_fraction and decay_steps: give one of the two")
+            raise InputError("decay_fraction and decay_steps: set only one")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
-            raise InputError(
-                f"decay_start_step {self.decay_start_step} lies inside the warm-up; "
-                f"let the decay start at step {self.warmup_steps} (warmup_steps) or later"
-            )
+            raise InputError(f"decay_start_step: must be at least warmup_steps {self.warmup_steps}, got {self.decay_start_step}")
 
     def for_steps(self, total: int) -> LearningRateSchedule:
         """Return this schedule for a run of `total` steps, with fractions converted to steps."""
@@ -136,11 +133,11 @@ class SparseOptimizerConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.own_rule and not self.eps:
-            raise InputError(f"SparseOptimizerConfig.eps: {self.kind} divides by it in rows without a gradient; give 1e-8")
+            raise InputError(f"SparseOptimizerConfig.eps: must be above 0 for {self.kind}, got 0. Set 1e-8.")
         if self.weight_decay and self.kind not in ("adam", "adamw"):
             raise InputError(
-                f"SparseOptimizerConfig.weight_decay: {self.kind} updates only the rows of a batch, not whole tables; "
-                "choose kind adam or adamw, or penalise the rows of the batch: model.embedding_penalty"
+                f"SparseOptimizerConfig.weight_decay: must be 0 for {self.kind}, which only updates a batch's rows. Choose kind "
+                "adam or adamw, or set model.embedding_penalty."
             )
 
     @property
@@ -202,7 +199,8 @@ class DenseOptimizerConfig(Config):
         without_momentum = self.nesterov and not (self.kind == "sgd" and self.momentum > 0)
         if without_momentum or (self.momentum and self.kind not in ("sgd", "lars")):
             raise InputError(
-                f"momentum {self.momentum}, nesterov {self.nesterov}: momentum is for sgd and lars, nesterov for sgd's"
+                f"momentum: must be 0 except for sgd and lars, and nesterov is for sgd with momentum, got {self.kind}, momentum "
+                f"{self.momentum}, nesterov {self.nesterov}"
             )
 
     @property

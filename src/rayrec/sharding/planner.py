@@ -76,7 +76,7 @@ def _exchange_codecs(precision: str, device: str) -> dict[str, QuantizedCommCode
     if precision == "fp32":
         return None
     if (precision, device) == ("bf16", "cpu"):
-        raise InputError("ShardingConfig.exchange_precision: gloo exchanges no bf16 on CPU; choose fp16 or fp32")
+        raise InputError("ShardingConfig.exchange_precision: must be fp16 or fp32 on CPU, got bf16")
     import torch
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 
@@ -126,8 +126,8 @@ def plan_sharding(
     one_by_one = {table.name for module in unpooled for table in module.embedding_configs()}
     if one_by_one and not _OF_SEQUENCES & set(allowed):
         raise InputError(
-            f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} is not for tables of sequences "
-            f"({', '.join(sorted(one_by_one))}) on {device}; add table_wise"
+            f"ShardingConfig.sharding_types: must have a type for sequences ({', '.join(sorted(one_by_one))}) on {device}, got "
+            f"{', '.join(config.sharding_types)}. Add table_wise."
         )
     cached = config.uvm_caching and device == "cuda"
     room = _room_for_tables(config, site)
@@ -170,10 +170,9 @@ def plan_sharding(
         need = readable(sum(sizes.values()))
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise InputError(
-            f"sharding: no plan puts {len(tables)} tables ({need}) on {site.world_size} workers with "
-            f"{most} each for tables, next to the buffers of batches of {batch_size} rows; use more "
-            "workers, more memory, a smaller batch_size or embedding_dim, or a higher min_count "
-            f"(planner: {reason})"
+            f"sharding: no plan found for {len(tables)} tables ({need}) on {site.world_size} workers with {most} each for "
+            f"tables, in addition to batches of {batch_size} rows ({reason}). Use more workers or memory, a smaller "
+            "batch_size or embedding_dim, or a higher min_count."
         ) from error
     rows = placements(made, model, state_bytes=state_bytes)
     _refuse_overfull(rows, device=device, room=room)
@@ -207,7 +206,7 @@ def _room_for_tables(config: ShardingConfig, site: Site) -> _Room:
     host = int(site.host_memory_bytes * (1 - config.reserved_fraction))
     if host >= usable:
         return room
-    return _Room(host, f"{readable(site.host_memory_bytes)} of host memory, {kept}, must hold a checkpoint's copy of them")
+    return _Room(host, f"{readable(site.host_memory_bytes)} of host memory, {kept}, for a checkpoint's copy of them")
 
 
 def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
@@ -226,8 +225,8 @@ def _refuse_overfull_host(rows: list[TablePlacement], *, host_bytes: int) -> Non
         if cached and cached + copy > host_bytes:
             raise InputError(
                 f"sharding: worker {rank} needs {readable(cached + copy)} of host memory, {readable(cached)} for tables "
-                f"(uvm_caching) and {readable(copy)} for a checkpoint's copy of all its tables, and has "
-                f"{readable(host_bytes)}; use more workers, more memory, a smaller embedding_dim, or a higher min_count"
+                f"(uvm_caching) and {readable(copy)} for a checkpoint's copy of all its tables, but has "
+                f"{readable(host_bytes)}. Use more workers or memory, a smaller embedding_dim, or a higher min_count."
             )
 
 
@@ -240,8 +239,7 @@ def _refuse_overfull(rows: list[TablePlacement], *, device: str, room: _Room) ->
         if gradients and copies * held + gradients > copies * room.size_bytes:
             raise InputError(
                 f"sharding: data_parallel tables need {readable(held)} on worker {rank}, {readable(gradients)} for their "
-                f"gradients, and it has {room} for tables; allow table_wise without data_parallel in "
-                "ShardingConfig.sharding_types"
+                f"gradients, but it has {room} for tables. Remove data_parallel from ShardingConfig.sharding_types."
             )
 
 
@@ -254,15 +252,17 @@ def workers_per_node(nodes: Sequence[str]) -> list[int]:
 def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) -> list[ShardingType]:
     allowed = [kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES]
     if not allowed:
-        raise InputError(f"ShardingConfig.sharding_types: none of {', '.join(config.sharding_types)} runs on cpu; add table_wise")
+        raise InputError(
+            f"ShardingConfig.sharding_types: CPU does not support {', '.join(config.sharding_types)}. Add table_wise."
+        )
     if per_node == [1] and "table_wise" in allowed:  # No worker to share rows with, and sorting ids by part takes time
         allowed = [kind for kind in allowed if kind not in _BY_ROWS]
     if len(set(per_node)) > 1:
         allowed = [kind for kind in allowed if kind not in _WITHIN_NODES]
         if not allowed:
             raise InputError(
-                f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} needs the same number of workers on every "
-                f"node, and the nodes have {', '.join(map(str, per_node))}; add table_wise or row_wise"
+                f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} needs equally many workers on each node, got "
+                f"{', '.join(map(str, per_node))}. Add table_wise or row_wise."
             )
     return allowed
 
@@ -284,21 +284,20 @@ def _refuse_what_cannot_fit(
     usable_bytes, total = room.size_bytes, sum(sizes.values())
     if set(allowed) == {"data_parallel"} and total > usable_bytes:
         raise InputError(
-            f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has {room}; "
-            "allow table_wise beside data_parallel in ShardingConfig.sharding_types"
+            f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has {room}. "
+            "Add table_wise to ShardingConfig.sharding_types."
         )
     if total > usable_bytes * world_size:
         raise InputError(
             f"sharding: {len(tables)} tables need {readable(total)} (weights and optimizer state), but {world_size} "
-            f"workers have {room} each, {readable(usable_bytes * world_size)} in all; "
-            f"use at least {-(-total // max(usable_bytes, 1))} workers, or "
-            "a smaller embedding_dim, or a higher min_count"
+            f"workers have {room} each, {readable(usable_bytes * world_size)} in all. "
+            f"Use at least {-(-total // max(usable_bytes, 1))} workers, a smaller embedding_dim, or a higher min_count."
         )
     largest = max(sizes, key=sizes.__getitem__, default=None)
     if largest is not None and set(allowed) <= _WHOLE and sizes[largest] > usable_bytes:
         rows, dim = tables[largest]
         raise InputError(
             f"sharding: table {largest} ({rows:,} rows x {dim}) needs {readable(sizes[largest])} on one worker, "
-            f"which has {room}; give workers more memory, or allow row_wise (GPUs) or column_wise "
-            "(changes row-wise Adagrad) in ShardingConfig.sharding_types"
+            f"which has {room}. Use more memory, or add row_wise (GPUs) or column_wise (changes row-wise Adagrad) to "
+            "ShardingConfig.sharding_types."
         )

@@ -169,10 +169,10 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert model.models[0].first_tower == (8,)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"models": [{"class": "dlrm"}]}, "models: .* must have 2 or more values"),
-        ({"models": [{"class": "dlrm"}, {"mlp": [8]}]}, r"models\[1\].class: which model\? rayrec's are .*dlrm"),
-        ({"models": [{"class": "dlrm"}, {"class": "os.system"}]}, r"models\[1\].class: no model os.system"),
+        ({"models": [{"class": "dlrm"}, {"mlp": [8]}]}, r"models\[1\].class: must name a model, got none\. rayrec's are .*dlrm"),
+        ({"models": [{"class": "dlrm"}, {"class": "os.system"}]}, r"models\[1\].class: model os.system not found"),
         ({"models": [{"class": "dlrm"}, {"class": "deepfm", "mpl": [8]}]}, r"models\[1\].mpl: .* did you mean 'mlp'"),
-        ({"models": [{"class": "dlrm"}, FINAL.to_dict()]}, r"models\[1\].embedding_penalty: 0.1 has no effect"),
+        ({"models": [{"class": "dlrm"}, FINAL.to_dict()]}, r"models\[1\].embedding_penalty: must be 0, got 0.1"),
         ({"embedding_dim": 8}, "embedding_dim: 8 must be"),
     ]
     for given, message in refused:

@@ -87,8 +87,8 @@ def test_rows_are_kept_whatever_way_they_come() -> None:
     [
         ({"slice_top": 0}, "slice_top: 0"),
         ({"slice_by": ("day", "day")}, "names one twice"),
-        ({"confidence": 1.5}, "confidence: 1.5 must lie between 0 and 1"),
-        ({"resamples": 1}, "resamples: 1"),
+        ({"confidence": 1.5}, "confidence: must be between 0 and 1, such as 0.95, got 1.5"),
+        ({"resamples": 1}, "resamples: must be at least 2, got 1"),
     ],
 )
 def test_options_are_checked(options: dict[str, object], message: str) -> None:

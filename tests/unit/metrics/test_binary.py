@@ -121,11 +121,11 @@ def test_what_is_not_defined_is_nan() -> None:
 def test_unusable_rows_are_refused() -> None:
     with pytest.raises(InputError, match="1 of 2 logits are NaN"):
         metrics.auroc([math.nan, 0.0], [0, 1])
-    with pytest.raises(InputError, match="label 2 in row 1"):
+    with pytest.raises(InputError, match="labels: must be 0 or 1, got 2 in row 1"):
         metrics.binary_metrics([0.0, 0.0], [0, 2])
-    with pytest.raises(InputError, match="label nan"):
+    with pytest.raises(InputError, match="got nan in row 0"):
         metrics.binary_metrics([0.0], [math.nan])
-    with pytest.raises(InputError, match="one label for each logit"):
+    with pytest.raises(InputError, match="labels: must have one per logit"):
         metrics.auroc([0.0, 0.0], [1])
 
 

@@ -136,13 +136,13 @@ def test_one_class_has_no_intervals() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(InputError, match="confidence: 95"):
+    with pytest.raises(InputError, match=r"confidence: must be between 0 and 1, .* got 95"):
         Resampling(confidence=95)
-    with pytest.raises(InputError, match="resamples: 1 must be at least 2"):
+    with pytest.raises(InputError, match="resamples: must be at least 2, got 1"):
         Resampling(resamples=1)
     with pytest.raises(InputError, match="NaN"):
         compare([0.0, 1.0], [math.nan, 1.0], [0, 1], FEW)
-    with pytest.raises(InputError, match="one label for each logit"):
+    with pytest.raises(InputError, match="labels: must have one per logit"):
         compare([0.0, 1.0], [1.0], [0, 1], FEW)
 
 

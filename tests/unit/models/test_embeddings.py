@@ -70,7 +70,7 @@ def test_tables_wait_on_meta() -> None:
 
 
 def test_an_empty_table_is_refused() -> None:
-    with pytest.raises(InputError, match="cat_1: needs at least one row, not 0"):
+    with pytest.raises(InputError, match="cat_1: must have at least one row, got 0"):
         build_embeddings([5, 0], embedding_dim=4, seed=0)
 
 

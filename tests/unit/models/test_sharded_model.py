@@ -58,10 +58,13 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        (lambda logits: [logits], "forward returned a list; return a dict of logits, {'label': logits}"),
-        (lambda logits: {"click": logits}, "forward gave click, and no logits by the name of the label, label"),
-        (lambda logits: {"label": logits.unsqueeze(1)}, r"of shape \(3, 1\) and torch.float32 for 3 rows; give \(3,\)"),
-        (lambda logits: {"label": logits.bfloat16()}, r"of shape \(3,\) and torch.bfloat16 for 3 rows"),
+        (lambda logits: [logits], "forward must return a dict of logits, {'label': logits}, got a list"),
+        (lambda logits: {"click": logits}, "forward: outputs must have logits named after the label, label, got click"),
+        (
+            lambda logits: {"label": logits.unsqueeze(1)},
+            r"must have shape \(3,\) and dtype float32, got \(3, 1\) and torch.float32",
+        ),
+        (lambda logits: {"label": logits.bfloat16()}, r"got \(3,\) and torch.bfloat16"),
     ],
 )
 def test_outputs_that_are_not_logits_are_refused(returns: Callable[[torch.Tensor], Any], message: str) -> None:
@@ -80,7 +83,7 @@ def test_each_rows_own_loss_is_weighted_and_summed() -> None:
 
 
 def test_a_loss_that_is_averaged_already_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^WithLoss: loss gave shape \(\) for 3 rows; give each row's loss, \(3,\)"):
+    with pytest.raises(InputError, match=r"^WithLoss: loss must return unweighted row losses of shape \(3,\), got \(\)"):
         step(WithLoss(lambda logits, labels: ((logits - labels) ** 2).mean()))
 
 

@@ -37,7 +37,7 @@ def test_settings_are_those_that_were_stored() -> None:
     ],
 )
 def test_a_file_chooses_no_other_class(name: object, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match=r"^f: its network is .*, which is not one of rayrec's; give the recipe"):
+    with pytest.raises(InputError, match=r"^f: network must be one of rayrec's, got .*\. Pass its training recipe"):
         stored_model({"class": name, "embedding_dim": 4}, where="f")
     assert capsys.readouterr().out == ""
 

@@ -89,8 +89,8 @@ def test_a_click_model_without_sparse_columns_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (DINConfig(), "DINConfig: no list shares its vocabulary"),
-        (FinalMLPConfig(feature_gates=True, first_context=("city",)), "FinalMLPConfig.first_context: no feature 'city'"),
+        (DINConfig(), "DINConfig: the schema must have a list"),
+        (FinalMLPConfig(feature_gates=True, first_context=("city",)), "FinalMLPConfig.first_context: feature 'city' not found"),
     ],
 )
 def test_columns_that_a_model_cannot_take_are_refused(tmp_path: Path, model: ClickModelConfig, message: str) -> None:

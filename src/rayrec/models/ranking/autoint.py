@@ -37,7 +37,7 @@ class AutoIntConfig(MLPConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.attention_dim % self.heads:
-            raise InputError(f"AutoIntConfig.attention_dim: {self.attention_dim} must be a multiple of heads, {self.heads}")
+            raise InputError(f"AutoIntConfig.attention_dim: must be a multiple of heads {self.heads}, got {self.attention_dim}")
 
     @property
     def width(self) -> int:

@@ -37,9 +37,7 @@ class DCNv2Config(MLPConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.experts is not None and self.low_rank is None:
-            raise InputError(
-                f"DCNv2Config.experts: need low_rank, the rank of their weights, got experts {self.experts}. Set both."
-            )
+            raise InputError(f"DCNv2Config.experts: needs low_rank, got experts {self.experts}. Set both.")
         if self.structure == "stacked_parallel" and not self.mlp:
             raise InputError("DCNv2Config.mlp: must have one or more sizes for structure stacked_parallel, got (). Set them.")
 

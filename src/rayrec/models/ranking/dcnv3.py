@@ -43,7 +43,9 @@ class DCNv3Config(ClickModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.embedding_dim % (2 * self.heads):
-            raise InputError(f"DCNv3Config.embedding_dim: {self.embedding_dim} must be a multiple of {2 * self.heads}, 2 * heads")
+            raise InputError(
+                f"DCNv3Config.embedding_dim: must be a multiple of {2 * self.heads}, 2 * heads, got {self.embedding_dim}"
+            )
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return DCNv3(self, inputs, precision=precision)

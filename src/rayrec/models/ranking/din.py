@@ -49,8 +49,8 @@ class DINConfig(ClickModelConfig):
         found = tuple(self.targets(inputs))
         if not found:
             raise InputError(
-                "DINConfig: no list shares its vocabulary with a column of one category a row, such as the items of earlier "
-                "clicks with the item shown; name it in the schema's features: [{name: history, vocabulary: item}]"
+                "DINConfig: the schema must have a list with the vocabulary of a single-category column, got none. Set "
+                "features: [{name: history, vocabulary: item}]."
             )
         return found
 

@@ -49,16 +49,16 @@ class DLRMConfig(ClickModelConfig):
         super().__post_init__()
         if self.bottom_mlp[-1] != self.embedding_dim:
             raise InputError(
-                f"DLRMConfig.bottom_mlp: ends with {self.bottom_mlp[-1]}, but must end with embedding_dim {self.embedding_dim}"
+                f"DLRMConfig.bottom_mlp: must end with embedding_dim {self.embedding_dim}, got {self.bottom_mlp[-1]}"
             )
         if self.top_mlp[-1] != 1:
-            raise InputError(f"DLRMConfig.top_mlp: ends with {self.top_mlp[-1]}, but must end with 1, the logit")
+            raise InputError(f"DLRMConfig.top_mlp: must end with 1, the logit, got {self.top_mlp[-1]}")
         if self.interaction == "projection":
             for name in ("projection_first", "projection_second"):
                 if getattr(self, name)[-1] % self.embedding_dim:
                     raise InputError(
-                        f"DLRMConfig.{name}: ends with {getattr(self, name)[-1]}, but must end with a multiple of "
-                        f"embedding_dim {self.embedding_dim}"
+                        f"DLRMConfig.{name}: must end with a multiple of embedding_dim {self.embedding_dim}, "
+                        f"got {getattr(self, name)[-1]}"
                     )
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:

@@ -45,8 +45,8 @@ class EnsembleConfig(ClickModelConfig):
                 )
             if model.embedding_penalty:
                 raise InputError(
-                    f"EnsembleConfig.models[{number}].embedding_penalty: {model.embedding_penalty} has no effect within an "
-                    "ensemble; set embedding_penalty of the ensemble"
+                    f"EnsembleConfig.models[{number}].embedding_penalty: must be 0, got {model.embedding_penalty}. Set "
+                    "embedding_penalty of the ensemble."
                 )
 
     @classmethod

@@ -48,10 +48,10 @@ class FinalMLPConfig(ClickModelConfig):
         super().__post_init__()
         last = (self.first_mlp[-1], self.second_mlp[-1])
         if self.heads < 1 or any(size % self.heads for size in last):
-            raise InputError(f"FinalMLPConfig.heads: {self.heads} must divide the last widths of both MLPs, {last}")
+            raise InputError(f"FinalMLPConfig.heads: must divide the last widths of both MLPs, {last}, got {self.heads}")
         for name in ("first_context", "second_context"):
             if getattr(self, name) and not self.feature_gates:
-                raise InputError(f"FinalMLPConfig.{name}: is for gates; set feature_gates")
+                raise InputError(f"FinalMLPConfig.{name}: needs gates. Set feature_gates.")
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         for field in ("first_context", "second_context"):
@@ -145,5 +145,5 @@ def _places(config: FinalMLPConfig, field: str, inputs: ModelInputs) -> tuple[in
             places.extend(range(inputs.num_dense))
         else:
             known = ", ".join((*inputs.features, *([NUMBERS] if inputs.num_dense else [])))
-            raise InputError(f"FinalMLPConfig.{field}: no feature {name!r}; there are {known}")
+            raise InputError(f"FinalMLPConfig.{field}: feature {name!r} not found. Features are {known}.")
     return tuple(places)

@@ -41,9 +41,9 @@ class MaskNetConfig(ClickModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.structure == "serial" and not self.mlp:
-            raise InputError("MaskNetConfig.mlp: () must not be empty for structure serial")
+            raise InputError("MaskNetConfig.mlp: must not be empty for structure serial, got (). Set it.")
         if self.reduction_ratio <= 0:
-            raise InputError(f"MaskNetConfig.reduction_ratio: {self.reduction_ratio} must be above 0")
+            raise InputError(f"MaskNetConfig.reduction_ratio: must be above 0, got {self.reduction_ratio}")
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return MaskNet(self, inputs, precision=precision)

@@ -57,10 +57,12 @@ def test_which_features_are_sequences() -> None:
     assert SMALL.targets(INPUTS) == {"history": "item"}
     assert unpooled_features(SMALL, INPUTS) == ("item", "history")
     assert unpooled_features(DLRMConfig(), INPUTS) == ()
-    with pytest.raises(InputError, match="DINConfig: no list shares its vocabulary with a column of one category a row"):
+    with pytest.raises(
+        InputError, match="DINConfig: the schema must have a list with the vocabulary of a single-category column"
+    ):
         unpooled_features(SMALL, ModelInputs(0, ("item", "tags"), lists=(("tags", None),)))
     weighted = ModelInputs(0, INPUTS.features, vocabularies=INPUTS.vocabularies, lists=INPUTS.lists, weighted=True)
-    with pytest.raises(InputError, match=r"takes lists of categories one by one \(history\), to which weights do not apply"):
+    with pytest.raises(InputError, match=r"DINConfig: lists with weights must be summed, got unpooled lists history"):
         unpooled_features(SMALL, weighted)
 
 

@@ -71,7 +71,7 @@ def test_row_of_a_table_has_room_for_a_weight() -> None:
 
 def test_context_names_features_of_the_model() -> None:
     gated = FINALMLP.replace(feature_gates=True, first_context=("c", "numbers"))
-    with pytest.raises(InputError, match="first_context: no feature 'd'; there are a, b, c, numbers"):
+    with pytest.raises(InputError, match=r"first_context: feature 'd' not found\. Features are a, b, c, numbers"):
         gated.replace(first_context=("d",)).sequences(INPUTS)
     assert gated.sequences(INPUTS) == ()
 
