@@ -33,12 +33,12 @@ from rayrec.optim.config import (
         ({"warmup_steps": 10}, 1e-8, [pytest.approx(1e-9)]),
     ],
 )
-def test_schedule_by_hand(fields: dict[str, int], base: float, rates: list[float]) -> None:
+def test_schedule_matches_example(fields: dict[str, int], base: float, rates: list[float]) -> None:
     schedule = LearningRateSchedule(**fields)
     assert [schedule.learning_rate(step, base=base) for step in range(len(rates))] == rates
 
 
-def test_hold_is_exactly_the_base() -> None:
+def test_constant_phase_has_exact_base_rate() -> None:
     schedule = LearningRateSchedule(warmup_steps=2750, decay_start_step=49315, decay_steps=27772)
     assert {schedule.learning_rate(step, base=0.1) for step in range(2749, 49315)} == {0.1}
     rates = [schedule.learning_rate(step, base=0.1) for step in range(80000)]
@@ -48,7 +48,7 @@ def test_hold_is_exactly_the_base() -> None:
 
 
 @pytest.mark.parametrize(("warmup", "start", "steps"), [(4, 6, 4), (4, 4, 3), (1, 10, 7), (0, 5, 20)])
-def test_warm_up_and_decay_are_those_of_mlperf(warmup: int, start: int, steps: int) -> None:
+def test_warm_up_and_decay_match_mlperf(warmup: int, start: int, steps: int) -> None:
     """Against the rule of the reference, which counts its steps from 1: first at 1 - (W - n) / W, then ((N - (n - S)) / N)^2."""
     schedule = LearningRateSchedule(warmup_steps=warmup, decay_start_step=start, decay_steps=steps)
     for step in range(start + steps - 1):
@@ -62,7 +62,7 @@ def test_warm_up_and_decay_are_those_of_mlperf(warmup: int, start: int, steps: i
         assert schedule.factor(step) == pytest.approx(reference), step
 
 
-def test_decay_fraction_is_the_end_of_the_run() -> None:
+def test_decay_fraction_is_end_of_run() -> None:
     schedule = LearningRateSchedule(warmup_steps=2, decay_fraction=0.25)
     assert schedule.for_steps(100) == LearningRateSchedule(warmup_steps=2, decay_start_step=76, decay_steps=25)
     assert schedule.for_steps(100).factor(99) > 0
@@ -83,7 +83,7 @@ def test_decay_fraction_is_the_end_of_the_run() -> None:
         ({"decay_steps": 0.5}, "does not fit"),
     ],
 )
-def test_impossible_schedules_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_schedule_rejects_invalid_settings(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         LearningRateSchedule(**fields)
 
@@ -107,7 +107,7 @@ def test_impossible_schedules_are_refused(fields: dict[str, Any], message: str) 
         (DenseOptimizerConfig, {"max_gradient_norm": 0.0}, "must be above 0"),
     ],
 )
-def test_impossible_optimizers_are_refused(config: type, fields: dict[str, Any], message: str) -> None:
+def test_optimizer_configs_reject_invalid_settings(config: type, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         config(**fields)
 
@@ -128,7 +128,7 @@ def _quadratic(torch: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
-def test_fused_equals_the_plain_rule(torch: Any, kind: Any) -> None:
+def test_fused_optimizer_matches_plain_rule(torch: Any, kind: Any) -> None:
     config = DenseOptimizerConfig(kind=kind, learning_rate=0.1, eps=1e-3, weight_decay=0.2, betas=(0.5, 0.75))
     ours, plain = _quadratic(torch), _quadratic(torch)
     optimizer = config.build([ours])
@@ -146,7 +146,7 @@ def test_fused_equals_the_plain_rule(torch: Any, kind: Any) -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_lamb_follows_the_paper(torch: Any) -> None:
+def test_lamb_matches_paper(torch: Any) -> None:
     start, beta1, beta2, rate, decay, eps = torch.tensor([3.0, -2.0]), 0.8, 0.9, 0.1, 0.2, 1e-3
     settings: dict[str, Any] = {"learning_rate": rate, "weight_decay": decay, "betas": (beta1, beta2), "eps": eps}
     parameter, zero = torch.nn.Parameter(start.clone()), torch.nn.Parameter(torch.zeros(2))
@@ -168,7 +168,7 @@ def test_lamb_follows_the_paper(torch: Any) -> None:
     assert zero[0] < 0  # with no norm of its own, it moves by Adam's update
 
 
-def test_lars_follows_the_paper(torch: Any) -> None:
+def test_lars_matches_paper(torch: Any) -> None:
     start, rate, decay, momentum, trust = torch.tensor([3.0, -2.0]), 0.5, 0.2, 0.9, 0.01
     parameter, zero = torch.nn.Parameter(start.clone()), torch.nn.Parameter(torch.zeros(2))
     optimizer = DenseOptimizerConfig(
@@ -189,7 +189,7 @@ def test_lars_follows_the_paper(torch: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "names"), [("lamb", {"exp_avg", "exp_avg_sq", "step"}), ("lars", {"momentum_buffer"})])
-def test_state_of_trust_ratios_is_known(torch: Any, kind: Any, names: set[str]) -> None:
+def test_trust_ratio_state_size_matches_config(torch: Any, kind: Any, names: set[str]) -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 4))
     config = DenseOptimizerConfig(kind=kind)
     named = config.build_named({"weight": parameter})
@@ -200,13 +200,13 @@ def test_state_of_trust_ratios_is_known(torch: Any, kind: Any, names: set[str]) 
     assert config.state_bytes(12) == sum(value.nbytes for name, value in state.items() if name != "step")
 
 
-def test_what_cannot_be_fused_is_left_to_torch(torch: Any) -> None:
+def test_fused_falls_back_to_torch_default(torch: Any) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
     assert not DenseOptimizerConfig().build([parameter]).param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize(("limit", "size"), [(1.0, 1.0), (None, 5.0), (7.0, 5.0)])
-def test_clipping_bounds_the_joint_norm(torch: Any, limit: float | None, size: float) -> None:
+def test_clipping_bounds_joint_norm(torch: Any, limit: float | None, size: float) -> None:
     pytest.importorskip("torchrec")
     parameters = {"a": torch.nn.Parameter(torch.zeros(1)), "b": torch.nn.Parameter(torch.zeros(1))}
     config = DenseOptimizerConfig(kind="sgd", learning_rate=1.0, max_gradient_norm=limit)
@@ -220,7 +220,7 @@ def test_clipping_bounds_the_joint_norm(torch: Any, limit: float | None, size: f
     assert learning_rates(optimizer) == [1.0]
 
 
-def test_learning_rates_reach_every_group(torch: Any) -> None:
+def test_learning_rates_update_every_group(torch: Any) -> None:
     pytest.importorskip("torchrec")
     from torchrec.optim.keyed import CombinedOptimizer
 
@@ -290,7 +290,7 @@ def _step(torch: Any, model: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_fused_kernel_follows_its_formula(torch: Any, single_rank: None, kind: Any) -> None:
+def test_fused_kernel_matches_formula(torch: Any, single_rank: None, kind: Any) -> None:
     learning_rate, eps = 0.1, 0.25
     model, kernel = _sharded(torch, SparseOptimizerConfig(kind=kind, learning_rate=learning_rate, eps=eps))
     gradient = torch.zeros(5, 4)
@@ -306,7 +306,7 @@ def test_fused_kernel_follows_its_formula(torch: Any, single_rank: None, kind: A
 
 
 @pytest.mark.slow
-def test_schedule_reaches_the_fused_kernel(torch: Any, single_rank: None) -> None:
+def test_schedule_updates_fused_kernel(torch: Any, single_rank: None) -> None:
     model, kernel = _sharded(torch, SparseOptimizerConfig(kind="sgd", learning_rate=1.0))
     schedule = LearningRateSchedule(warmup_steps=2, decay_start_step=2, decay_steps=2)
     base_rates = learning_rates(model.fused_optimizer)
@@ -319,7 +319,7 @@ def test_schedule_reaches_the_fused_kernel(torch: Any, single_rank: None) -> Non
         torch.testing.assert_close(moved, torch.full((4,), 0.5 * rate), rtol=1e-6, atol=1e-6)
 
 
-def test_build_gives_a_new_dict(torch: Any) -> None:
+def test_sparse_optimizer_build_returns_new_dict(torch: Any) -> None:
     pytest.importorskip("torchrec")
     config = SparseOptimizerConfig()
     _, first = config.build()

@@ -56,19 +56,19 @@ def test_every_table_is_fused_and_none_data_parallel(world_size: int, device: Li
     assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
 
 
-def test_workers_share_the_lookups() -> None:
+def test_plan_balances_lookups() -> None:
     counts = Counter(rank for row in rows_of(plan()) for rank in row.bytes_of_rank)
     assert abs(counts[0] - counts[1]) <= 2
 
 
-def test_the_same_model_gives_the_same_plan_quickly() -> None:
+def test_plan_is_deterministic_and_fast() -> None:
     first = describe(plan(), Model(SIZES), state_bytes=STATE)
     start = time.thread_time()
     assert describe(plan(), Model(SIZES), state_bytes=STATE) == first
     assert time.thread_time() - start < 1
 
 
-def test_description_reads_as_a_table() -> None:
+def test_describe_formats_plan_as_table() -> None:
     lines = describe(plan(), Model(SIZES), state_bytes=STATE).splitlines()
     assert lines[0].split() == ["table", "rows", "dim", "sharding", "ranks", "weights", "+", "optimizer"]
     assert lines[3].split()[:4] == ["cat_2", "1,000,000", "16", "table_wise"]
@@ -77,7 +77,7 @@ def test_description_reads_as_a_table() -> None:
     assert lines[-1].startswith("worker 1: ")
 
 
-def test_column_wise_splits_one_table_over_workers() -> None:
+def test_column_wise_splits_table_between_workers() -> None:
     model = Model([1_000_000], dim=64)
     config = only("column_wise", min_column_width=32)
     made = plan_sharding(model, Site(2, "cpu", 640 * MIB), batch_size=128, state_bytes=STATE, config=config)
@@ -87,7 +87,7 @@ def test_column_wise_splits_one_table_over_workers() -> None:
     assert set(row.bytes_of_rank) == {0, 1}
 
 
-def test_data_parallel_tables_lie_on_every_worker() -> None:
+def test_data_parallel_tables_are_on_every_worker() -> None:
     made = plan(config=only("data_parallel"))
     rows = rows_of(made)
     assert {row.sharding_type for row in rows} == {"data_parallel"}
@@ -98,14 +98,14 @@ def test_data_parallel_tables_lie_on_every_worker() -> None:
     assert "data_parallel  0-1" in describe(made, Model(SIZES), state_bytes=STATE).splitlines()[1]
 
 
-def test_data_parallel_beside_others_keeps_those_fused() -> None:
+def test_data_parallel_plan_keeps_other_tables_fused() -> None:
     made = plan(config=only("table_wise", "data_parallel"))
     kernels = {(sharding.sharding_type, sharding.compute_kernel) for sharding in made.plan["embeddings"].values()}
     assert kernels <= {("table_wise", "fused"), ("data_parallel", "dense")}
     assert data_parallel_tables(plan()) == []
 
 
-def test_a_plan_names_the_devices_that_the_ranks_have() -> None:
+def test_plan_uses_devices_of_ranks() -> None:
     devices = ["cuda:0", "cuda:1", "cuda:3", "cuda:0", "cuda:2"]  # cuda:2 of the first node is broken
     made = plan(5, "cuda", nodes=["a", "a", "a", "b", "b"], devices=devices)
     tables = [sharding for module in made.plan.values() for sharding in module.values()]
@@ -114,7 +114,7 @@ def test_a_plan_names_the_devices_that_the_ranks_have() -> None:
     assert all(str(shard.placement.device()) == devices[shard.placement.rank()] for shard in shards)
 
 
-def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
+def test_plan_skips_types_for_equal_nodes() -> None:
     made = plan(3, "cuda", nodes=["a", "a", "b"], config=only("table_row_wise", "table_wise"))
     assert {row.sharding_type for row in rows_of(made)} == {"table_wise"}
     assert plan(4, "cuda", nodes=["a", "a", "b", "b"], config=only("table_row_wise"))
@@ -145,19 +145,19 @@ def test_what_needs_equal_nodes_is_left_out_of_unequal_ones() -> None:
         ({"config": ShardingConfig(exchange_precision="bf16")}, "must be fp16 or fp32 on CPU, got bf16"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_plan_rejects_impossible_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan(**settings)
 
 
-def test_the_planner_refusal_is_explained() -> None:
+def test_plan_explains_planner_error() -> None:
     three_for_two = Model([600_000] * 3)  # 39 MiB each: two do not fit one worker's 62 MiB, though all fit the sum
     config = ShardingConfig(reserved_fraction=0.0)
     with pytest.raises(InputError, match="no plan found for 3 tables"):
         plan_sharding(three_for_two, Site(2, "cpu", 124 * MIB), batch_size=128, state_bytes=STATE, config=config)
 
 
-def test_on_cpu_half_of_the_memory_is_for_a_checkpoints_copy() -> None:
+def test_cpu_plan_reserves_memory_for_checkpoint_copy() -> None:
     model = Model([1_000_000])  # 64.8 MiB with its state
     settings: Any = {"batch_size": 1, "config": ShardingConfig(reserved_fraction=0.0)}
     settings["state_bytes"] = STATE
@@ -166,13 +166,13 @@ def test_on_cpu_half_of_the_memory_is_for_a_checkpoints_copy() -> None:
         plan_sharding(model, Site(1, "cpu", 125 * MIB), **settings)
 
 
-def test_what_else_memory_must_hold_may_just_fit() -> None:
+def test_plan_accepts_exact_memory_fit() -> None:
     assert plan(1, "cuda", host_memory_bytes=GIB)
     # 229 MiB, their copy, 216 MiB of gradients
     assert plan(memory_bytes=700 * MIB, config=only("data_parallel", reserved_fraction=0.0))
 
 
-def test_tables_that_gpus_have_no_room_for_go_to_host_memory() -> None:
+def test_plan_moves_oversized_tables_to_host_memory() -> None:
     settings: Any = {"memory_bytes": 200 * MIB, "host_memory_bytes": GIB}
     cached = ShardingConfig(uvm_caching=True, uvm_cache_fraction=0.25)
     with pytest.raises(InputError, match=r"workers have 170.0 MiB"):
@@ -195,7 +195,7 @@ def test_tables_that_gpus_have_no_room_for_go_to_host_memory() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adagrad"])
-def test_torchrecs_planner_counts_the_same_optimizer_state(kind: Any) -> None:
+def test_optimizer_state_size_matches_torchrec(kind: Any) -> None:
     from torchrec.distributed.planner import EmbeddingShardingPlanner
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -229,12 +229,12 @@ def test_torchrecs_planner_counts_the_same_optimizer_state(kind: Any) -> None:
         ({"min_column_width": 6}, "multiple of 4"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_sharding_config_rejects_invalid_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ShardingConfig(**settings)
 
 
-def test_sharders_know_our_tables() -> None:
+def test_sharders_support_rayrec_tables() -> None:
     model, rounded = Model([10]), ShardingConfig(exchange_precision="bf16")
     assert all(sharder.qcomm_codecs_registry for sharder in embedding_sharders(rounded, device="cuda"))
     assert any(type(model.embeddings) is sharder.module_type for sharder in embedding_sharders())

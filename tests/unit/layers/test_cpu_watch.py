@@ -32,7 +32,7 @@ def decisions(policy: WaitPolicy, shares: list[float], *, start_s: float = 0.0) 
     return [policy.update(share, start_s + place * 0.1) for place, share in enumerate(shares)]
 
 
-def test_wait_policy_needs_contention_in_a_row() -> None:
+def test_wait_policy_needs_consecutive_contention() -> None:
     assert decisions(WaitPolicy(), [0.9, 0.9, 0.9, 0.9, 0.1] * 3) == [False] * 15
     assert decisions(WaitPolicy(), [*ROW, 0.0]) == [False, False, False, False, True, True]
 
@@ -58,7 +58,7 @@ def test_wait_policy_returns_to_long_waits() -> None:
     assert not policy.update(1.0, 7.5)  # a second, as at first
 
 
-def test_waiting_share_is_of_the_slowest_runnable_thread() -> None:
+def test_waiting_ratio_uses_slowest_runnable_thread() -> None:
     before = [(0, 0), (5 * _MS, 5 * _MS), (0, 0)]
     assert waiting_share(before, [(90 * _MS, 10 * _MS), (6 * _MS, 9 * _MS), (1 * _MS, 3 * _MS)]) == 0.1
     assert waiting_share(before, [(90 * _MS, 10 * _MS), (10 * _MS, 95 * _MS), (0, 0)]) == pytest.approx(90 / 95)
@@ -90,7 +90,7 @@ print(spinning_ns())
 """
 
 
-def test_short_waits_let_threads_sleep() -> None:
+def test_short_waits_make_threads_sleep() -> None:
     """Compares the CPU time of a thread that has nothing to do between operators, in a process whose OpenMP may spin."""
     environment = {name: value for name, value in os.environ.items() if name not in cpu_watch._WAIT_VARIABLES}
     ended = subprocess.run([sys.executable, "-c", _SPINNING], env=environment, capture_output=True, text=True, check=True)
@@ -114,7 +114,7 @@ def test_cpu_watch_reports_contention_once(two_threads: None, monkeypatch: pytes
     assert not {"rayrec-idle-team", "rayrec-cpu-watch"} & {thread.name for thread in threading.enumerate()}
 
 
-def test_cpu_watch_leaves_chosen_waits_alone(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_watch_respects_user_settings(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_watch._can_shorten_waits(2)
     assert not cpu_watch._can_shorten_waits(1)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")

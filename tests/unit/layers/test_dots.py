@@ -23,7 +23,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("rows", "features", "dim"), [(0, 3, 4), (1, 1, 1), (5, 2, 3), (7, 26, 16), (3, 33, 20), (600, 16, 33), (4, 70, 64)]
 )
-def test_the_kernel_equals_operators(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+def test_dots_kernel_matches_operators(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> None:
     dense, sparse, order = drawn(rows, features, dim, kinds)
     by_kernel = pairwise_dots(dense, sparse, order)
     by_operators = _OperatorDots.apply(dense, sparse, *_indices(order, dim, torch.device("cpu")))
@@ -38,7 +38,7 @@ def test_the_kernel_equals_operators(rows: int, features: int, dim: int, kinds: 
         torch.testing.assert_close(got, expected, **tolerance)
 
 
-def test_no_number_of_threads_and_no_lack_of_openmp_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dots_are_bit_identical_for_any_threads_and_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, sparse, order = drawn(1_000, 26, 16, (FLOAT, FLOAT))
     before = torch.get_num_threads()
     results = []
@@ -55,7 +55,7 @@ def test_no_number_of_threads_and_no_lack_of_openmp_changes_a_bit(monkeypatch: p
 
 
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
-def test_each_cpu_has_its_kernel(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectorized_selects_kernel_for_cpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order = ("DEFAULT", "AVX2", "AVX512")
     if torch.backends.cpu.get_cpu_capability() not in order[order.index(capability) :]:
         pytest.skip("not this CPU")
@@ -72,11 +72,11 @@ def test_each_cpu_has_its_kernel(capability: str, monkeypatch: pytest.MonkeyPatc
         kernel_threads.vectorized.cache_clear()
 
 
-def test_several_threads_take_part() -> None:
+def test_run_kernel_uses_several_threads() -> None:
     assert kernel_threads.openmp_parallel() is not None
 
 
-def test_a_row_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_kernel_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     arguments = dots._structure(dense, sparse, [0], torch.zeros(1, 2))
@@ -85,7 +85,7 @@ def test_a_row_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         kernel_threads.run_kernel(kernel_threads.vectorized("rayrec_pairwise_dots"), arguments, 1, at_once=1)
 
 
-def test_torch_counts_its_operations() -> None:
+def test_torch_counts_dots_operations() -> None:
     dense, sparse, order = drawn(8, 26, 16, (FLOAT, FLOAT))
     with FlopCounterMode(display=False) as counter:
         pairwise_dots(dense, sparse, order).sum().backward()
@@ -100,7 +100,7 @@ VALUES = torch.arange(24.0).view(2, 12)
 ORDER = (2, 0, 1)
 
 
-def test_names_and_order_do_not_depend_on_the_delivery() -> None:
+def test_embedding_order_does_not_depend_on_delivery() -> None:
     plain = Embedded.in_order(FEATURES, 4, VALUES)
     moved = torch.cat([VALUES[:, 4 * number : 4 * number + 4] for number in ORDER], dim=1)
     delivered = Embedded(FEATURES, 4, lambda: (moved, ORDER))
@@ -116,7 +116,7 @@ def test_names_and_order_do_not_depend_on_the_delivery() -> None:
         delivered["d"]
 
 
-def test_nothing_is_awaited_before_it_is_used() -> None:
+def test_embeddings_are_awaited_on_first_use() -> None:
     calls = []
 
     def deliver() -> Delivery:

@@ -47,7 +47,7 @@ def test_fp32_equals_linear_layers(sizes: tuple[int, ...], rows: int, final_acti
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_no_number_of_threads_changes_a_bit_of_a_relus_backward_pass() -> None:
+def test_relu_backward_is_bit_identical_for_any_threads() -> None:
     torch.manual_seed(0)
     output, given = torch.randn(1000, 77), torch.randn(1000, 77)
     output[3, 5], given[4, 6] = float("nan"), float("inf")
@@ -101,7 +101,7 @@ def test_no_rows_give_zero_gradients(precision: str) -> None:
 
 
 @pytest.mark.parametrize("in_features", [13, 70])
-def test_the_incoming_gradient_is_not_written_to(in_features: int) -> None:
+def test_backward_does_not_modify_incoming_gradient(in_features: int) -> None:
     mlp = MLP(in_features, (32, 16), final_activation=True)
     output = mlp(torch.randn(8, in_features))
     incoming = torch.ones_like(output)
@@ -118,7 +118,7 @@ def test_layers_without_bias_and_without_activation() -> None:
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(24, 100), (100, 300), (100, 24), (80, 80)])
-def test_a_weight_laid_out_by_inputs_gets_the_gradient_of_one_laid_out_by_outputs(in_features: int, out_features: int) -> None:
+def test_input_major_weight_gradient_matches_output_major(in_features: int, out_features: int) -> None:
     torch.manual_seed(0)
     inputs, factors = torch.randn(50, in_features), torch.randn(50, out_features)
     by_inputs = torch.randn(in_features, out_features, requires_grad=True)
@@ -134,7 +134,7 @@ def test_a_weight_laid_out_by_inputs_gets_the_gradient_of_one_laid_out_by_output
         assert got.is_contiguous()  # nothing is left to copy into the parameter's layout
 
 
-def test_names_and_start_values() -> None:
+def test_mlp_parameter_names_and_initial_values() -> None:
     torch.manual_seed(7)
     mlp = MLP(400, (600, 200), final_activation=True)
     assert list(mlp.state_dict()) == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
@@ -145,7 +145,7 @@ def test_names_and_start_values() -> None:
     assert torch.equal(mlp.layers[1].weight, again.layers[1].weight)
 
 
-def test_export_gives_plain_operators() -> None:
+def test_export_uses_plain_operators() -> None:
     mlp = MLP(13, (32, 1), final_activation=False).eval()
     inputs = torch.randn(4, 13)
     program = torch.export.export(mlp, (inputs,))
@@ -154,7 +154,7 @@ def test_export_gives_plain_operators() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_few_rows_are_scored_as_many_are(precision: Precision) -> None:
+def test_few_rows_match_many_rows(precision: Precision) -> None:
     torch.manual_seed(0)
     mlp, inputs = MLP(13, (32, 16, 1), final_activation=False, precision=precision), torch.randn(40, 13)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_few_rows_are_scored_as_many_are(precision: Precision) -> None:
     torch.testing.assert_close(alone, together, atol=tolerance, rtol=tolerance)
 
 
-def test_a_layer_without_inputs_learns_its_bias() -> None:
+def test_layer_without_inputs_learns_bias() -> None:
     mlp = MLP(0, (16, 8), final_activation=True)
     output = mlp(torch.zeros(20, 0))
     torch.testing.assert_close(output[0], mlp.layers[1](mlp.layers[0].bias.relu()).relu())
@@ -177,7 +177,7 @@ def test_a_layer_without_inputs_learns_its_bias() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tower_gives_its_precision(precision: Precision) -> None:
+def test_tower_returns_precision_dtype(precision: Precision) -> None:
     outputs = Tower(5, (4, 3), batch_norm=True, precision=precision)(torch.randn(16, 5))
     assert outputs.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
     assert (Tower(5, (4, 3)).out_features, Tower(5, ()).out_features) == (3, 5)
@@ -199,7 +199,7 @@ def weights(count: int) -> torch.Tensor:
     return torch.linspace(-1, 1, count * FEATURES).view(count, FEATURES)
 
 
-def test_alone_it_is_torchs() -> None:
+def test_global_batch_norm_matches_torch_on_one_worker() -> None:
     mine, theirs = GlobalBatchNorm(FEATURES), nn.BatchNorm1d(FEATURES)
     for step in range(STEPS):
         torch.testing.assert_close(mine(rows(step)), theirs(rows(step)))
@@ -223,7 +223,7 @@ def a_rank(folder: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_workers_with_unequal_rows_normalize_as_one(tmp_path: Path) -> None:
+def test_batch_norm_with_unequal_workers_matches_one_worker(tmp_path: Path) -> None:
     run_ranks(a_rank, 3, str(tmp_path))
     found = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in range(3)]
     whole = nn.BatchNorm1d(FEATURES)

@@ -31,7 +31,7 @@ def rows(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @settings(max_examples=150, deadline=None)
 @given(rows())
-def test_agrees_with_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:
+def test_binary_metrics_match_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:
     logits, labels = case
     result = metrics.binary_metrics(logits, labels)
     probability = 1 / (1 + np.exp(-logits.astype(np.float64)))
@@ -49,7 +49,7 @@ def test_agrees_with_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(rows())
-def test_auroc_is_the_share_of_ordered_pairs(case: tuple[np.ndarray, np.ndarray]) -> None:
+def test_auroc_matches_fraction_of_ordered_pairs(case: tuple[np.ndarray, np.ndarray]) -> None:
     logits, labels = case
     positives, negatives = logits[labels == 1][:, None], logits[labels == 0][None, :]
     pairs = int(2 * (positives > negatives).sum() + (positives == negatives).sum())
@@ -76,14 +76,14 @@ def test_expected_calibration_error() -> None:
     assert math.isnan(error([], []))
 
 
-def test_order_of_the_extremes() -> None:
+def test_auroc_orders_extreme_logits() -> None:
     values = [-np.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38, np.inf]
     for cut in range(1, len(values)):
         assert metrics.auroc(values, [0] * cut + [1] * (len(values) - cut)) == 1.0
     assert metrics.auroc([-0.0, 0.0], [1, 0]) == 0.5
 
 
-def test_large_logits_do_not_overflow() -> None:
+def test_logloss_does_not_overflow() -> None:
     def logloss(logits: list[float], labels: list[int]) -> float:
         return metrics.binary_metrics(logits, labels)["logloss"]
 
@@ -94,7 +94,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert logloss([-100.0], [0]) == pytest.approx(math.exp(-100), rel=1e-12)
 
 
-def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size_does_not_change_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(1)
     logits, labels = generator.normal(size=1000).round(1), generator.integers(0, 2, 1000)
     whole = metrics.binary_metrics(logits, labels)
@@ -104,7 +104,7 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     assert blocks == pytest.approx(whole, rel=1e-13)
 
 
-def test_what_is_not_defined_is_nan() -> None:
+def test_undefined_metrics_are_nan() -> None:
     negatives = metrics.binary_metrics([1.0, 2.0], [0, 0])
     assert math.isnan(negatives["auroc"])
     assert math.isnan(negatives["calibration"])
@@ -118,7 +118,7 @@ def test_what_is_not_defined_is_nan() -> None:
     assert all(math.isnan(value) for name, value in empty.items() if name != "rows")
 
 
-def test_unusable_rows_are_refused() -> None:
+def test_binary_metrics_reject_invalid_rows() -> None:
     with pytest.raises(InputError, match="1 of 2 logits are NaN"):
         metrics.auroc([math.nan, 0.0], [0, 1])
     with pytest.raises(InputError, match="labels: must be 0 or 1, got 2 in row 1"):
@@ -129,12 +129,12 @@ def test_unusable_rows_are_refused() -> None:
         metrics.auroc([0.0, 0.0], [1])
 
 
-def test_import_loads_no_torch() -> None:
+def test_metrics_do_not_import_torch() -> None:
     code = "import sys, rayrec.metrics.binary; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_accumulator_keeps_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulator_matches_binary_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(metrics, "_BLOCK_ROWS", 16)
     generator = np.random.default_rng(2)
@@ -147,7 +147,7 @@ def test_accumulator_keeps_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accumulator.compute() == metrics.binary_metrics(logits, labels)
 
 
-def test_accumulator_takes_half_precision() -> None:
+def test_accumulator_accepts_half_precision() -> None:
     torch = pytest.importorskip("torch")
     accumulator = metrics.BinaryMetricsAccumulator()
     accumulator.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([True, False]))
@@ -159,7 +159,7 @@ def test_accumulator_takes_half_precision() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_together_equal_one_process(world_size: int, tmp_path: Path) -> None:
+def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from ranks.checkpoint import run_ranks
 

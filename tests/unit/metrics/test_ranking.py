@@ -78,7 +78,7 @@ def few_rows(draw: st.DrawFn) -> Rows:
 
 @settings(max_examples=30, deadline=None)
 @given(few_rows(), st.integers(1, 5))
-def test_ties_count_as_the_mean_over_their_orders(case: Rows, k: int) -> None:
+def test_ties_match_mean_of_orders(case: Rows, k: int) -> None:
     found = ranking_metrics(*case, ks=(k,))
     expected = {**by_hand(*case), **over_all_orders(*case, k)}
     assert found == pytest.approx(expected, nan_ok=True)
@@ -86,7 +86,7 @@ def test_ties_count_as_the_mean_over_their_orders(case: Rows, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 10, 100])
-def test_ndcg_is_that_of_scikit_learn(k: int) -> None:
+def test_ndcg_matches_scikit_learn(k: int) -> None:
     groups, logits, labels = many()
     expected = [
         ndcg_score(labels[None, groups == group], logits[None, groups == group], k=k)
@@ -96,7 +96,7 @@ def test_ndcg_is_that_of_scikit_learn(k: int) -> None:
     assert ranking_metrics(groups, logits, labels, ks=(k,))[f"ndcg_at_{k}"] == pytest.approx(np.mean(expected))
 
 
-def test_rows_that_are_spilled_or_sorted_in_rounds_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = np.random.default_rng(1)
     case = (
         chance.integers(-300, 300, 100_000),
@@ -119,7 +119,7 @@ def test_rows_that_are_spilled_or_sorted_in_rounds_give_the_same(monkeypatch: py
 
 @settings(max_examples=150, deadline=None)
 @given(rows())
-def test_it_is_the_mean_of_the_groups_own(case: Rows) -> None:
+def test_gauc_matches_weighted_mean_of_groups(case: Rows) -> None:
     assert gauc(*case) == pytest.approx(by_hand(*case), nan_ok=True)
 
 
@@ -147,14 +147,14 @@ def a_rank(folder: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_it_does_not_depend_on_who_holds_which_rows(tmp_path: Path) -> None:
+def test_ranking_metrics_do_not_depend_on_row_placement(tmp_path: Path) -> None:
     run_ranks(a_rank, 3, str(tmp_path))
     expected = by_hand(*many())
     assert json.loads((tmp_path / "found.json").read_text()) == pytest.approx({**ranking_metrics(*many()), **expected})
     assert expected["gauc_groups"] == 39
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_ranking_metrics_reject_invalid_arguments() -> None:
     with pytest.raises(InputError, match="groups: must have one per row, 2, got 3"):
         gauc(np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
     for ks, message in (

@@ -34,7 +34,7 @@ def _delong_by_pairs(logits: np.ndarray, others: np.ndarray, labels: np.ndarray)
 
 
 @pytest.mark.parametrize("decimals", [7, 1, 0])
-def test_weighted_metrics_are_those_of_repeated_rows(decimals: int) -> None:
+def test_weighted_metrics_match_repeated_rows(decimals: int) -> None:
     logits, labels = _rows(500)
     logits = logits.round(decimals)
     weights = np.random.default_rng(1).integers(0, 4, 500).astype(np.uint8)
@@ -42,14 +42,14 @@ def test_weighted_metrics_are_those_of_repeated_rows(decimals: int) -> None:
     np.testing.assert_allclose(_Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12)
 
 
-def test_rows_are_drawn_as_poisson_says() -> None:
+def test_resamples_match_poisson_distribution() -> None:
     table = _poisson_table()
     assert len(table) == 65536
     assert table.mean() == pytest.approx(1, abs=5e-5)
     assert table.var() == pytest.approx(1, abs=5e-4)
 
 
-def test_intervals_hold_the_truth() -> None:
+def test_intervals_contain_true_value() -> None:
     """Calibrated scores have calibration 1; 100 logs of 400 rows, of which about 90 should hold it."""
     held = 0
     for seed in range(100):
@@ -58,7 +58,7 @@ def test_intervals_hold_the_truth() -> None:
     assert 82 <= held <= 97
 
 
-def test_intervals_shrink_and_hold_the_metric() -> None:
+def test_intervals_shrink_with_rows_and_contain_metric() -> None:
     logits, labels = _rows(20_000)
     found = intervals(logits, labels, FEW)
     metrics = binary_metrics(logits, labels)
@@ -76,14 +76,14 @@ def test_intervals_shrink_and_hold_the_metric() -> None:
     assert all(high - low < small[name][1] - small[name][0] for name, (low, high) in found.items())
 
 
-def test_the_seed_decides() -> None:
+def test_intervals_depend_on_seed_only() -> None:
     rows = _rows(1000)
     assert intervals(*rows, FEW) == intervals(*rows, FEW)
     assert intervals(*rows, FEW) != intervals(*rows, Resampling(resamples=200, seed=1))
 
 
 @pytest.mark.parametrize("decimals", [7, 1])
-def test_auroc_differs_as_delong_says(decimals: int) -> None:
+def test_auroc_difference_matches_delong(decimals: int) -> None:
     logits, labels = _rows(700)
     others = (logits + np.random.default_rng(2).normal(0, 0.8, 700).astype(np.float32)).round(decimals)
     difference, error = _delong_by_pairs(logits, others, labels)
@@ -94,7 +94,7 @@ def test_auroc_differs_as_delong_says(decimals: int) -> None:
     assert found.p_value == pytest.approx(math.erfc(difference / error / math.sqrt(2)), rel=1e-9)
 
 
-def test_a_worse_model_is_told() -> None:
+def test_compare_detects_worse_model() -> None:
     logits, labels = _rows(20_000)
     noise = np.random.default_rng(3).normal(0, 0.5, 20_000).astype(np.float32)
     metrics, others = binary_metrics(logits, labels), binary_metrics(logits + noise, labels)
@@ -107,7 +107,7 @@ def test_a_worse_model_is_told() -> None:
     assert compare(logits, logits + noise, labels, FEW)["auroc"].low > 0
 
 
-def test_models_that_are_alike_do_not_differ() -> None:
+def test_compare_finds_no_difference_of_equal_models() -> None:
     logits, labels = _rows(5000)
     generator = np.random.default_rng(4)
     low = sum(
@@ -125,7 +125,7 @@ def test_models_that_are_alike_do_not_differ() -> None:
         assert (found.difference, found.low, found.high, found.p_value) == (0, 0, 0, 1)
 
 
-def test_one_class_has_no_intervals() -> None:
+def test_single_class_has_no_intervals() -> None:
     found = intervals(np.tile([0.5, 1.0, 2.0], 10), [0] * 30, FEW)
     assert all(map(math.isnan, [*found["auroc"], *found["normalized_entropy"], *found["calibration"]]))
     assert found["logloss"][0] < found["logloss"][1]
@@ -135,7 +135,7 @@ def test_one_class_has_no_intervals() -> None:
     assert all(map(math.isnan, intervals([], [], FEW)["logloss"]))
 
 
-def test_refusals() -> None:
+def test_significance_rejects_invalid_arguments() -> None:
     with pytest.raises(InputError, match=r"confidence: must be between 0 and 1, .* got 95"):
         Resampling(confidence=95)
     with pytest.raises(InputError, match="resamples: must be at least 2, got 1"):
@@ -148,7 +148,7 @@ def test_refusals() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("labels", [[], [1], [0, 1], [0, 1, 1], [0] * 12 + [1] * 12])
-def test_few_rows_have_no_intervals_and_raise_no_warning(labels: list[int]) -> None:
+def test_few_rows_return_no_intervals_without_warning(labels: list[int]) -> None:
     logits = np.linspace(-1, 1, len(labels))
     assert all(math.isnan(end) for ends in intervals(logits, labels, FEW).values() for end in ends)
     for difference in compare(logits, -logits, labels, FEW).values():
@@ -156,7 +156,7 @@ def test_few_rows_have_no_intervals_and_raise_no_warning(labels: list[int]) -> N
 
 
 @pytest.mark.filterwarnings("error")
-def test_few_clicks_have_an_interval_of_the_logloss_alone() -> None:
+def test_few_positives_return_logloss_interval_only() -> None:
     labels, logits = np.repeat([0, 1], [96, 4]), np.linspace(-1, 1, 100)
     found, differences = intervals(logits, labels, FEW), compare(logits, -logits, labels, FEW)
     assert found["logloss"][0] < found["logloss"][1]
@@ -165,7 +165,7 @@ def test_few_clicks_have_an_interval_of_the_logloss_alone() -> None:
         assert all(map(math.isnan, (*found[name], differences[name].low, differences[name].p_value)))
 
 
-def test_enough_rows_have_intervals() -> None:
+def test_enough_rows_return_intervals() -> None:
     labels = np.repeat([0, 1], [25, 5])
     low, high = intervals(np.linspace(-1, 1, 30) + labels * 0.5, labels, FEW)["logloss"]
     assert 0 < low < high

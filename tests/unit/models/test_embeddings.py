@@ -15,7 +15,7 @@ TABLE: dict[str, Any] = {"seed": 3, "table": "cat_1", "num_embeddings": 150_000,
 
 
 @pytest.mark.parametrize("start", [None, TableStart(kind="normal", std=0.5)])
-def test_parts_agree_with_the_whole(start: TableStart | None) -> None:
+def test_shard_values_match_full_table(start: TableStart | None) -> None:
     whole = torch.empty(150_000, 8)
     TableValues(**TABLE, start=start).fill(whole)
     for row, column, rows, columns in ((0, 0, 10, 8), (65_530, 4, 20, 4), (140_000, 0, 10_000, 8), (1, 2, 149_999, 2)):
@@ -27,7 +27,7 @@ def test_parts_agree_with_the_whole(start: TableStart | None) -> None:
     assert torch.equal(by_threads, whole)
 
 
-def test_values_fill_their_range_and_differ_between_blocks() -> None:
+def test_initial_values_fill_range_and_differ_between_blocks() -> None:
     whole = torch.empty(150_000, 8)
     TableValues(**TABLE).fill(whole)
     bound = 150_000**-0.5
@@ -36,7 +36,7 @@ def test_values_fill_their_range_and_differ_between_blocks() -> None:
     assert not torch.equal(whole[:100], whole[65_536:65_636])
 
 
-def test_normal_values_have_their_standard_deviation() -> None:
+def test_normal_values_match_standard_deviation() -> None:
     whole = torch.empty(150_000, 8)
     TableValues(**TABLE, start=TableStart(kind="normal")).fill(whole)
     assert whole.mean().item() == pytest.approx(0.0, abs=1e-6)
@@ -47,7 +47,7 @@ def test_normal_values_have_their_standard_deviation() -> None:
         TableStart(kind="normal", std=0.0)
 
 
-def test_the_default_keeps_its_bits() -> None:
+def test_default_initial_values_keep_bits() -> None:
     """Runs and golden curves of earlier versions begin with these values."""
     part = torch.empty(2, 3)
     TableValues(3, "cat_1", 100, 3).fill(part)
@@ -55,7 +55,7 @@ def test_the_default_keeps_its_bits() -> None:
     assert part.view(torch.int32).flatten().tolist() == expected
 
 
-def test_a_table_depends_on_seed_and_name_only() -> None:
+def test_initial_values_depend_on_seed_and_table_name_only() -> None:
     one = build_embeddings([100, 50], embedding_dim=4, seed=1, device="cpu")
     torch.manual_seed(99)
     two = build_embeddings([100, 50, 7], embedding_dim=4, seed=1, device="cpu")
@@ -64,12 +64,12 @@ def test_a_table_depends_on_seed_and_name_only() -> None:
     assert not torch.equal(one.embedding_bags["cat_1"].weight, other.embedding_bags["cat_1"].weight)
 
 
-def test_tables_wait_on_meta() -> None:
+def test_tables_start_on_meta_device() -> None:
     tables = build_embeddings([10_000_000], embedding_dim=16, seed=0)
     assert tables.embedding_bags["cat_0"].weight.is_meta
 
 
-def test_an_empty_table_is_refused() -> None:
+def test_build_embeddings_rejects_empty_table() -> None:
     with pytest.raises(InputError, match="cat_1: must have at least one row, got 0"):
         build_embeddings([5, 0], embedding_dim=4, seed=0)
 
@@ -78,7 +78,7 @@ ODD_NAMES = ["type", "keys", "items", "update", "user.id", "user%2Eid", "%table:
 ODD_NAMES += ["\u00fcser/id \u5e97", "a b"]
 
 
-def test_any_column_name_names_a_table() -> None:
+def test_table_name_supports_any_column_name() -> None:
     odd = build_embeddings(
         [5] * len(ODD_NAMES), embedding_dim=4, seed=1, device="cpu", table_of={name: name for name in ODD_NAMES}
     )
@@ -94,7 +94,7 @@ def test_any_column_name_names_a_table() -> None:
         assert torch.equal(pooled[name][0], odd.state_dict()[key][number % 5])
 
 
-def test_ordinary_names_are_table_names() -> None:
+def test_table_name_keeps_ordinary_names() -> None:
     for name in ("cat_0", "user_id", "Typ", "user%2Eid", "\u00fcser/id \u5e97", "a b"):
         assert table_name(name) == name
     assert table_name("user.id") == "%table:user%2Eid"

@@ -43,7 +43,7 @@ def batch(inputs: ModelInputs) -> Batch:
 @pytest.mark.parametrize(
     ("config", "inputs"), [(DLRM, INPUTS), (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)), (FINAL, INPUTS)]
 )
-def test_each_member_learns_as_if_it_were_alone(config: ClickModelConfig, inputs: ModelInputs) -> None:
+def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: ModelInputs) -> None:
     """Its gradients are those of a model that has its weights and its part of each embedding, for all batches."""
     rows = batch(inputs)
     whole = whole_model(config.replace(members=3), [5, 5], inputs=inputs)
@@ -71,13 +71,13 @@ def test_each_member_learns_as_if_it_were_alone(config: ClickModelConfig, inputs
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_one_member_is_the_network_itself() -> None:
+def test_single_member_builds_plain_network() -> None:
     one, plain = whole_model(DLRM.replace(members=1), [5, 5]), whole_model(DLRM, [5, 5])
     assert one.state_dict().keys() == plain.state_dict().keys()
     assert DLRM.replace(members=3).table_width == 3 * DIM
 
 
-def test_members_take_their_part_of_sequences() -> None:
+def test_members_use_separate_parts_of_sequences() -> None:
     inputs = ModelInputs(0, ("item", "history"), "click", vocabularies=("item", "item"), lists=(("history", None),))
     config: Any = DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2)
     network = build_network(config, inputs).eval()
@@ -94,6 +94,6 @@ def test_members_take_their_part_of_sequences() -> None:
     torch.testing.assert_close(made["click"], (parts[0] + parts[1]) / 2)
 
 
-def test_no_members_are_refused() -> None:
+def test_ensemble_rejects_zero_members() -> None:
     with pytest.raises(InputError, match=r"DLRMConfig.members: 0 must be at least 1"):
         DLRM.replace(members=0)

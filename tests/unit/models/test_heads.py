@@ -31,7 +31,7 @@ def batch(*numbers: float) -> Batch:
     return Batch({"dense": torch.tensor(numbers).unsqueeze(1)}, 1.0, weights=torch.full((rows,), 2.0), sequence_features=ids)
 
 
-def test_a_model_without_a_label_learns_and_is_measured() -> None:
+def test_unlabeled_model_learns_and_reports_measures() -> None:
     model, metrics = whole_model(CONFIG, [4], inputs=INPUTS), RowMetrics()
     loss, output = model(batch(0.0, 1.0, 2.0))
     assert (loss.item(), dict(output.measures)) == (6.0, {})
@@ -42,7 +42,7 @@ def test_a_model_without_a_label_learns_and_is_measured() -> None:
     assert CONFIG.score(metrics.compute()) == -2.0
 
 
-def test_predicted_values_become_columns_and_fields() -> None:
+def test_predictions_become_columns_and_fields() -> None:
     heads = CONFIG.output_heads(INPUTS)
     model = PlainModel(build_network(CONFIG, INPUTS), INPUTS, heads, width=4, sequences=("item",))
     tensors = model.predict(torch.ones(3, 1), torch.zeros(3, 0), torch.rand(3, 4), torch.ones(3, dtype=torch.int64))
@@ -55,7 +55,7 @@ def test_predicted_values_become_columns_and_fields() -> None:
     assert columns["best"].tolist() == [[30, 10]] * 3
 
 
-def test_fields_of_labels_are_those_of_their_schema() -> None:
+def test_label_fields_match_json_schema() -> None:
     heads = label_heads("click", (Label(name="like"), Label(name="seconds", kind="number")))
     values: dict[str, Any] = {head.name: np.zeros(2, np.float32) for head in heads}
     fields = [list(head.answer(values, np.array)) for head in heads]
@@ -65,7 +65,7 @@ def test_fields_of_labels_are_those_of_their_schema() -> None:
     assert isinstance(heads[2], NumberHead)
 
 
-def test_a_count_is_learnt_and_judged_as_poissons() -> None:
+def test_count_head_uses_poisson_loss_and_metrics() -> None:
     (head,) = label_heads("views", kind="count")
     logs, counts, weights = torch.tensor([0.0, 1.0, -1.0]), torch.tensor([2.0, 0.0, 1.0]), torch.tensor([1.0, 0.5, 2.0])
     expected = functional.poisson_nll_loss(logs, counts, reduction="none") * weights
@@ -81,7 +81,7 @@ def test_a_count_is_learnt_and_judged_as_poissons() -> None:
     np.testing.assert_array_equal(fields["scores"], np.exp(logs.numpy()))
 
 
-def test_heads_without_a_mean_are_refused_in_ensembles() -> None:
+def test_ensembles_reject_heads_without_mean() -> None:
     with pytest.raises(InputError, match=r"^WithoutLabelConfig.members: must be 1 without logits to average, got 2"):
         CONFIG.replace(members=2)
     with pytest.raises(InputError, match=r"^EnsembleConfig.models\[1\]: must predict a label, got WithoutLabelConfig"):

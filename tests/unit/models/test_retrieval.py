@@ -26,7 +26,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["two_tower", "sasrec"])
-def test_two_workers_train_the_weights_of_one(name: str, trained: Path) -> None:
+def test_retrieval_with_two_workers_matches_one(name: str, trained: Path) -> None:
     alone, together = (_weights(trained / f"{name}_{size}" / "end") for size in (1, 2))
     start = _weights(trained / f"{name}_1" / "start")
     assert alone.keys() == together.keys()
@@ -65,7 +65,7 @@ def test_two_towers_match_plain_pytorch(trained: Path) -> None:
         torch.testing.assert_close(found[key], weights[key].detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_rank_measures_leave_rows_out_and_rank_nan_last() -> None:
+def test_rank_measures_skip_rows_and_rank_nan_last() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [torch.nan, 2.0, 1.0], [1.0, 1.0, 1.0]])
     found = rank_measures(logits, torch.tensor([1, 0, 0, 2]), k=2, known=torch.tensor([True, True, True, False]))
     np.testing.assert_allclose(found["ndcg_at_2"], [1 / np.log2(3), 0, 0, np.nan], rtol=1e-6)

@@ -51,7 +51,7 @@ def _expected(tables: list[np.ndarray], lookups: list[Lookup], rows: int) -> np.
     id_type=st.sampled_from([np.int32, np.int64]),
     seed=st.integers(0, 1000),
 )
-def test_sums_are_numpys(
+def test_pooled_lookups_match_numpy(
     quantization: Quantization, half_dim: int, rows: int, sizes: list[int], id_type: type, seed: int
 ) -> None:
     rng, row_format = np.random.default_rng(seed), RowFormat(quantization, 2 * half_dim)
@@ -74,7 +74,7 @@ def test_sums_are_numpys(
 
 
 @pytest.mark.parametrize("quantization", ["fp32", "int8"])
-def test_embeddings_one_by_one_and_columns_left_out(quantization: Quantization) -> None:
+def test_unpooled_lookups_and_skipped_columns_match_numpy(quantization: Quantization) -> None:
     rng, row_format = np.random.default_rng(0), RowFormat(quantization, 4)
     packed = [row_format.pack(rng.standard_normal((9, 4)).astype(np.float32), table="t") for _ in range(3)]
     values = [_unpacked(table, row_format) for table in packed]
@@ -89,7 +89,7 @@ def test_embeddings_one_by_one_and_columns_left_out(quantization: Quantization) 
             tables.one_by_one(1, np.array([9]))
 
 
-def test_every_finite_half_is_read_as_numpy_reads_it() -> None:
+def test_finite_half_values_match_numpy() -> None:
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     halves = halves[np.isfinite(halves)].reshape(-1, 16)
     tables = HostTables(RowFormat("fp16", 16), [halves])
@@ -99,7 +99,7 @@ def test_every_finite_half_is_read_as_numpy_reads_it() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
 @pytest.mark.parametrize("kind", [HostTables, DeviceTables])
-def test_an_id_beyond_its_table_is_caught(kind: type, bad: int) -> None:
+def test_lookup_rejects_id_outside_table(kind: type, bad: int) -> None:
     arrays = [np.zeros((9, 4), np.float32), np.zeros((5, 4), np.float32)]
     tables = kind(RowFormat("fp32", 4), arrays if kind is HostTables else [torch.from_numpy(a) for a in arrays])
     good = Lookup(np.arange(5, dtype=np.int32))
@@ -107,7 +107,7 @@ def test_an_id_beyond_its_table_is_caught(kind: type, bad: int) -> None:
         tables.pool([good, Lookup(np.array([0, 1, bad, 2, 3], np.int32))], 5)
 
 
-def test_many_threads_at_once_get_their_own_sums() -> None:
+def test_concurrent_lookups_return_separate_sums() -> None:
     rng = np.random.default_rng(0)
     tables = HostTables(RowFormat("fp32", 8), [rng.standard_normal((1000, 8)).astype(np.float32) for _ in range(3)])
     batches = [[Lookup(rng.integers(0, 1000, 500)) for _ in range(3)] for _ in range(40)]
@@ -118,7 +118,7 @@ def test_many_threads_at_once_get_their_own_sums() -> None:
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("fp16", 0.5), ("int8", 24 / 64), ("int4", 12 / 64)])
-def test_packed_rows_are_smaller_and_near(quantization: Quantization, share: float) -> None:
+def test_packed_rows_are_smaller_and_close(quantization: Quantization, share: float) -> None:
     values = np.random.default_rng(0).standard_normal((1000, 16)).astype(np.float32)
     row_format = RowFormat(quantization, 16)
     packed = row_format.pack(values, table="t")
@@ -129,7 +129,7 @@ def test_packed_rows_are_smaller_and_near(quantization: Quantization, share: flo
 
 @pytest.mark.parametrize("quantization", ["fp16", "int8", "int4"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1e39])
-def test_values_that_cannot_be_stored_are_refused(quantization: Quantization, value: float) -> None:
+def test_pack_rejects_values_outside_range(quantization: Quantization, value: float) -> None:
     values = np.zeros((3, 4), np.float32)
     with np.errstate(over="ignore"):
         values[1, 2] = value
@@ -137,7 +137,7 @@ def test_values_that_cannot_be_stored_are_refused(quantization: Quantization, va
         RowFormat(quantization, 4).pack(values, table="cat_3")
 
 
-def test_half_bytes_come_in_pairs() -> None:
+def test_int4_rejects_odd_embedding_dim() -> None:
     with pytest.raises(InputError, match="int4 needs an even embedding_dim, got 5"):
         RowFormat("int4", 5).check()
     RowFormat("int8", 5).check()

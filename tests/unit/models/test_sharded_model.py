@@ -67,27 +67,27 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
         (lambda logits: {"label": logits.bfloat16()}, r"got \(3,\) and torch.bfloat16"),
     ],
 )
-def test_outputs_that_are_not_logits_are_refused(returns: Callable[[torch.Tensor], Any], message: str) -> None:
+def test_heads_reject_invalid_outputs(returns: Callable[[torch.Tensor], Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^Network: .*{message}"):
         step(Network(returns))
 
 
-def test_a_tensor_is_the_value_of_the_only_head() -> None:
+def test_single_tensor_is_value_of_only_head() -> None:
     assert step(Network(lambda logits: logits)) == step(Network(lambda logits: {"label": logits}))
 
 
-def test_each_rows_own_loss_is_weighted_and_summed() -> None:
+def test_network_row_losses_are_weighted_and_summed() -> None:
     network = WithLoss(lambda logits, labels: (logits - labels) ** 2)  # 1, 1, 4
     assert step(network).item() == 6
     assert step(network, loss_weight=0.5, weights=torch.tensor([2.0, 1.0, 0.5])).item() == 2.5
 
 
-def test_a_loss_that_is_averaged_already_is_refused() -> None:
+def test_network_loss_rejects_averaged_value() -> None:
     with pytest.raises(InputError, match=r"^WithLoss: loss must return unweighted row losses of shape \(3,\), got \(\)"):
         step(WithLoss(lambda logits, labels: ((logits - labels) ** 2).mean()))
 
 
-def test_the_penalty_is_on_what_features_give_the_network() -> None:
+def test_embedding_penalty_applies_to_network_inputs() -> None:
     """Of the category `item` and the list `history`, which is read one by one, each embedding; of the list `tags` the sum."""
     inputs = ModelInputs(
         0, ("item", "history", "tags"), "click", vocabularies=("item", "item", "tags"), lists=(("history", None), ("tags", None))

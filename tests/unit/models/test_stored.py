@@ -13,7 +13,7 @@ class OwnConfig(ClickModelConfig):
     pass
 
 
-def test_settings_are_those_that_were_stored() -> None:
+def test_stored_model_restores_settings() -> None:
     for model in (DLRMConfig(cross_layers=2), FinalNetConfig(first_tower=(8,))):
         assert stored_model(model.to_dict(), where="f") == model
     own = OwnConfig(embedding_dim=3)
@@ -36,13 +36,13 @@ def test_settings_are_those_that_were_stored() -> None:
         ["a"],
     ],
 )
-def test_a_file_chooses_no_other_class(name: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_model_rejects_other_classes(name: object, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"^f: network must be one of rayrec's, got .*\. Pass its training recipe"):
         stored_model({"class": name, "embedding_dim": 4}, where="f")
     assert capsys.readouterr().out == ""
 
 
-def test_a_stored_class_takes_the_place_of_the_recipes() -> None:
+def test_stored_class_replaces_recipe_class() -> None:
     """By its model's name or as configurations store it; what all click models have in common stays."""
     recipe = recipes.criteo_demo()
     model = recipe.replace(workload={"model": {"class": "finalnet", "first_tower": [8]}}).workload.model
@@ -56,7 +56,7 @@ def test_a_stored_class_takes_the_place_of_the_recipes() -> None:
             recipe.replace(workload={"model": {"class": unknown}})
 
 
-def test_every_file_of_the_folder_is_a_model() -> None:
+def test_every_file_in_families_is_model() -> None:
     for name in models.names():
         cls = models.config_class(name)
         assert cls is not None, name

@@ -44,7 +44,7 @@ def trained(optimizer: Any, table: torch.nn.Parameter, *, sparse: bool = False) 
 
 
 @pytest.mark.parametrize(("kind", "weight_decay"), [("adam", 0.0), ("adam", 0.05), ("adamw", 0.0), ("adamw", 0.3)])
-def test_dense_kinds_are_torchs(kind: Any, weight_decay: float) -> None:
+def test_table_adam_matches_torch(kind: Any, weight_decay: float) -> None:
     settings: dict[str, Any] = {"betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": weight_decay}
     expected, found = start(), start()
     reference = (torch.optim.Adam if kind == "adam" else torch.optim.AdamW)([expected], lr=0.01, **settings)
@@ -58,7 +58,7 @@ def test_dense_kinds_are_torchs(kind: Any, weight_decay: float) -> None:
     assert torch.equal(state["exp_avg"][30:35] != 0, torch.ones(5, COLUMNS, dtype=torch.bool))
 
 
-def test_the_sparse_kind_is_torchs() -> None:
+def test_sparse_adam_matches_torch() -> None:
     expected, found = start(), start()
     # SparseAdam does not scale eps as Adam does: with none to speak of, they are one formula.
     reference = torch.optim.SparseAdam([expected], lr=0.01, eps=1e-20)
@@ -81,7 +81,7 @@ def step_of(number: int, *, every_row: bool) -> AdamStep:
 
 
 @pytest.mark.parametrize("every_row", [True, False])
-def test_operators_for_gpus_update_as_the_kernels_do(every_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adam_operators_match_kernels(every_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_adam, "_VALUES_OF_OPERATORS", 7 * COLUMNS)
     parts = [TablePart(start().detach().clone(), lambda: pytest.fail("not asked for")) for _ in range(2)]
     for number in range(1, 20):
@@ -94,7 +94,7 @@ def test_operators_for_gpus_update_as_the_kernels_do(every_row: bool, monkeypatc
     assert bool(parts[0].exp_avg[39].any()) == every_row
 
 
-def test_moments_become_zero_and_not_subnormal() -> None:
+def test_moments_decay_to_zero_without_subnormals() -> None:
     part = TablePart(torch.ones(3, 4), lambda: pytest.fail("not asked for"))
     part.update(step_of(1, every_row=True), RowGradients(torch.tensor([1]), torch.ones(1, 4)))
     rule = AdamStep(learning_rate=0.1, number=2, betas=(0.9, 0.9), eps=1e-8, l2=0.0, decay=0.0, every_row=True)
@@ -105,7 +105,7 @@ def test_moments_become_zero_and_not_subnormal() -> None:
     assert part.weights.isfinite().all()
 
 
-def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_adam_is_bit_identical_for_any_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_adam, "_VALUES_OF_A_TASK", 5 * COLUMNS)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     table = start()
@@ -118,9 +118,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 0])
-def test_gradients_of_rows_are_those_of_autograd(
-    threads: int, pooled: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three features of bags of 0 to 3 ids; the last two share a table. 0 threads: by torch's operators."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(1)
@@ -156,7 +154,7 @@ def test_gradients_of_rows_are_those_of_autograd(
         torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_tables_of_unequal_width_and_a_table_without_ids_keep_their_gradients_apart() -> None:
+def test_row_gradients_separate_tables_of_unequal_width() -> None:
     generator = torch.Generator().manual_seed(2)
     bags, features = 6, [TableFeatures(0, 1, 0, 4, 5), TableFeatures(1, 1, 4, 8, 7), TableFeatures(2, 1, 12, 4, 3)]
     features.append(TableFeatures(3, 1, 16, 4, 6))
@@ -174,7 +172,7 @@ def test_tables_of_unequal_width_and_a_table_without_ids_keep_their_gradients_ap
     assert [len(one.ids) for one in found] == [len(one.ids) for one in expected]
 
 
-def test_gradients_of_several_backward_passes_are_added() -> None:
+def test_row_gradients_add_several_backward_passes() -> None:
     one = RowGradients(torch.tensor([4, 1]), torch.tensor([[1.0], [2.0]]))
     two = RowGradients(torch.tensor([1, 3]), torch.tensor([[10.0], [20.0]]))
     found = RowGradients.sum_of([one, two])
@@ -186,7 +184,7 @@ def test_gradients_of_several_backward_passes_are_added() -> None:
 
 @pytest.mark.parametrize("eps", [0.25, 0.0])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_the_rule(kind: Any, eps: float) -> None:
+def test_data_parallel_optimizer_matches_formula(kind: Any, eps: float) -> None:
     table = torch.nn.Parameter(torch.ones(5, 4))
     config = SparseOptimizerConfig(kind=kind, learning_rate=0.1, eps=eps)
     optimizer = data_parallel_optimizer(config, {"table": table})
@@ -211,7 +209,7 @@ def test_the_rule(kind: Any, eps: float) -> None:
 
 @pytest.mark.parametrize("eps", [0.25, 0.0])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_the_update_for_gpus_is_the_same(kind: Any, eps: float) -> None:
+def test_data_parallel_gpu_update_matches_cpu(kind: Any, eps: float) -> None:
     tables = [torch.nn.Parameter(torch.linspace(-1, 1, 24).reshape(6, 4)) for _ in range(2)]
     optimizers = [DataParallelTableOptimizer([table], kind=kind, learning_rate=0.1, eps=eps) for table in tables]
     for step in range(3):
@@ -228,7 +226,7 @@ def test_the_update_for_gpus_is_the_same(kind: Any, eps: float) -> None:
         assert torch.equal(*states)
 
 
-def test_the_learning_rate_is_that_of_the_group() -> None:
+def test_table_optimizer_uses_group_learning_rate() -> None:
     table = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = data_parallel_optimizer(SparseOptimizerConfig(kind="sgd", learning_rate=1.0), {"table": table})
     (group,) = optimizer.param_groups

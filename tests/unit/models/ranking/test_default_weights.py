@@ -64,7 +64,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", models.names("ranking"))
-def test_default_settings_keep_their_weights(name: str) -> None:
+def test_default_settings_keep_weights(name: str) -> None:
     """Regenerate knowingly: RAYREC_WRITE_GOLDEN=1."""
     found = measured(name)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}

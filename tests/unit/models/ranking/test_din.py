@@ -42,7 +42,7 @@ def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, le
     )
 
 
-def test_other_networks_get_the_sum_of_a_sequence() -> None:
+def test_other_networks_receive_sequence_sums() -> None:
     values, item, tags = torch.randn(int(LENGTHS.sum()), DIM), torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
     sums = torch.stack([part.sum(0) for part in values.split(LENGTHS.tolist())])
     given = embedded(values, item, tags)
@@ -53,7 +53,7 @@ def test_other_networks_get_the_sum_of_a_sequence() -> None:
         given.sequences("item")
 
 
-def test_which_features_are_sequences() -> None:
+def test_din_selects_sequences_by_vocabulary() -> None:
     assert SMALL.targets(INPUTS) == {"history": "item"}
     assert unpooled_features(SMALL, INPUTS) == ("item", "history")
     assert unpooled_features(DLRMConfig(), INPUTS) == ()
@@ -66,7 +66,7 @@ def test_which_features_are_sequences() -> None:
         unpooled_features(SMALL, weighted)
 
 
-def test_aligned_lists_share_an_attention_unit() -> None:
+def test_aligned_lists_use_one_attention_unit() -> None:
     single, lists = ("item", "shop"), ("items", "shops", "tags")
     inputs = ModelInputs(
         0,
@@ -79,7 +79,7 @@ def test_aligned_lists_share_an_attention_unit() -> None:
     assert SMALL.units(dataclasses.replace(inputs, aligned=())) == (("items",), ("shops",))
 
 
-def test_bf16_is_close_and_no_rows_give_no_logits() -> None:
+def test_din_bf16_is_close_and_empty_batches_return_no_logits() -> None:
     """That DIN learns and is scored as it trains: test_every_model.py."""
     values, item, tags = torch.randn(int(LENGTHS.sum()), DIM), torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
     dense, nothing = torch.randn(ROWS, 2), torch.zeros(0, DIM)
@@ -92,7 +92,7 @@ def test_bf16_is_close_and_no_rows_give_no_logits() -> None:
         assert net(dense[:0], no_rows)["click"].shape == (0,)
 
 
-def test_cost_counts_a_list_as_long_as_it_may_be() -> None:
+def test_cost_uses_maximum_list_length() -> None:
     net = network()
     config, attention = SMALL, 5 * (2 * DIM * 6 + 6 * 3 + 3) + DIM * 6
     mlp = 5 * DIM * 8 + 8 * 5 + 5

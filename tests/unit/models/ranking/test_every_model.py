@@ -85,7 +85,7 @@ def assert_scored_alike(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @each
-def test_model_learns_and_scores_as_it_trains(config: ClickModelConfig, precision: str) -> None:
+def test_model_learns_and_scoring_matches_training(config: ClickModelConfig, precision: str) -> None:
     config = without_dropout(config)
     model = whole_model(config, [4, 4, 4], inputs=inputs_of(config), precision=precision)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_model_learns_and_scores_as_it_trains(config: ClickModelConfig, precisio
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("rows", [0, 1])
 @each
-def test_model_takes_the_smallest_batches(config: ClickModelConfig, rows: int, precision: str) -> None:
+def test_model_accepts_smallest_batches(config: ClickModelConfig, rows: int, precision: str) -> None:
     model = whole_model(config, [4, 4, 4], inputs=inputs_of(config), precision=precision)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "running" in name}
     loss, output = model(rows_of(rows)[0])
@@ -124,7 +124,7 @@ def network(config: ClickModelConfig, precision: str = "fp32") -> nn.Module:
 
 
 @each
-def test_order_of_delivery_does_not_matter(config: ClickModelConfig) -> None:
+def test_delivery_order_does_not_change_results(config: ClickModelConfig) -> None:
     chance = torch.Generator().manual_seed(1)
     dense, values = torch.randn(17, 2, generator=chance), torch.randn(17, 3, config.width, generator=chance)
     net, order = network(config), (2, 0, 1)
@@ -169,7 +169,7 @@ def rows_with_lists(inputs: ModelInputs, unpooled: tuple[str, ...]) -> tuple[Bat
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("name", models.names("ranking"))
-def test_model_in_place_of_another_learns_lists(name: str, members: int) -> None:
+def test_replacement_model_learns_lists(name: str, members: int) -> None:
     cls = models.config_class(name)
     assert cls is not None
     like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), embedding_penalty=1e-6)
@@ -252,6 +252,6 @@ REFUSED: list[tuple[ClickModelConfig, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("config", "settings", "message"), REFUSED)
-def test_settings_that_make_no_network_are_refused(config: ClickModelConfig, settings: dict[str, object], message: str) -> None:
+def test_model_config_rejects_invalid_settings(config: ClickModelConfig, settings: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=rf"^{type(config).__name__}\.{message}"):
         config.replace(**settings)

@@ -21,7 +21,7 @@ from rayrec.models.ranking.linear import LinearConfig
 from rayrec.models.sharded_model import ClickModel
 
 
-def test_gated_crosses_start_with_biases_between_0_and_1() -> None:
+def test_gated_crosses_initialize_biases_between_0_and_1() -> None:
     torch.manual_seed(0)
     biases, plain = (
         torch.cat([cross.linear.bias for cross in config.build(INPUTS).network.crosses]) for config in (GDCN, CROSSES)
@@ -31,7 +31,7 @@ def test_gated_crosses_start_with_biases_between_0_and_1() -> None:
     assert not plain.any()
 
 
-def test_numbers_start_as_xavier_layers_of_one_input() -> None:
+def test_number_vectors_initialize_as_xavier_layers() -> None:
     torch.manual_seed(0)
     inputs = replace(INPUTS, num_dense=4000)
     for config, std in ((DEEPFM.replace(embedding_dim=16), (2 / 17) ** 0.5), (DEEPFM, (2 / 5) ** 0.5)):
@@ -50,7 +50,7 @@ def _clicks(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.
     return net(dense, Embedded.in_order(INPUTS.features, values.shape[2], values.flatten(1)))["click"]
 
 
-def test_widedeep_learns_one_bias_of_the_logit() -> None:
+def test_widedeep_learns_one_logit_bias() -> None:
     """The linear model's is constant; a checkpoint of an earlier version, which learned both, keeps its value."""
     net, dense, values = _widedeep()
     biases = [name for name, _ in net.named_parameters() if name.endswith("bias")]
@@ -60,7 +60,7 @@ def test_widedeep_learns_one_bias_of_the_logit() -> None:
     torch.testing.assert_close(_clicks(net, dense, values), before + 0.75)
 
 
-def test_row_of_a_table_has_room_for_a_weight() -> None:
+def test_table_row_width_includes_linear_weight() -> None:
     assert [width_with_weight(dim) for dim in (1, 3, 4, 10, 16)] == [4, 4, 8, 12, 20]
     assert DEEPFM.replace(members=2).table_width == 16
     net, dense, values = _widedeep()
@@ -69,14 +69,14 @@ def test_row_of_a_table_has_room_for_a_weight() -> None:
     assert torch.equal(_clicks(net, dense, changed), _clicks(net, dense, values))
 
 
-def test_context_names_features_of_the_model() -> None:
+def test_finalmlp_context_rejects_unknown_features() -> None:
     gated = FINALMLP.replace(feature_gates=True, first_context=("c", "numbers"))
     with pytest.raises(InputError, match=r"first_context: feature 'd' not found\. Features are a, b, c, numbers"):
         gated.replace(first_context=("d",)).sequences(INPUTS)
     assert gated.sequences(INPUTS) == ()
 
 
-def test_linear_model_takes_the_place_of_others() -> None:
+def test_linear_model_replaces_other_models() -> None:
     like = DLRMConfig(embedding_penalty=0.1, members=2)
     assert LinearConfig.in_place_of(like) == LinearConfig(embedding_penalty=0.1, members=2)
     assert DLRMConfig.in_place_of(LinearConfig(members=2)).embedding_dim == 16
@@ -123,14 +123,14 @@ def build(config: DLRMConfig = SMALL, **settings: object) -> ClickModel:
     return whole_model(config, SIZES, **settings)
 
 
-def test_kaggle_multiply_adds() -> None:
+def test_multiply_adds_match_kaggle_dlrm() -> None:
     kaggle = DLRMConfig(interaction="dot", embedding_dim=16, bottom_mlp=(512, 256, 64, 16), top_mlp=(512, 256, 1))
     model = whole_model(kaggle, [2] * 26)
     assert network_multiply_adds(model.head.network, model.head.inputs, kaggle) == 486_032
 
 
 @pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
-def test_multiply_adds_counts_the_built_layers(interaction: str) -> None:
+def test_multiply_adds_count_built_layers(interaction: str) -> None:
     config = SMALL.replace(interaction=interaction)
     model = build(config)
     weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embedding_bags" not in n)
@@ -140,7 +140,7 @@ def test_multiply_adds_counts_the_built_layers(interaction: str) -> None:
     assert model.training
 
 
-def test_uneven_workers_average_to_the_global_mean() -> None:
+def test_uneven_workers_average_to_global_mean() -> None:
     model, whole = build(), batch(48)
     logits = model.score(whole.tensors["dense"], whole.sparse_features)
     expected = functional.binary_cross_entropy_with_logits(logits, whole.labels["label"])
@@ -157,7 +157,7 @@ def test_uneven_workers_average_to_the_global_mean() -> None:
     torch.testing.assert_close((parts[0] + parts[1]) / 2, expected)
 
 
-def test_seed_alone_decides_the_start() -> None:
+def test_initial_weights_depend_on_seed_only() -> None:
     torch.manual_seed(5)
     one = build(seed=1).state_dict()
     state = torch.get_rng_state()
