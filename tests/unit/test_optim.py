@@ -1,4 +1,4 @@
-"""The schedule has the values computed by hand, every optimizer trains, and the fused kernels follow their formulas."""
+"""The schedule has the values computed by hand, all optimizers train, and fused kernels match their formulas."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ from rayrec.optim.config import (
             8.0,
             [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8 * 9 / 16, 8 / 4, 8 / 16, 1e-7, 1e-7, 1e-7, 1e-7],
         ),
-        ({"decay_steps": 2}, 0.0, [0.0] * 6),  # the floor never raises it
+        ({"decay_steps": 2}, 0.0, [0.0] * 6),  # The floor never raises it
         ({"decay_steps": 2}, 1e-9, [1e-9] * 6),
         ({"warmup_steps": 10}, 1e-8, [pytest.approx(1e-9)]),
     ],
@@ -49,7 +49,7 @@ def test_constant_phase_has_exact_base_rate() -> None:
 
 @pytest.mark.parametrize(("warmup", "start", "steps"), [(4, 6, 4), (4, 4, 3), (1, 10, 7), (0, 5, 20)])
 def test_warm_up_and_decay_match_mlperf(warmup: int, start: int, steps: int) -> None:
-    """Against the rule of the reference, which counts its steps from 1: first at 1 - (W - n) / W, then ((N - (n - S)) / N)^2."""
+    """Compare with the reference, which counts steps from 1: 1 - (W - n) / W, then ((N - (n - S)) / N)^2."""
     schedule = LearningRateSchedule(warmup_steps=warmup, decay_start_step=start, decay_steps=steps)
     for step in range(start + steps - 1):
         count = step + 1
@@ -165,7 +165,7 @@ def test_lamb_matches_paper(torch: Any) -> None:
     zero.grad = torch.tensor([1.0, 0.0])
     optimizer.step()
     assert zero.isfinite().all()
-    assert zero[0] < 0  # with no norm of its own, it moves by Adam's update
+    assert zero[0] < 0  # Without a norm, it moves by Adam's update
 
 
 def test_lars_matches_paper(torch: Any) -> None:
@@ -184,7 +184,7 @@ def test_lars_matches_paper(torch: Any) -> None:
         v = momentum * v + rate * local * (g + decay * x)
         x = x - v
         if step == 1:
-            assert zero.tolist() == [-0.5, 0.0]  # a bias begins at 0
+            assert zero.tolist() == [-0.5, 0.0]  # The bias is initially 0
     torch.testing.assert_close(parameter.data, torch.tensor(x).float(), rtol=1e-6, atol=1e-6)
 
 
@@ -244,7 +244,7 @@ def test_learning_rates_update_every_group(torch: Any) -> None:
 
 
 def _sharded(torch: Any, config: SparseOptimizerConfig) -> tuple[Any, Any]:
-    """A table of 5 rows by 4, all 1, table-wise on one rank; and its fused kernel."""
+    """Return a table of 5 rows by 4, all 1, table-wise on one rank, and its fused kernel."""
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.distributed import DistributedModelParallel
@@ -276,7 +276,7 @@ def _weights(kernel: Any) -> Any:
     return kernel.split_embedding_weights()[0]
 
 
-_GRADIENTS = [[1.0, 2.0, 3.0, 4.0], [0.5, 0.5, 0.5, 0.5]]  # of the bags [1, 1] and [3]
+_GRADIENTS = [[1.0, 2.0, 3.0, 4.0], [0.5, 0.5, 0.5, 0.5]]  # Of the bags [1, 1] and [3]
 
 
 def _step(torch: Any, model: Any) -> None:
@@ -294,7 +294,7 @@ def test_fused_kernel_matches_formula(torch: Any, single_rank: None, kind: Any) 
     learning_rate, eps = 0.1, 0.25
     model, kernel = _sharded(torch, SparseOptimizerConfig(kind=kind, learning_rate=learning_rate, eps=eps))
     gradient = torch.zeros(5, 4)
-    gradient[1] = 2 * torch.tensor(_GRADIENTS[0])  # the id is twice in the bag: summed first, then applied once
+    gradient[1] = 2 * torch.tensor(_GRADIENTS[0])  # The id is twice in the bag: summed first, then applied once
     gradient[3] = torch.tensor(_GRADIENTS[1])
     expected, squares = torch.ones(5, 4), torch.zeros(5, 4)
     for _ in range(3):

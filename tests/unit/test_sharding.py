@@ -1,4 +1,4 @@
-"""Sharding plans: data-parallel only where allowed, balanced, the same every time, readable, and refused when they do not fit."""
+"""Sharding plans: data-parallel only if allowed, balanced, deterministic, readable, and rejected if tables do not fit."""
 
 import time
 from collections import Counter
@@ -151,7 +151,7 @@ def test_plan_rejects_impossible_settings(settings: dict[str, Any], message: str
 
 
 def test_plan_explains_planner_error() -> None:
-    three_for_two = Model([600_000] * 3)  # 39 MiB each: two do not fit one worker's 62 MiB, though all fit the sum
+    three_for_two = Model([600_000] * 3)  # 39 MiB each: two do not fit in one worker's 62 MiB, though all fit in the sum
     config = ShardingConfig(reserved_fraction=0.0)
     with pytest.raises(InputError, match="no plan found for 3 tables"):
         plan_sharding(three_for_two, Site(2, "cpu", 124 * MIB), batch_size=128, state_bytes=STATE, config=config)
@@ -185,7 +185,7 @@ def test_plan_moves_oversized_tables_to_host_memory() -> None:
     assert sum(row.device_bytes(0) for row in rows) <= 170 * MIB
     assert sum(row.host_bytes(0) for row in rows) == sum(row.total_bytes for row in moved) > 0
     assert "table_wise, 25% cached" in describe(made, Model(SIZES), state_bytes=STATE)
-    # Host memory holds these tables, and a checkpoint's copy of all.
+    # Host memory has these tables, and a checkpoint's copy of all tables.
     with pytest.raises(InputError, match=r"worker 0 needs .* of host memory, .* for tables \(uvm_caching\)"):
         plan(1, "cuda", config=cached, memory_bytes=200 * MIB, host_memory_bytes=310 * MIB)
     on_cpu = plan(config=cached)

@@ -1,4 +1,4 @@
-"""Contention for CPUs is detected, and OpenMP waits are short while it lasts."""
+"""Detection of CPU contention, and short OpenMP waits during contention."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def test_wait_policy_returns_to_long_waits() -> None:
     assert decisions(policy, [0.3, 0.3, 1.0, 0.2], start_s=5.0) == [False, False, False, False]
     assert decisions(policy, ROW, start_s=6.0) == [False, False, False, False, True]
     assert policy.update(1.0, 7.3)
-    assert not policy.update(1.0, 7.5)  # a second, as at first
+    assert not policy.update(1.0, 7.5)  # Initial duration again
 
 
 def test_waiting_ratio_uses_slowest_runnable_thread() -> None:
@@ -91,7 +91,7 @@ print(spinning_ns())
 
 
 def test_short_waits_make_threads_sleep() -> None:
-    """Compares the CPU time of a thread that has nothing to do between operators, in a process whose OpenMP may spin."""
+    """Compare the CPU time of an idle thread between operators, in a process whose OpenMP may spin."""
     environment = {name: value for name, value in os.environ.items() if name not in cpu_watch._WAIT_VARIABLES}
     ended = subprocess.run([sys.executable, "-c", _SPINNING], env=environment, capture_output=True, text=True, check=True)
     long_ns, short_ns, long_again_ns = map(int, ended.stdout.split())

@@ -1,4 +1,4 @@
-"""The kernel of pairwise dot products against torch's operators."""
+"""Kernel of pairwise dot products against torch's operators."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_run_kernel_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None
     dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     arguments = dots._structure(dense, sparse, [0], torch.zeros(1, 2))
-    arguments.vectors = 1 << 26  # their products are more than there are addresses
+    arguments.vectors = 1 << 26  # Their products exceed the address space
     with pytest.raises(MemoryError, match="rayrec_pairwise_dots"):
         kernel_threads.run_kernel(kernel_threads.vectorized("rayrec_pairwise_dots"), arguments, 1, at_once=1)
 
@@ -92,7 +92,7 @@ def test_torch_counts_dots_operations() -> None:
     assert counter.get_total_flops() == 2 * 2 * 8 * 27 * 27 * 16
 
 
-# Embeddings by the names of their features, whatever order a plan delivers them in -----------------------------------
+# Embeddings by feature name, for any delivery order -------------------------------------------------------------------
 
 
 FEATURES = ["b", "a", "c"]

@@ -1,4 +1,4 @@
-"""Linear stacks, towers and batch norms against torch: same outputs, same gradients, every time."""
+"""Linear stacks, towers and batch norms against torch: equal outputs and gradients, deterministically."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> No
     assert (output.float() - expected_output).norm() < 0.01 * expected_output.norm()
     for mine, theirs in zip(got, expected, strict=True):
         assert mine.dtype == torch.float32
-        assert (mine - theirs).norm() < 0.12 * theirs.norm()  # mostly ReLUs that flip near zero
+        assert (mine - theirs).norm() < 0.12 * theirs.norm()  # Mostly ReLUs that flip near zero
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -131,7 +131,7 @@ def test_input_major_weight_gradient_matches_output_major(in_features: int, out_
     got = gradient(by_inputs, by_inputs.t())
     torch.testing.assert_close(got, gradient(by_outputs, by_outputs).t(), atol=1e-4, rtol=1e-5)
     if in_features < out_features and torch.backends.mkldnn.is_available():
-        assert got.is_contiguous()  # nothing is left to copy into the parameter's layout
+        assert got.is_contiguous()  # No copy into the parameter's layout needed
 
 
 def test_mlp_parameter_names_and_initial_values() -> None:
@@ -173,7 +173,7 @@ def test_layer_without_inputs_learns_bias() -> None:
     assert mlp.layers[0].bias.grad.abs().sum() > 0
 
 
-# Towers: their formula is in models/ranking/test_formulas.py ---------------------------------------------------------
+# Towers: their formula is in models/ranking/test_formulas.py ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -183,12 +183,12 @@ def test_tower_returns_precision_dtype(precision: Precision) -> None:
     assert (Tower(5, (4, 3)).out_features, Tower(5, ()).out_features) == (3, 5)
 
 
-# Batch normalization and means over all workers' rows ----------------------------------------------------------------
+# Batch normalization and means over all workers' rows -----------------------------------------------------------------
 
 
 FEATURES, STEPS = 3, 4
 PARTS = ((0, 7), (7, 7), (7, 8))
-"""Rows of each rank; one has none."""
+"""Rows of each rank. One has none."""
 
 
 def rows(step: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Metrics agree with scikit-learn on hard cases, and with themselves however the rows are split over processes."""
+"""Binary metrics match scikit-learn in hard cases, and do not depend on the distribution over processes."""
 
 import math
 import subprocess
@@ -21,11 +21,11 @@ from rayrec.metrics import binary as metrics
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     count = draw(st.integers(2, 60))
-    few = st.sampled_from([-3.5, -1.0, -0.0, 0.0, 1e-40, 0.25, 7.0])  # heavy ties
-    many = st.floats(-12, 12, width=32)  # beyond, the probabilities that scikit-learn is given round to 1
+    few = st.sampled_from([-3.5, -1.0, -0.0, 0.0, 1e-40, 0.25, 7.0])  # Many ties
+    many = st.floats(-12, 12, width=32)  # scikit-learn's probabilities would round to 1 outside
     logits = draw(hnp.arrays(np.float32, count, elements=draw(st.sampled_from([few, many]))))
     labels = draw(hnp.arrays(np.int64, count, elements=st.integers(0, 1)))
-    labels[0], labels[1] = 0, 1  # both classes
+    labels[0], labels[1] = 0, 1  # Both classes
     return logits, labels
 
 
@@ -57,7 +57,7 @@ def test_auroc_matches_fraction_of_ordered_pairs(case: tuple[np.ndarray, np.ndar
 
 
 def _calibration_error(logits: np.ndarray, labels: np.ndarray, bins: int) -> float:
-    """By its definition, bin by bin."""
+    """Compute the error from its definition, bin by bin."""
     probability = 1 / (1 + np.exp(-logits.astype(np.float32).astype(np.float64)))
     places = np.minimum(np.floor(probability * bins), bins - 1)
     found = [places == place for place in range(bins)]
@@ -176,7 +176,7 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
     for index, wanted in enumerate(expected):
         for ranks_result in results:
             got = ranks_result[index]
-            assert repr(got) == repr(results[0][index])  # the same bits on every rank, nan too
+            assert repr(got) == repr(results[0][index])  # Bit-identical on all ranks, including NaN
             for name in ("auroc", "rows", "label_rate"):
                 assert repr(got[name]) == repr(wanted[name])
             assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)

@@ -1,4 +1,4 @@
-"""Order within groups: as scikit-learn has it group by group, and the same however rows are split over processes."""
+"""Ranking metrics match scikit-learn for each group, and do not depend on the distribution over processes."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def by_hand(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> dict[
 
 
 def at_k(order: tuple[int, ...], labels: np.ndarray, k: int) -> tuple[float, float, float, float]:
-    """NDCG, recall, hit rate and reciprocal rank of one order of the rows of a group."""
+    """Return NDCG, recall, hit rate and reciprocal rank of one order of a group's rows."""
     positives, ranks = int(labels.sum()), [rank for rank, row in enumerate(order, start=1) if labels[row]]
     ideal = sum(1 / math.log2(rank + 1) for rank in range(1, min(k, positives) + 1))
     gain = sum(1 / math.log2(rank + 1) for rank in ranks if rank <= k)
@@ -49,7 +49,7 @@ def at_k(order: tuple[int, ...], labels: np.ndarray, k: int) -> tuple[float, flo
 
 
 def over_all_orders(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray, k: int) -> dict[str, float]:
-    """The metrics at k as the mean over every order that the scores allow."""
+    """Return the metrics at k as the mean over all orders that the scores allow."""
     means = []
     for group in set(groups.tolist()) - {NO_GROUP}:
         mine = groups == group
@@ -67,7 +67,7 @@ def over_all_orders(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray, 
 
 @st.composite
 def few_rows(draw: st.DrawFn) -> Rows:
-    """Groups of at most four rows, whose orders can all be written down."""
+    """Draw groups of at most four rows, small enough to list all orders."""
     sizes = draw(st.lists(st.integers(1, 4), max_size=3))
     groups = np.repeat(np.array([NO_GROUP, -(2**63), 7, 2**62])[: len(sizes)], sizes)
     scores = draw(hnp.arrays(np.float32, len(groups), elements=st.sampled_from([-3.5, -0.0, 0.0])))
@@ -105,7 +105,7 @@ def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.M
     )
     expected = ranking_metrics(*case, ks=(2, 10))
     assert expected["ranked_groups"] == 599
-    monkeypatch.setattr(ranking, "_PART_ROWS", 1 << 30)  # one part, one thread
+    monkeypatch.setattr(ranking, "_PART_ROWS", 1 << 30)  # One part, one thread
     assert ranking_metrics(*case, ks=(2, 10)) == pytest.approx(expected, rel=1e-12)
     rounds = ranking._rounds((case[0], case[1], case[2].astype(np.uint8)), most_rows=30_000)
     assert sum(len(groups) for groups, _, _ in rounds) == 100_000
@@ -113,7 +113,7 @@ def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.M
     for first in range(0, 100_000, 7000):
         kept.update(*(values[first : first + 7000] for values in case))
     assert kept._file is not None
-    for _ in range(2):  # rows may follow an evaluation
+    for _ in range(2):  # Rows may follow an evaluation
         assert kept.compute() == pytest.approx(expected, rel=1e-12)
 
 
@@ -129,9 +129,9 @@ def many() -> Rows:
 
 
 def a_rank(folder: str, rank: int) -> None:
-    """Holds a part of unequal size; the last has none."""
+    """Run a rank with a part of unequal size. The last has none."""
     start, stop = ((0, 700), (700, 1000), (1000, 1000))[rank]
-    kept = RankingAccumulator(memory_rows=250)  # the first two ranks spill
+    kept = RankingAccumulator(memory_rows=250)  # The first two ranks spill
     for first in range(start, stop, 100):
         kept.update(*(torch.from_numpy(values[first : first + 100]) for values in many()))
     found = kept.compute()
@@ -140,7 +140,7 @@ def a_rank(folder: str, rank: int) -> None:
     assert everyone == [found] * 3
     if rank == 1:
         kept.update(np.array([1]), np.array([math.nan]), np.array([0]))
-    with pytest.raises(InputError, match="1 of 1001 logits are NaN"):  # by every rank, so that none waits
+    with pytest.raises(InputError, match="1 of 1001 logits are NaN"):  # On all ranks, so that none waits
         kept.compute()
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))

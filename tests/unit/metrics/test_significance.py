@@ -1,4 +1,4 @@
-"""Intervals hold the truth as often as they say, and two models differ only where they do."""
+"""Intervals contain the true value as often as their confidence, and comparisons detect real differences only."""
 
 import math
 
@@ -13,14 +13,14 @@ FEW = Resampling(resamples=200)
 
 
 def _rows(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Calibrated logits, and labels drawn from them."""
+    """Return calibrated logits, and labels drawn from them."""
     generator = np.random.default_rng(seed)
     logits = generator.normal(-1, 1.2, rows).astype(np.float32)
     return logits, (generator.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.uint8)
 
 
 def _delong_by_pairs(logits: np.ndarray, others: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """(difference, its standard error): DeLong et al. 1988 as it is written, over all pairs of rows."""
+    """Return (difference, standard error) by DeLong et al. 1988 directly, over all pairs of rows."""
     placed = []
     for values in (logits, others):
         positives, negatives = values[labels == 1][:, None], values[labels == 0][None, :]
@@ -50,7 +50,7 @@ def test_resamples_match_poisson_distribution() -> None:
 
 
 def test_intervals_contain_true_value() -> None:
-    """Calibrated scores have calibration 1; 100 logs of 400 rows, of which about 90 should hold it."""
+    """Calibrated scores have calibration 1. About 90 intervals of 100 logs with 400 rows should contain it."""
     held = 0
     for seed in range(100):
         low, high = intervals(*_rows(400, seed), Resampling(confidence=0.9, resamples=100, seed=seed))["calibration"]
@@ -67,7 +67,7 @@ def test_intervals_shrink_with_rows_and_contain_metric() -> None:
         assert low < metrics[name] < high
     low, high = found["auroc"]
     area, positives = metrics["auroc"], int(labels.sum())
-    # Hanley & McNeil 1982, which is a little too wide.
+    # Hanley & McNeil 1982, which is slightly too wide.
     first, second = area / (2 - area), 2 * area**2 / (1 + area)
     negatives = len(labels) - positives
     variance = area * (1 - area) + (positives - 1) * (first - area**2) + (negatives - 1) * (second - area**2)
@@ -120,7 +120,7 @@ def test_compare_finds_no_difference_of_equal_models() -> None:
         < 0.1
         for _ in range(40)
     )
-    assert low <= 10  # about 4 of 40
+    assert low <= 10  # About 4 of 40
     for found in compare(logits, logits, labels, FEW).values():
         assert (found.difference, found.low, found.high, found.p_value) == (0, 0, 0, 1)
 

@@ -1,4 +1,4 @@
-"""Start values of tables: the same whichever worker holds which part, and within their bound."""
+"""Initial table values: equal for any sharding, and within their bound."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_normal_values_match_standard_deviation() -> None:
 
 
 def test_default_initial_values_keep_bits() -> None:
-    """Runs and golden curves of earlier versions begin with these values."""
+    """Runs and golden curves of earlier versions start with these values."""
     part = torch.empty(2, 3)
     TableValues(3, "cat_1", 100, 3).fill(part)
     expected = [-1114835955, -1127736896, 1027692397, -1116264761, -1120535357, 1014909978]

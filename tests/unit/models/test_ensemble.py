@@ -1,4 +1,4 @@
-"""An ensemble in one model: what it predicts, and that each member learns as if it were alone."""
+"""Ensembles in one model: predictions, and independent training of each member."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def batch(inputs: ModelInputs) -> Batch:
     ("config", "inputs"), [(DLRM, INPUTS), (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)), (FINAL, INPUTS)]
 )
 def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: ModelInputs) -> None:
-    """Its gradients are those of a model that has its weights and its part of each embedding, for all batches."""
+    """Compare gradients with a separate model that has the member's weights and embeddings."""
     rows = batch(inputs)
     whole = whole_model(config.replace(members=3), [5, 5], inputs=inputs)
     loss, output = whole(rows)

@@ -1,4 +1,4 @@
-"""What a network of no label gives to the loop, and what outputs become for those who use them."""
+"""Networks without labels in the training loop, and conversion of outputs to columns and fields."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Retrieval models on two workers, on one, and in plain PyTorch: the same weights within float error."""
+"""Retrieval models on two workers, on one, and in plain PyTorch have equal weights within float error."""
 
 from pathlib import Path
 

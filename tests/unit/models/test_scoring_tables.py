@@ -1,4 +1,4 @@
-"""Tables for scoring: the kernel's sums against NumPy's, the packed formats against PyTorch's, and torch's way against both."""
+"""Scoring tables: the kernel's sums against NumPy, packed formats against PyTorch, and torch operators against both."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +13,7 @@ from rayrec.models.scoring_tables import QUANTIZATIONS, DeviceTables, HostTables
 
 
 def _unpacked(table: np.ndarray, row_format: RowFormat) -> np.ndarray:
-    """By the formats' definition, and near what PyTorch's own operators give, which may round once less."""
+    """Dequantize by the formats' definition. PyTorch's operators may round once less."""
     dim = row_format.dim
     if row_format.quantization == "int8":
         affine = np.ascontiguousarray(table[:, dim:]).view(np.float32)
@@ -37,7 +37,7 @@ def _expected(tables: list[np.ndarray], lookups: list[Lookup], rows: int) -> np.
         pooled = np.zeros((rows, table.shape[1]), np.float32)
         for row in range(rows):
             for position in range(offsets[row], offsets[row + 1]):
-                pooled[row] += table[ids[position]]  # in this order, in float32
+                pooled[row] += table[ids[position]]  # In this order, in float32
         columns.append(pooled)
     return np.concatenate(columns, axis=1)
 

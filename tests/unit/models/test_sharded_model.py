@@ -1,4 +1,4 @@
-"""What a network of anybody's may return, and what is refused before it trains wrongly."""
+"""Valid outputs of user networks, and rejection of invalid ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ ROWS = 3
 
 
 class Network(nn.Module):
-    """Logits 1, 2, 3, passed through `returns`."""
+    """Network that passes the logits 1, 2, 3 through `returns`."""
 
     def __init__(self, returns: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Network(nn.Module):
 
 
 class WithLoss(Network):
-    """Its loss is `losses` of the logits and the labels."""
+    """Network whose loss is `losses` of the logits and the labels."""
 
     def __init__(self, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__(lambda logits: {"label": logits})
@@ -88,7 +88,8 @@ def test_network_loss_rejects_averaged_value() -> None:
 
 
 def test_embedding_penalty_applies_to_network_inputs() -> None:
-    """Of the category `item` and the list `history`, which is read one by one, each embedding; of the list `tags` the sum."""
+    """The penalty applies to each embedding of the category `item` and the unpooled list `history`, and to the sum of the list
+    `tags`."""
     inputs = ModelInputs(
         0, ("item", "history", "tags"), "click", vocabularies=("item", "item", "tags"), lists=(("history", None), ("tags", None))
     )

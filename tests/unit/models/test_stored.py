@@ -1,4 +1,4 @@
-"""A file chooses among rayrec's own networks, and no other code."""
+"""Loading of stored configurations, which may only select networks of rayrec."""
 
 import pytest
 
@@ -27,9 +27,9 @@ def test_stored_model_restores_settings() -> None:
         f"{__name__}.OwnConfig",
         "FinalNetConfig",
         "os.system",
-        "this.Zen",  # printed by importing it
+        "this.Zen",  # Importing it prints
         "rayrec.models.ranking.finalnet.FinalNet",
-        "rayrec.models.ranking.dlrm.ClickModelConfig",  # imported there, but builds nothing
+        "rayrec.models.ranking.dlrm.ClickModelConfig",  # Imported there, but builds nothing
         "rayrec.models.ranking.dlrm.InputError",
         "rayrec.models.ranking..finalnet.FinalNetConfig",
         7,
@@ -43,7 +43,7 @@ def test_stored_model_rejects_other_classes(name: object, capsys: pytest.Capture
 
 
 def test_stored_class_replaces_recipe_class() -> None:
-    """By its model's name or as configurations store it; what all click models have in common stays."""
+    """By model name or stored class path. Keeps the settings that all click models share."""
     recipe = recipes.criteo_demo()
     model = recipe.replace(workload={"model": {"class": "finalnet", "first_tower": [8]}}).workload.model
     assert model == FinalNetConfig(embedding_dim=16, embedding_penalty=3e-4, first_tower=(8,))
@@ -62,4 +62,4 @@ def test_every_file_in_families_is_model() -> None:
         assert cls is not None, name
         assert models.config_class(f"{cls.__module__}.{cls.__qualname__}") is cls
         assert issubclass(cls, ClickModelConfig)
-        cls()  # every field has a default
+        cls()  # Every field has a default

@@ -1,4 +1,4 @@
-"""Adam of tables against torch's own, over many steps with rows that no batch touches for long."""
+"""Table Adam against torch's, over many steps with rows that no batch touches for long."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ ROWS, COLUMNS, STEPS = 40, 6, 200
 
 
 def gradient_of(step: int) -> torch.Tensor:
-    """Of some rows; rows 30 to 34 are touched every 100 steps, 35 to 39 never."""
+    """Return a gradient of some rows. Rows 30 to 34 are touched every 100 steps, 35 to 39 never."""
     generator = torch.Generator().manual_seed(step)
     gradient = torch.zeros(ROWS, COLUMNS)
     touched = torch.randint(30, (8,), generator=generator)
@@ -60,7 +60,7 @@ def test_table_adam_matches_torch(kind: Any, weight_decay: float) -> None:
 
 def test_sparse_adam_matches_torch() -> None:
     expected, found = start(), start()
-    # SparseAdam does not scale eps as Adam does: with none to speak of, they are one formula.
+    # SparseAdam does not scale eps as Adam does. With a tiny eps, they are the same formula.
     reference = torch.optim.SparseAdam([expected], lr=0.01, eps=1e-20)
     own = TableAdam.of_parameters(SparseOptimizerConfig(kind="sparse_adam", eps=1e-20), {"table": found})
     torch.testing.assert_close(trained(own, found), trained(reference, expected, sparse=True), rtol=1e-6, atol=1e-6)
@@ -119,7 +119,7 @@ def test_table_adam_is_bit_identical_for_any_threads(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 0])
 def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three features of bags of 0 to 3 ids; the last two share a table. 0 threads: by torch's operators."""
+    """Test three features with bags of 0 to 3 ids, two of which share a table. 0 threads means torch operators."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, (3 * 10,), generator=generator)
@@ -179,7 +179,7 @@ def test_row_gradients_add_several_backward_passes() -> None:
     assert dict(zip(found.ids.tolist(), found.values[:, 0].tolist(), strict=True)) == {1: 12.0, 3: 20.0, 4: 1.0}
 
 
-# Replicated tables follow the formulas of the fused kernels, which test_optim.py holds those kernels to --------------
+# Replicated tables match the formulas of the fused kernels in test_optim.py -------------------------------------------
 
 
 @pytest.mark.parametrize("eps", [0.25, 0.0])
@@ -197,7 +197,7 @@ def test_data_parallel_optimizer_matches_formula(kind: Any, eps: float) -> None:
         optimizer.step()
         squares += gradient**2 if kind == "adagrad" else (gradient**2).mean(dim=1, keepdim=True)
         step = gradient if kind == "sgd" else gradient / (squares.sqrt() + eps)
-        expected -= 0.1 * step.nan_to_num()  # of rows that no batch has touched
+        expected -= 0.1 * step.nan_to_num()  # Of rows that no batch has touched
         torch.testing.assert_close(table.data, expected, rtol=1e-6, atol=1e-6)
     state = optimizer.state_dict()["state"].get("table", {})
     if kind == "sgd":

@@ -1,4 +1,4 @@
-"""Default settings of every click model: new settings must change neither their weights' names nor what they learn."""
+"""Default settings of every click model: new settings must not change weight names or training."""
 
 import json
 import os
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[3] / "golden" / "click_models.json"
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Checksums of the start values of a model's network on two numbers and three features, and its losses in three steps."""
+    """Return checksums of initial weights with two numbers and three features, and the losses of three steps."""
     config = models.config_class(name)()  # type: ignore[misc]
     labels = (Label(name="like"),) if config.SEVERAL_LABELS else ()
     lists = (("history", None),) if name == "din" else ()
@@ -65,7 +65,7 @@ def measured(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", models.names("ranking"))
 def test_default_settings_keep_weights(name: str) -> None:
-    """Regenerate knowingly: RAYREC_WRITE_GOLDEN=1."""
+    """Regenerate with RAYREC_WRITE_GOLDEN=1 after intended changes."""
     found = measured(name)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("RAYREC_WRITE_GOLDEN"):

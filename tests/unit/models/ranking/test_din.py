@@ -1,4 +1,4 @@
-"""DIN: its sequences, training and settings. Its formula: test_formulas.py."""
+"""DIN's sequences, training and settings. Its formula is in test_formulas.py."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def network(*, precision: str = "fp32") -> DIN:
 
 
 def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, lengths: torch.Tensor = LENGTHS) -> Embedded:
-    """Delivered in another order than the features'."""
+    """Build embeddings delivered in a different order than the features."""
     history = Sequences(values, lengths)
     return Embedded(
         INPUTS.features, DIM, lambda: (torch.cat([tags, item], dim=1), (2, 0)), sequences=lambda: {"history": history}
@@ -75,12 +75,11 @@ def test_aligned_lists_use_one_attention_unit() -> None:
         lists=tuple((name, None) for name in lists),
         aligned=(("shops", "items"), ("tags", "items")),
     )
-    assert SMALL.units(inputs) == (("items", "shops"),)  # tags have no target: they are summed
+    assert SMALL.units(inputs) == (("items", "shops"),)  # tags have no target, so they are summed
     assert SMALL.units(dataclasses.replace(inputs, aligned=())) == (("items",), ("shops",))
 
 
 def test_din_bf16_is_close_and_empty_batches_return_no_logits() -> None:
-    """That DIN learns and is scored as it trains: test_every_model.py."""
     values, item, tags = torch.randn(int(LENGTHS.sum()), DIM), torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
     dense, nothing = torch.randn(ROWS, 2), torch.zeros(0, DIM)
     exact, rough = (network(precision=kind).eval() for kind in ("fp32", "bf16"))

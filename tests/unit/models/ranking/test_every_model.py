@@ -1,4 +1,4 @@
-"""What holds for every click model of rayrec: it learns, scores what it was trained to, and refuses what makes no network."""
+"""Common behavior of all click models: learning, matching scores, and rejected settings."""
 
 import dataclasses
 from typing import Any
@@ -36,7 +36,7 @@ def without_dropout(config: ClickModelConfig) -> ClickModelConfig:
 
 
 def rows_of(count: int) -> tuple[Batch, EncodedRows]:
-    """Rows whose click depends on whether the categories of a and b are alike, and whose other labels on those of a and c."""
+    """Return rows whose click depends on whether a and b are equal, and whose other labels depend on a and c."""
     chance = torch.Generator().manual_seed(count)
     ids = [torch.randint(0, 4, (count,), generator=chance).int().numpy() for _ in INPUTS.features]
     dense = torch.rand(count, 2, generator=chance)
@@ -47,7 +47,7 @@ def rows_of(count: int) -> tuple[Batch, EncodedRows]:
 
 
 def losses(model: ClickModel, batch: Batch, *, steps: int, learning_rate: float) -> list[float]:
-    """Of steps that reach every parameter."""
+    """Return the losses of steps that update every parameter."""
     optimizer, found = torch.optim.Adam(model.parameters(), lr=learning_rate), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -64,7 +64,7 @@ def losses(model: ClickModel, batch: Batch, *, steps: int, learning_rate: float)
 def assert_scored_alike(
     model: ClickModel, config: ClickModelConfig, inputs: ModelInputs, rows: tuple[Batch, EncodedRows], tolerance: float
 ) -> None:
-    """By the model that was trained and by the network and tables of one that scores."""
+    """Check that the trained model's scores match the scorer's."""
     (batch, encoded), unpooled = rows, unpooled_features(config, inputs)
     model.eval()
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_model_learns_and_scoring_matches_training(config: ClickModelConfig, pre
             table.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(0))
     rows = rows_of(64)
     found = losses(model, rows[0], steps=30, learning_rate=0.03)
-    assert found[-1] < (0.95 if isinstance(config, LinearConfig) else 0.6) * found[0]  # a click is no sum of its categories'
+    assert found[-1] < (0.95 if isinstance(config, LinearConfig) else 0.6) * found[0]  # A click is not a sum of its categories'
     assert_scored_alike(model, config, inputs_of(config), rows, 1e-5 if precision == "fp32" else 0.05)
 
 
@@ -109,12 +109,12 @@ def test_model_accepts_smallest_batches(config: ClickModelConfig, rows: int, pre
     assert (loss.item() == 0.0) == (rows == 0)
     assert output.outputs["click"].shape == (rows,)
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.head.parameters())
-    if rows == 0 or not isinstance(config, DCNv3Config):  # whose statistics are of all values of a row's heads
+    if rows == 0 or not isinstance(config, DCNv3Config):  # Its statistics are over all values of a row's heads
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 
 
 def network(config: ClickModelConfig, precision: str = "fp32") -> nn.Module:
-    """A network without a vector that starts as 0 or 1."""
+    """Return a network without vectors that are initially 0 or 1."""
     torch.manual_seed(0)
     built = config.build(inputs_of(config), precision=precision)
     for parameter in built.parameters():

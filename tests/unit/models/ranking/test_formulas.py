@@ -1,6 +1,6 @@
 """Every click model against its paper's formula in plain torch: logits, loss and all gradients, in training and evaluation.
 
-Dropout is replaced by a multiplication with 1 - share, so that its places and shares are compared too.
+Dropout is replaced by multiplication with 1 - probability, to also compare its positions and probabilities.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def dropped(net: nn.Module, values: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def standardized(values: torch.Tensor, norm: nn.Module | None, dim: int) -> torch.Tensor:
-    """Layer norm, or batch norm by the rows in training and by running statistics in evaluation."""
+    """Apply layer norm, or batch norm with the rows in training and with running statistics in evaluation."""
     if isinstance(norm, nn.Identity):
         return values
     mean, variance = values.mean(dim, keepdim=True), values.var(dim, unbiased=False, keepdim=True)
@@ -74,7 +74,7 @@ def numbers(net: nn.Module, dense: torch.Tensor) -> list[torch.Tensor]:
 
 
 def fields(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-    """The vectors v_i of all features, each (rows, dim)."""
+    """Return the vectors v_i of all features, [rows, dim] each."""
     return numbers(net, dense) + [values[:, n, :DIM] for n in range(3)]
 
 
@@ -83,20 +83,20 @@ def side_by_side(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> t
 
 
 def first_order(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """w_0 + sum of w_i x_i."""
+    """Return w_0 + sum of w_i x_i."""
     of_numbers = sum(dense[:, n] * net.linear.weight[0, n] for n in range(2))
     bias = 0 if net.linear.bias is None else net.linear.bias[0]
     return bias + of_numbers + sum(values[:, n, DIM] for n in range(3))
 
 
 def of_linear(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Logistic regression of scaled inputs."""
+    """Compute logistic regression of scaled inputs."""
     of_numbers = dense @ net.linear.weight[0] + net.linear.bias[0]
     return {"click": config.number_scale * of_numbers + config.category_scale * values[:, :, 0].sum(1)}
 
 
 def of_deepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equations 1 to 4: y_FM + y_DNN."""
+    """Compute equations 1 to 4: y_FM + y_DNN."""
     v = fields(net.fields, dense, values)
     pairs = sum((v[i] * v[j]).sum(1) for i in range(5) for j in range(i + 1, 5))
     deep = logit(net.deep, torch.cat(v, dim=1), config.dropout)
@@ -104,13 +104,13 @@ def of_deepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, val
 
 
 def of_widedeep(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equation 3: w_wide x + w_deep a + b; the linear model's constant is 0 at the start."""
+    """Compute equation 3: w_wide x + w_deep a + b, with an initial constant of 0 in the linear model."""
     deep = logit(net.deep, side_by_side(net.fields, dense, values), config.dropout)
     return {"click": first_order(net.fields, dense, values) + deep}
 
 
 def of_xdeepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equations 6 to 8: x^k_h = sum over i and j of W^k_hij (x^(k-1)_i * x^0_j), summed over its values."""
+    """Compute equations 6 to 8: x^k_h = sum over i and j of W^k_hij (x^(k-1)_i * x^0_j), summed over its values."""
     v = fields(net.fields, dense, values)
     before, sums = v, []
     for layer in net.interaction.layers:
@@ -126,7 +126,7 @@ def of_xdeepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
 
 
 def of_autoint(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equations 5 to 9, head by head and field by field; the residual is projected if the width changes, as in FuxiCTR."""
+    """Compute equations 5 to 9 by head and field. The residual is projected if the width changes, as in FuxiCTR."""
     v = hidden = fields(net.fields if config.use_wide else net, dense, values)
     scale = (config.attention_dim / config.heads) ** -0.5 if config.scale else 1.0
     for layer in net.attention:
@@ -150,7 +150,7 @@ def of_autoint(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
 
 
 def of_dcnv2(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """x0 * (W x + b) * sigmoid(W_g x) + x, with an MLP after or next to it, or both."""
+    """Compute x0 * (W x + b) * sigmoid(W_g x) + x, with an MLP after it, next to it, or both."""
     inner, x0 = net.network, side_by_side(net, dense, values)
     x = x0
     for layer in inner.crosses:
@@ -164,7 +164,7 @@ of_gdcn = of_dcnv2
 
 
 def of_mixture(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Section 3.2 of DCN V2, one row of weights after the other: sum of G_i(x) x0 * (U_i g(C_i g(V_i x)) + b) + x, g = tanh."""
+    """Compute section 3.2 of DCN V2 row by row: sum of G_i(x) x0 * (U_i g(C_i g(V_i x)) + b) + x, g = tanh."""
     crosses, x0 = net.network.crosses, side_by_side(net, dense, values)
     x = x0
     for layer in range(config.cross_layers):
@@ -187,7 +187,7 @@ def after_crosses(inner: nn.Module, config: ClickModelConfig, x0: torch.Tensor, 
 
 
 def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Sections 3.2 to 3.4: heads, halves of embeddings side by side, and both networks."""
+    """Compute sections 3.2 to 3.4: heads, concatenated halves of embeddings, and both networks."""
     stacked = torch.stack(fields(net, dense, values), dim=1)
     inputs = torch.stack(
         [
@@ -201,7 +201,7 @@ def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, valu
         x = inputs
         for number, layer in enumerate(crosses.layers):
             half = linear(layer, x)
-            if config.batch_norm:  # one mean for all values of a head
+            if config.batch_norm:  # One mean for all values of a head
                 norm = crosses.batch_norms[number]
                 mean, variance = half.mean((0, 2)), half.var((0, 2), unbiased=False)
                 if not net.training:
@@ -216,7 +216,7 @@ def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, valu
 
 
 def of_masknet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equations 3 to 10."""
+    """Compute equations 3 to 10."""
     v = torch.stack(fields(net, dense, values), dim=1)
     features = v.flatten(1)
     hidden, outputs = (v if net.norms is None else standardized(v, net.norms, 2)).flatten(1), []
@@ -231,7 +231,7 @@ def of_masknet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
 
 
 def of_finalmlp(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equations 4 to 10: gates, two streams and multi-head bilinear fusion. Features are two numbers, a, b and c."""
+    """Compute equations 4 to 10: gates, two streams and multi-head bilinear fusion. Features are two numbers, a, b and c."""
     v, streams = torch.stack(fields(net, dense, values), dim=1), []
     for stream, gate, places, dropout in (
         (net.first, net.first_gate, (4, 0, 1), config.first_dropout),
@@ -254,7 +254,7 @@ def of_finalmlp(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, v
 
 
 def of_finalnet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """A layer gives a half h2 of its linear outputs next to h1 * h2; a gate over fields in the first tower; y = (y1 + y2) / 2."""
+    """Concatenate half of each layer's linear outputs, h2, with h1 * h2. The first tower has a field gate. y = (y1 + y2) / 2."""
     v = torch.stack(fields(net, dense, values), dim=1)
     gated, towers = v, []
     if config.feature_gate:
@@ -276,7 +276,7 @@ def of_finalnet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, v
 
 
 def of_wukong(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """X <- LN(concat(FMB(X), LCB(X)) + X), section 3 of the paper."""
+    """Compute X <- LN(concat(FMB(X), LCB(X)) + X), section 3 of the paper."""
     v = torch.stack(fields(net, dense, values), dim=1)
     for layer in net.layers:
         products = torch.einsum("rnd,rmd,mk->rnk", v, v, layer.mixing).flatten(1)
@@ -290,7 +290,7 @@ def of_wukong(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, val
 
 
 def mlp(net: MLP, values: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Of DLRM: a norm and dropout after each layer but the last."""
+    """Compute an MLP of DLRM, with a norm and dropout after each layer except the last."""
     for number, layer in enumerate(net.layers):
         values, last = linear(layer, values), number == len(net.layers) - 1
         if not last and net.norms is not None:
@@ -303,7 +303,8 @@ def mlp(net: MLP, values: torch.Tensor, dropout: float) -> torch.Tensor:
 
 
 def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Bottom MLP, interaction, top MLP: dots of pairs, crosses x0 * (U V x + b) + x, or products of two projections."""
+    """Compute bottom MLP, interaction and top MLP: dots of pairs, crosses x0 * (U V x + b) + x, or products of two
+    projections."""
     bottom = mlp(net.bottom_mlp, dense, config.bottom_dropout)
     vectors = [bottom, *(values[:, n] for n in range(3))]
     x0 = torch.cat(vectors, dim=1)
@@ -323,21 +324,21 @@ def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, value
 
 
 def mixture(gate: nn.Module, values: torch.Tensor, experts: list[torch.Tensor], dropout: float) -> torch.Tensor:
-    """The sum of g_i(x) f_i(x), g the softmax of the gate."""
+    """Return the sum of g_i(x) f_i(x), with g the softmax of the gate."""
     exponents = linear(gate.scores, tower(gate.tower, values, dropout)).exp()
     shares = exponents / exponents.sum(1, keepdim=True)
     return sum(shares[:, n : n + 1] * expert for n, expert in enumerate(experts))
 
 
 def of_mmoe(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
+    """Compute equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
     x, p = side_by_side(net, dense, values), config.dropout
     experts = [tower(expert, x, p) for expert in net.experts.towers]
     return {label: logit(net.towers[k], mixture(net.gates[k], x, experts, p), p) for k, label in enumerate(SEVERAL.label_names)}
 
 
 def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Equations 1 to 6; a shared gate between levels weighs the experts of all labels and the shared ones."""
+    """Compute equations 1 to 6. A shared gate between levels weights the experts of all labels and the shared ones."""
     states, p = [side_by_side(net, dense, values)] * 4, config.dropout
     for level in net.levels:
         *own, shared = (
@@ -352,7 +353,7 @@ def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values
 
 
 def reference_of(name: str) -> Reference:
-    """Return the formula of a network of `CONFIGS`, whose name begins with its model's."""
+    """Return the formula of a network in `CONFIGS`, whose name starts with the model's."""
     model = name.split(maxsplit=1)[0]
     found: Reference = globals()["of_mixture" if name == "dcnv2 mixture" else f"of_{model}"]
     return found
@@ -364,7 +365,8 @@ def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) -> torch.Tensor:
-    """Cross entropy; FINAL's, of towers with the mean's probability; DCNv3's, L + L_d max(0, L_d - L) + L_s max(0, L_s - L)."""
+    """Return the cross entropy, FINAL's with its towers' and the mean's probability, or DCNv3's L + L_d max(0, L_d - L) + L_s
+    max(0, L_s - L)."""
     loss = cross_entropy(outputs["click"], labels["click"]).mean()
     if "like" in outputs:
         loss = loss + cross_entropy(outputs["like"], labels["like"]).mean()
@@ -380,7 +382,7 @@ def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) 
 
 
 def framework_loss(net: nn.Module, outputs: Outputs, labels: Outputs) -> torch.Tensor:
-    """As `ClickModel` computes it for a batch of these rows."""
+    """Compute the loss of a batch as `ClickModel` does."""
     inputs = SEVERAL if "like" in outputs else INPUTS
     heads = label_heads(inputs.label, inputs.more_labels)
     head = _Head(net, inputs, heads, dim=DIM, penalty=0.0, one_by_one=set())
@@ -388,7 +390,7 @@ def framework_loss(net: nn.Module, outputs: Outputs, labels: Outputs) -> torch.T
 
 
 def shaken(net: nn.Module) -> nn.Module:
-    """Without a parameter that is 0 or 1 at the start, and that a wrong formula could leave out."""
+    """Randomize parameters that are initially 0 or 1, which a wrong formula could omit."""
     for name, parameter in net.named_parameters():
         if parameter.dim() == 1 or name.startswith(("norms.", "gate.", "linear.")):
             nn.init.normal_(parameter, std=0.5)
@@ -400,7 +402,7 @@ def shaken(net: nn.Module) -> nn.Module:
 def assert_same(
     net: nn.Module, config: ClickModelConfig, outputs: Outputs, expected: Outputs, leaves: list[torch.Tensor]
 ) -> None:
-    """`leaves`: number features and rows of tables, whose gradients are compared beside those of all weights."""
+    """Compare outputs and gradients of all weights and `leaves`: number features and table rows."""
     assert outputs.keys() == expected.keys()
     for name, values in expected.items():
         torch.testing.assert_close(outputs[name], values, atol=1e-5, rtol=1e-5)
@@ -444,7 +446,7 @@ LENGTHS = torch.tensor([3, 0, 5, 1, 2, 0, 4, 5, 1, 1, 2, 3, 0, 1, 5, 2, 4])
 
 
 def attended(unit: nn.Module, targets: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Equation 3, one item after the other: the sum of a(e_j, v) e_j, a a network of both, their difference and product."""
+    """Compute equation 3 item by item: the sum of a(e_j, v) e_j, with a network a of both, their difference and product."""
     pairs = [(target, item) for target, items in zip(targets, rows, strict=True) for item in items]
     hidden = torch.stack([torch.cat([target, item, target - item, target * item]) for target, item in pairs])
     for layer, activation in zip(unit.layers, unit.activations, strict=True):
@@ -456,14 +458,14 @@ def attended(unit: nn.Module, targets: torch.Tensor, rows: list[torch.Tensor]) -
 
 
 TARGETS = {"history": "item", "items": "item", "shops": "shop"}
-"""Lists that are sequences, and whose vocabulary each shares."""
+"""Sequences, and the target feature with the same vocabulary."""
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("features", [("item", "history", "tags"), ("item", "shop", "shops", "items")])
 def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> None:
-    """A history beside tags that are summed; and items and their shops weighed together in one unit, as in the paper and
-    FuxiCTR's din_sequence_field: [(items, shops)]."""
+    """Compare a history next to summed tags, and items with shops in one unit, as in the paper and FuxiCTR's din_sequence_field:
+    [(items, shops)]."""
     sequences = [name for name in features if name in TARGETS]
     pooled = [name for name in features if name not in TARGETS]
     inputs = ModelInputs(
@@ -492,4 +494,4 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
 
 def test_every_model_has_a_formula() -> None:
     tried = {name.split()[0] for name in CONFIGS} | {"din"}
-    assert tried | {"ensemble"} == set(models.names("ranking"))  # an ensemble's is the mean of its models: test_ensemble.py
+    assert tried | {"ensemble"} == set(models.names("ranking"))  # An ensemble is the mean of its models: test_ensemble.py

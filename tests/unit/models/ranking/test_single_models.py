@@ -1,4 +1,4 @@
-"""What only one click model has: DLRM's cost and settings, start values, a bias that moved, a context."""
+"""Behavior of single click models: DLRM's cost and settings, initial values, WideDeep's bias, FinalMLP's context."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def _clicks(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.
 
 
 def test_widedeep_learns_one_logit_bias() -> None:
-    """The linear model's is constant; a checkpoint of an earlier version, which learned both, keeps its value."""
+    """Check that the linear model's bias is constant. Checkpoints of earlier versions, which trained both, keep its value."""
     net, dense, values = _widedeep()
     biases = [name for name, _ in net.named_parameters() if name.endswith("bias")]
     assert biases == ["deep.tower.layers.0.bias", "deep.logit.bias"]
@@ -65,7 +65,7 @@ def test_table_row_width_includes_linear_weight() -> None:
     assert DEEPFM.replace(members=2).table_width == 16
     net, dense, values = _widedeep()
     changed = values.clone()
-    changed[:, :, DIM + 1 :] = torch.nan  # what is left of a row reaches nothing
+    changed[:, :, DIM + 1 :] = torch.nan  # The rest of a row must not affect anything
     assert torch.equal(_clicks(net, dense, changed), _clicks(net, dense, values))
 
 
@@ -87,7 +87,7 @@ def test_linear_model_replaces_other_models() -> None:
     assert recipe.replace(recipe=demo.recipe, workload=demo.workload) == demo
 
 
-# The whole network against torchrec's, its loss over uneven batches, and what its settings refuse and cost -----------
+# DLRM against torchrec's, its loss over uneven batches, its settings and cost -----------------------------------------
 
 
 SIZES = [50, 3, 700, 20]
