@@ -82,7 +82,7 @@ def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_same_inputs_give_the_same_bits(precision: str) -> None:
+def test_linear_stack_is_bit_identical_for_same_inputs(precision: str) -> None:
     torch.manual_seed(0)
     mlp = MLP(40, (96, 1), final_activation=False, precision=precision)
     inputs, weights = torch.randn(300, 40), torch.randn(300, 1)

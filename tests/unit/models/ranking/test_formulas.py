@@ -492,6 +492,6 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
     assert_same(net, config, net(dense, given), expected, [dense, bags, *items.values()])
 
 
-def test_every_model_has_a_formula() -> None:
+def test_every_model_has_formula() -> None:
     tried = {name.split()[0] for name in CONFIGS} | {"din"}
     assert tried | {"ensemble"} == set(models.names("ranking"))  # An ensemble is the mean of its models: test_ensemble.py
