@@ -8,8 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
-from typing import Final
+from typing import Final, Literal
 
 from rayrec.cluster import forked_worker
 from rayrec.cluster.fork_server import ForkServer
@@ -132,9 +131,10 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
 
     from rayrec.compat.ray_compat import local_node_with
 
-    own = {**_LOCAL_ENVIRONMENT, forked_worker.SOCKET: _fork_server.address}
+    variables = {**_LOCAL_ENVIRONMENT, forked_worker.SOCKET: _fork_server.address}
+    own = {name: value for name, value in variables.items() if name not in os.environ}
     try:
-        with _inherited(own), local_node_with(worker_program=forked_worker.__file__, log_monitor=log_to_driver):
+        with temporary_environment(own), local_node_with(worker_program=forked_worker.__file__, log_monitor=log_to_driver):
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -167,15 +167,18 @@ def train_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the context for started processes to inherit, except variables that are already set."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
+def temporary_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the context, also for processes started there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -254,10 +257,7 @@ _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 10.0
 
 
-class _Answer(Enum):
-    TAKEN = "taken"
-    TOKEN_REFUSED = "token refused"
-    NOT_RAY = "not Ray"
+_Answer = Literal["alive", "token rejected", "not Ray"]
 
 
 def require_head(address: str, *, source: str) -> None:
@@ -274,21 +274,21 @@ def require_head(address: str, *, source: str) -> None:
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     mode = os.environ.get("RAY_AUTH_MODE")
     answer = _ask(target, source)
-    if answer is _Answer.TOKEN_REFUSED and mode is None:
+    if answer == "token rejected" and mode is None:
         if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
             raise InputError(
                 f"{source}: the Ray cluster asks for a token, and this user has none; copy the cluster's token (`ray "
                 "get-auth-token` prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
             )
         answer = _ask(target, source)
-    if answer is _Answer.TOKEN_REFUSED:
+    if answer == "token rejected":
         if mode is not None and mode.lower() != "token":
             raise InputError(f"{source}: the Ray cluster asks for a token; unset RAY_AUTH_MODE={mode} to present one")
         raise InputError(
             f"{source}: the Ray cluster refuses the token of {_token_source()}; copy the cluster's token (`ray get-auth-token` "
             "prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
         )
-    if answer is _Answer.NOT_RAY:
+    if answer == "not Ray":
         raise InputError(
             f"{source}: what listens there does not answer as the head of a Ray cluster; give the address that `ray start "
             "--head` printed, by default HOST:6379 (8265 is the dashboard's port, 10001 the client server's)"
@@ -338,7 +338,7 @@ def _ask(target: str, source: str) -> _Answer:
             reply = stub.CheckAlive(request, timeout=_ANSWER_S)
     except grpc.RpcError as error:
         refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-        return _Answer.TOKEN_REFUSED if refused else _Answer.NOT_RAY
+        return "token rejected" if refused else "not Ray"
     except AuthenticationError as error:  # RAY_AUTH_MODE=token without a token
         raise InputError(f"{source}: {str(error).splitlines()[0].rstrip('.')}; name its file in RAY_AUTH_TOKEN_PATH") from None
     if reply.ray_version != ray.__version__:
@@ -346,7 +346,7 @@ def _ask(target: str, source: str) -> _Answer:
             f"{source}: the cluster runs Ray {reply.ray_version}, and this environment has Ray {ray.__version__}; install the "
             "same version on both"
         )
-    return _Answer.TAKEN
+    return "alive"
 
 
 def _token_source() -> str:

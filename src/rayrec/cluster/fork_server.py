@@ -287,13 +287,14 @@ def expanded(added: Mapping[str, str], environment: Mapping[str, str]) -> dict[s
     """Return the variables that a runtime environment adds, with `${NAME}` expanded as in Ray: sequentially, and unknown names to
     nothing. Pure."""
     known = dict(environment)
+
+    def value_of(found: re.Match[str]) -> str:
+        unknown = "" if found[1] and re.fullmatch("[A-Z0-9_]+", found[1]) else found[0]
+        return known.get(found[1] or found[2], unknown)
+
     for name, value in added.items():
-        known[name] = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: known.get(found[1] or found[2], _kept(found)), value)
+        known[name] = re.sub(r"\$(?:\{(\w+)\}|(\w+))", value_of, value)
     return {name: known[name] for name in added}
-
-
-def _kept(found: re.Match[str]) -> str:
-    return "" if found[1] and re.fullmatch("[A-Z0-9_]+", found[1]) else found[0]
 
 
 def _request(file: int) -> dict[str, Any]:

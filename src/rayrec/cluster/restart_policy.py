@@ -57,13 +57,6 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Resubmit:
-    """Decision to submit another attempt."""
-
-    wait_s: float
-
-
-@dataclass(frozen=True)
 class Quit:
     """Decision to end the supervision."""
 
@@ -77,13 +70,13 @@ def shell_status(status: int | None) -> int | None:
     return 128 - status if status is not None and status < 0 else status
 
 
-def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tuple[Tally, Resubmit | Quit]:
-    """Return the updated counts and the decision after an attempt. `jitter`: random number in [0, 1]. Pure."""
+def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tuple[Tally, float | Quit]:
+    """Return the counts after an attempt, and the seconds before the next one or `Quit`. `jitter`: random, in [0, 1]. Pure."""
     status = ending.status
     if ending.outcome == "succeeded":
         return tally, Quit(0, "finished")
     if ending.outcome == "stopped" and ending.told_to:
-        return Tally(tally.attempts), Resubmit(0.0)
+        return Tally(tally.attempts), 0.0
     if ending.outcome == "stopped":
         return tally, Quit(130, "someone stopped the job")
     if status == 130:
@@ -100,7 +93,7 @@ def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tup
         failed = f"ran for less than {policy.healthy_after_s:g} s or ended with an error of yours"
         cause = f"{attempts} {failed}; the last {describe(ending)}"
         return tally, Quit(2 if users_error else 1, cause)
-    return tally, Resubmit(pause_s(short_lived, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=jitter))
+    return tally, pause_s(short_lived, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=jitter)
 
 
 def pause_s(times: int, *, first_s: float, longest_s: float, jitter: float) -> float:

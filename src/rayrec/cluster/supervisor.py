@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
 from rayrec.cluster.restart_policy import FINISHED, Ending, Policy, Quit, SuperviseConfig, Tally, describe, judge, pause_s
@@ -29,11 +29,6 @@ _STOP_SLACK_S = 15.0
 _LAST_LINES_S = 5.0
 """Timeout for the last lines of a log, which Ray polls once a second."""
 _NO_JOB: dict[str, Any] = {"submission_id": None, "submitted": False, "running_since": None, "seen": None, "stopping": False}
-_OUTCOMES: dict[str, Literal["succeeded", "failed", "stopped"]] = {
-    "SUCCEEDED": "succeeded",
-    "FAILED": "failed",
-    "STOPPED": "stopped",
-}
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ class _Supervisor:
         show: Callable[[str], None] | None,
     ) -> None:
         self._jobs, self._notebook, self._config, self._show = jobs, notebook, config, show
-        self._stop_wait_s = stop_wait_s
+        self._stop_wait_s, self._say = stop_wait_s, notebook.say
         self._entrypoint = "exec " + shlex.join([config.python, "-m", "rayrec", "train", *arguments])
         self._log: LogFollower | None = None
         self._own: str | None = None
@@ -145,9 +140,9 @@ class _Supervisor:
             if isinstance(decision, Quit):
                 return self._quit(decision, job)
             why = f": {last_said(job.message)}" if job is not None and job.exit_status is None else ""
-            self._say(f"{self._state.submission_id} {describe(ending)}{why}; again in {decision.wait_s:.0f} s")
+            self._say(f"{self._state.submission_id} {describe(ending)}{why}; again in {decision:.0f} s")
             self._notebook.write(tally=tally, **_NO_JOB)
-            time.sleep(decision.wait_s)
+            time.sleep(decision)
 
     # One attempt ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +198,11 @@ class _Supervisor:
         submission_id = f"{self._state.name}-{number:04d}"
         tally = replace(self._state.tally, attempts=number)
         self._notebook.write(tally=tally, **{**_NO_JOB, "submission_id": submission_id})
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._stop_wait_s)), **self._variables()}
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._stop_wait_s))}
+        for name in self._config.env:
+            if name not in os.environ:
+                raise InputError(f"--env {name}: not set in this environment")
+            variables[name] = os.environ[name]
         runtime_env: dict[str, Any] = {"env_vars": variables}
         if self._config.working_dir is not None:
             runtime_env["working_dir"] = self._config.working_dir
@@ -215,12 +214,6 @@ class _Supervisor:
         self._say(f"submitted {submission_id} to {self._jobs.url}")
         self._show_log(submission_id, skip=0)
         return self._jobs.find(submission_id)
-
-    def _variables(self) -> dict[str, str]:
-        for name in self._config.env:
-            if name not in os.environ:
-                raise InputError(f"--env {name}: not set in this environment")
-        return {name: os.environ[name] for name in self._config.env}
 
     def _follow(self, job: Job) -> Job | None:
         """Poll a job until it ends; return None if it is gone."""
@@ -286,9 +279,6 @@ class _Supervisor:
 
     # The log -------------------------------------------------------------------------------------------------------
 
-    def _say(self, text: str) -> None:
-        self._notebook.say(text)
-
     def _show_log(self, submission_id: str, *, skip: int) -> None:
         self._end_log(None)
         if self._show is not None:
@@ -315,7 +305,7 @@ def _ending(job: Job | None, state: State) -> Ending:
     if job is None:
         return Ending("lost", lived_s=state.lived_s, ran=ran)
     return Ending(
-        _OUTCOMES[job.status],
+        job.status.lower(),  # type: ignore[arg-type]  # an ended job has one of these statuses
         status=job.exit_status,
         lived_s=state.lived_s,
         ran=ran or job.exit_status is not None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
@@ -29,7 +30,7 @@ _GROUP_ROWS = 8192
 _FILE_ROWS = 64 * _GROUP_ROWS
 
 
-def with_paths(config: TrainConfig, folder: str, given: dict[str, Table]) -> TrainConfig:
+def with_paths(config: TrainConfig, folder: str, given: Mapping[str, Table]) -> TrainConfig:
     """Return the configuration of a run in `folder` that reads the `given` data (keys "train_data" and "eval_data") from the
     output of `write`. Raises InputError if a path is set as well, for other data types, and for a recipe that does not train on
     tables."""
@@ -45,7 +46,7 @@ def with_paths(config: TrainConfig, folder: str, given: dict[str, Table]) -> Tra
     return config
 
 
-def write(config: TrainConfig, folder: str, given: dict[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
+def write(config: TrainConfig, folder: str, given: Mapping[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
     """Write the columns of the workload's schema in row order; each table completely or not at all.
 
     If the run `resumes`, existing output is reused, and InputError is raised if the given data has a different number of rows, or
@@ -128,20 +129,14 @@ def _write_table(table: pa.Table, place: str, columns: dict[str, str]) -> int:
 
 def _write_dataset(dataset: ray.data.Dataset, place: str, columns: dict[str, str]) -> int:
     """Write with Ray Data's tasks; at a URL directly, because a folder without a manifest is ignored."""
-    if storage.is_url(place):
-        return _write_blocks(dataset, place, columns)
-    with storage.writing_folder(place) as folder:
-        return _write_blocks(dataset, folder, columns)
-
-
-def _write_blocks(dataset: ray.data.Dataset, folder: str, columns: dict[str, str]) -> int:
-    filesystem, inner = storage.resolve(folder)
-    dataset.write_parquet(inner, filesystem=filesystem, row_group_size=_GROUP_ROWS)
-    rows = 0
-    for file in storage.list_files(folder):
-        filesystem, inner = storage.resolve(file.path)
-        rows += pq.read_metadata(inner, filesystem=filesystem).num_rows
-    if not rows:
-        raise InputError(f"{folder}: the Dataset has no rows to train on")
-    storage.write_json(storage.join(folder, MANIFEST), {"rows": rows, "columns": columns})
-    return rows
+    with contextlib.nullcontext(place) if storage.is_url(place) else storage.writing_folder(place) as folder:
+        filesystem, inner = storage.resolve(folder)
+        dataset.write_parquet(inner, filesystem=filesystem, row_group_size=_GROUP_ROWS)
+        rows = 0
+        for file in storage.list_files(folder):
+            filesystem, inner = storage.resolve(file.path)
+            rows += pq.read_metadata(inner, filesystem=filesystem).num_rows
+        if not rows:
+            raise InputError(f"{folder}: the Dataset has no rows to train on")
+        storage.write_json(storage.join(folder, MANIFEST), {"rows": rows, "columns": columns})
+        return rows

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import multiprocessing
-import os
 import queue
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
 from rayrec import machine, storage
+from rayrec.cluster.connection import temporary_environment
 from rayrec.cluster.layout import Layout, Node
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
@@ -198,8 +198,11 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     config, shares = _shares(config, shape)
     if config.scaling.use_gpu:
         local_workers = 1
-        if shape.gpu_rows_per_s is None:
-            _require_gpu()
+        if shape.gpu_rows_per_s is None and not _has_gpu():
+            raise InputError(
+                "plan: this machine has no GPU to measure the model on; run it on a node that has one, give gpu_rows_per_s=N in "
+                "--cluster, or leave gpus out of it"
+            )
     else:
         # Two workers show the cost of an exchange
         per_node = max(-(-shares.num_workers // shape.nodes), min(2, shares.num_workers))
@@ -223,7 +226,8 @@ def train_here(
     with storage.Scratch("speed-probe") as folder:
         arguments = (f"file://{folder}/rendezvous", config, rows, workers, threads, cuda, results)
         started = [processes.Process(target=_train_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)]
-        with _one_openmp_thread():
+        # As Ray does; torch gets its own number later.
+        with temporary_environment({"OMP_NUM_THREADS": "1"}):
             for process in started:
                 process.start()
         deadline_s = time.monotonic() + _TIMEOUT_S
@@ -334,20 +338,6 @@ class _ReadyBatches:
     def close(self) -> None: ...
 
 
-@contextlib.contextmanager
-def _one_openmp_thread() -> Iterator[None]:
-    """Start processes with one OpenMP thread, as Ray does. Torch gets its own number later."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
     """Return the sharding plan of the tables on a cluster, without reading a log or measuring. Raises InputError if the tables do
     not fit or are unknown.
@@ -366,14 +356,10 @@ def _shares(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, Layo
     return config, layout_of(config, shape.resources())
 
 
-def _require_gpu() -> None:
+def _has_gpu() -> bool:
     import torch
 
-    if not torch.cuda.is_available():
-        raise InputError(
-            "plan: this machine has no GPU to measure the model on; run it on a node that has one, give gpu_rows_per_s=N in "
-            "--cluster, or leave gpus out of it"
-        )
+    return torch.cuda.is_available()
 
 
 def extrapolate(

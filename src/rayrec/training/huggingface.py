@@ -11,9 +11,9 @@ and it writes no file.
 """
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -21,6 +21,7 @@ from torch import distributed
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rayrec.batch import Batch
+from rayrec.cluster.connection import temporary_environment
 from rayrec.training.loop import steer
 from rayrec.training.progress import Cut, Progress, Training
 from rayrec.training.step_log import Account, Batches
@@ -48,30 +49,20 @@ def run(training: Training) -> bool:
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
     device = _pipeline(setup).device
     with _as_it_is(device):
-        trainer = _Trainer(
-            setup,
-            parts=_Parts(batches, workload.accumulate),
-            losses=losses,
-            args=_arguments(workload, device, steps=account.total),
-            callbacks=[steps],
-        )
+        arguments = _arguments(workload, device, steps=account.total)
+        trainer = _Trainer(setup, _Parts(batches, workload.accumulate), losses, arguments, steps)
     trainer.remove_callback(PrinterCallback)
-    hooks = _timed_steps(setup)
+    optimizer, clock = setup.optimizer.optimizer, setup.clock  # accelerate makes the optimizer's steps
+    hooks = [
+        optimizer.register_step_pre_hook(lambda *_: entered(clock, "optimizer")),
+        optimizer.register_step_post_hook(lambda *_: entered(clock, OTHER)),
+    ]
     try:
         trainer.train()
     finally:
         for hook in hooks:
             hook.remove()
     return steps.finished
-
-
-def _timed_steps(setup: WorkerSetup) -> list[Any]:
-    """Report the optimizer steps, which accelerate makes, to the clock."""
-    optimizer, clock = setup.optimizer.optimizer, setup.clock
-    return [
-        optimizer.register_step_pre_hook(lambda *_: entered(clock, "optimizer")),
-        optimizer.register_step_post_hook(lambda *_: entered(clock, OTHER)),
-    ]
 
 
 def _pipeline(setup: WorkerSetup) -> RowPipeline:
@@ -102,17 +93,12 @@ def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: i
 def _as_it_is(device: torch.device) -> Iterator[None]:
     """Keep the device and thread count set by rayrec while accelerate sets up the process. Accelerate reads the device from a
     variable."""
-    threads, variable = torch.get_num_threads(), "ACCELERATE_TORCH_DEVICE"
-    before = os.environ.get(variable)
-    os.environ[variable] = str(device)
+    threads = torch.get_num_threads()
     try:
-        yield
+        with temporary_environment({"ACCELERATE_TORCH_DEVICE": str(device)}):
+            yield
     finally:
         torch.set_num_threads(threads)
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 @final
@@ -169,17 +155,11 @@ class _Trainer(Trainer):
     """Trainer with rayrec's batches, wrapped model, loss and optimizer."""
 
     def __init__(
-        self,
-        setup: WorkerSetup,
-        *,
-        parts: _Parts,
-        losses: list[torch.Tensor],
-        args: TrainingArguments,
-        callbacks: list[TrainerCallback],
+        self, setup: WorkerSetup, parts: _Parts, losses: list[torch.Tensor], args: TrainingArguments, steps: TrainerCallback
     ) -> None:
         self._setup, self._parts, self._losses = setup, parts, losses
         optimizer = setup.optimizer.optimizer
-        super().__init__(model=setup.model, args=args, optimizers=(optimizer, _Rates(optimizer)), callbacks=callbacks)
+        super().__init__(model=setup.model, args=args, optimizers=(optimizer, _Rates(optimizer)), callbacks=[steps])
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -220,42 +200,38 @@ class _Trainer(Trainer):
 
 
 @final
+@dataclass(eq=False)
 class _Steps(TrainerCallback):
     """Callback around each of Trainer's steps."""
 
-    def __init__(
-        self,
-        setup: WorkerSetup,
-        progress: Progress,
-        account: Account,
-        course: Generator[int, Cut, bool],
-        batches: Batches,
-        losses: list[torch.Tensor],
-        stop: int,
-    ) -> None:
-        self._setup, self._progress, self._account, self._course = setup, progress, account, course
-        self._batches, self._losses, self._stop = batches, losses, stop
-        self.finished = False
-        """Result of `run`."""
+    setup: WorkerSetup
+    progress: Progress
+    account: Account
+    course: Generator[int, Cut, bool]
+    batches: Batches
+    losses: list[torch.Tensor]
+    stop: int
+    finished: bool = False
+    """Result of `run`."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        state.global_step = self._progress.step
-        self._account.begin()
+        state.global_step = self.progress.step
+        self.account.begin()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._setup.begin_step(self._progress.step, self._account.total)
+        self.setup.begin_step(self.progress.step, self.account.total)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        loss = torch.stack(self._losses).sum()
-        self._losses.clear()
+        loss = torch.stack(self.losses).sum()
+        self.losses.clear()
         # Trainer pulls no batch ahead, so a segment can end after any step.
-        cannot_go_on = self._account.count(loss, self._batches, stop=self._stop)
-        if self._progress.step < self._stop and not cannot_go_on:
+        cannot_go_on = self.account.count(loss, self.batches, stop=self.stop)
+        if self.progress.step < self.stop and not cannot_go_on:
             return
-        self._setup.pipeline.reset()
+        self.setup.pipeline.reset()
         try:
-            self._stop = self._course.send(self._account.cut)
+            self.stop = self.course.send(self.account.cut)
         except StopIteration as end:
             self.finished = end.value
             control.should_training_stop = True
-        self._account.begin()
+        self.account.begin()

@@ -77,7 +77,12 @@ class Progress:
     def trained_by_all(self) -> RowTally | None:
         """Return the rows trained by all workers, or None if a batch did not provide its rows; collective."""
         _, (unknown,) = over_workers(float(self.trained is None))
-        return None if unknown or self.trained is None else _tally_over_workers(self.trained)
+        if unknown or self.trained is None:
+            return None
+        # Sent as bytes and added here, modulo 2^64.
+        checksums = torch.frombuffer(bytearray(np.array(self.trained.checksums, "<u8").tobytes()), dtype=torch.uint8)
+        pairs = (np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist() for each in gathered(checksums))
+        return RowTally.total(sum_over_workers(self.trained.counts.copy()), ((first, second) for first, second in pairs))
 
     def count(self, rows: RowNumbers | None) -> None:
         """Count rows that this worker trained."""
@@ -182,10 +187,3 @@ def with_lowered_rates(setup: WorkerSetup, progress: Progress, plateau: PlateauC
                 group["lr"] = plateau.learning_rate(float(group["lr"]), scale=progress.learning_rate_scale)
 
     return begin
-
-
-def _tally_over_workers(mine: RowTally) -> RowTally:
-    # Sent as bytes and added here, modulo 2^64.
-    checksums = torch.frombuffer(bytearray(np.array(mine.checksums, "<u8").tobytes()), dtype=torch.uint8)
-    pairs = (np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist() for each in gathered(checksums))
-    return RowTally.total(sum_over_workers(mine.counts.copy()), ((first, second) for first, second in pairs))

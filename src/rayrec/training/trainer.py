@@ -143,11 +143,13 @@ def train(
     differ, but does not detect changed values. A run without a saved step writes its data again.
     """
     console, stopwatch = console or Console(), stopwatch or Stopwatch()
-    given: dict[str, Table | None] = {"train_data": data, "eval_data": eval_data}
+    tables = {"train_data": data, "eval_data": eval_data}
+    given = {name: table for name, table in tables.items() if table is not None}
+    drive = functools.partial(_drive, given=given, console=console, stopwatch=stopwatch, stop=stop)
     launched = Launched.of_environment()
-    if launched is None:
-        return _whole(_drive(config, given, console, stopwatch, launcher_of, stop))
-    return _drive_launched(config, given, console, stopwatch, launched, stop)
+    result = drive(config, launcher_of) if launched is None else _drive_launched(fitted(config, launched), launched, drive)
+    assert result is not None, "only `train_until` pauses a run"
+    return result
 
 
 def train_until(
@@ -159,7 +161,7 @@ def train_until(
     Learning rates and row order are those for the full run, so pauses do not change the final weights.
     """
     launcher = functools.partial(ProcessLauncher, pause_at=share)
-    return _drive(config, {}, console or Console(), Stopwatch(), launcher, stop)
+    return _drive(config, launcher, given={}, console=console or Console(), stopwatch=Stopwatch(), stop=stop)
 
 
 def launcher_of(config: TrainConfig) -> Launcher:
@@ -185,42 +187,25 @@ def trains_in_process(config: TrainConfig) -> bool:
     return not reasons and is_in_process(config.cluster.address)
 
 
-def _whole(result: Result | None) -> Result:
-    assert result is not None, "only `train_until` pauses a run"
-    return result
-
-
 def _drive_launched(
-    config: TrainConfig,
-    given: Mapping[str, Table | None],
-    console: Console,
-    stopwatch: Stopwatch,
-    launched: Launched,
-    stop: threading.Event | None,
-) -> Result:
+    config: TrainConfig, launched: Launched, drive: Callable[[TrainConfig, Callable[[TrainConfig], Launcher]], Result | None]
+) -> Result | None:
     """Train as one of several processes, of which rank 0 drives the run. Returns the same result in all of them."""
     from rayrec.training.launchers.process_worker import StoreRendezvous, end, train_other
 
-    config = fitted(config, launched)
     with contextlib.closing(StoreRendezvous.join(launched)) as rendezvous:
         if launched.rank:
             found = train_other(config, rendezvous)
             if "status" in found:
                 raise SystemExit(found["status"])
             return Result(**found)
-        how: dict[str, Any] = {"status": 1}
+        how: dict[str, Any] = {}
         try:
-            launcher = functools.partial(ProcessLauncher, rendezvous=rendezvous)
-            result = _whole(_drive(config, given, console, stopwatch, launcher, stop))
+            result = drive(config, functools.partial(ProcessLauncher, rendezvous=rendezvous))
             how = vars(result)
-        except InputError:
-            how = {"status": 2}
-            raise
-        except KeyboardInterrupt:
-            how = {"status": 130}
-            raise
-        except SystemExit as error:
-            how = {"status": error.code}
+        except BaseException as error:
+            status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, InputError) else 1
+            how = {"status": error.code if isinstance(error, SystemExit) else status}
             raise
         finally:
             end(rendezvous, how)
@@ -229,10 +214,11 @@ def _drive_launched(
 
 def _drive(
     config: TrainConfig,
-    given: Mapping[str, Table | None],
+    make_launcher: Callable[[TrainConfig], Launcher],
+    *,
+    given: Mapping[str, Table],
     console: Console,
     stopwatch: Stopwatch,
-    make_launcher: Callable[[TrainConfig], Launcher],
     stop: threading.Event | None,
 ) -> Result | None:
     """Drive a run and return its result, or None if it paused."""
@@ -241,8 +227,7 @@ def _drive(
     root = storage.absolute(config.storage_path)
     folder = storage.join(root, str(config.name))
     config, changes = _checked(config, folder, given, console.note)
-    finished = finished_summary(folder, config, changes, console.note)
-    if finished is not None:
+    if (finished := finished_summary(folder, config, changes, console.note)) is not None:
         return Result(folder, CheckpointPath(finished["checkpoint"]), finished)
     preflight(config)
     init = _start_checkpoint(config, folder)
@@ -304,7 +289,9 @@ def _drive(
                 )
         if result or signals.cause is None:
             return result
-        console.note(f"{folder}: stopped; the same command resumes from {_newest(folder)}")
+        checkpoint = latest(folder)
+        resumed_from = f"step {checkpoint.step:,}" if checkpoint else "its start, because there is no checkpoint"
+        console.note(f"{folder}: stopped; the same command resumes from {resumed_from}")
         signals.throw()
     raise AssertionError("the signal was thrown")
 
@@ -317,18 +304,17 @@ def _connected(launcher: Launcher, root: str, console: Console, stopwatch: Stopw
 
 
 def _checked(
-    config: TrainConfig, folder: str, given: Mapping[str, Table | None], note: Callable[[str], None]
+    config: TrainConfig, folder: str, given: Mapping[str, Table], note: Callable[[str], None]
 ) -> tuple[TrainConfig, Changes]:
     """Return the configuration with the paths of given data, after writing it, and the changes from an earlier start. Raises
     InputError for invalid settings and data before anything is written."""
 
-    tables = {field: table for field, table in given.items() if table is not None}
-    config = dataframe_input.with_paths(config, folder, tables)
+    config = dataframe_input.with_paths(config, folder, given)
     config = config.workload.adapted(config)
     check_settings(config)
     changes = changes_since(folder, config)
-    if tables:
-        dataframe_input.write(config, folder, tables, resumes=latest(folder) is not None, note=note)
+    if given:
+        dataframe_input.write(config, folder, given, resumes=latest(folder) is not None, note=note)
     return config, changes
 
 
@@ -379,12 +365,6 @@ def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[No
             except (OSError, InputError) as error:
                 note(f"the events of this run stay in parts, which can be read as well ({error})")
             write_or_note(folder, note=note)
-
-
-def _newest(folder: str) -> str:
-
-    checkpoint = latest(folder)
-    return f"step {checkpoint.step:,}" if checkpoint else "its start, because there is no checkpoint"
 
 
 def _set_environment() -> None:

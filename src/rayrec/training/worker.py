@@ -133,11 +133,7 @@ def _train(
     saver = Saver(
         folder,
         lease=mine,
-        retention=Retention(
-            num_to_keep=config.checkpoint.num_to_keep,
-            keep_best=config.checkpoint.keep_best,
-            keep_every=config.checkpoint.keep_every,
-        ),
+        retention=Retention(config.checkpoint.num_to_keep, config.checkpoint.keep_best, config.checkpoint.keep_every),
         extra_files=_extra_files(attempt) if mine else {},
         max_outage_s=config.failure.max_outage_s,
         log=saver_log(folder, log, grace_s=config.failure.grace_s),

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rayrec.cluster.restart_policy import Ending, Policy, Quit, Resubmit, Tally, describe, judge, pause_s, shell_status
+from rayrec.cluster.restart_policy import Ending, Policy, Quit, Tally, describe, judge, pause_s, shell_status
 from rayrec.config import InputError
 
 POLICY = Policy(max_failures=2, healthy_after_s=100.0)
@@ -36,22 +36,22 @@ def test_some_endings_are_final_at_once(ending: Ending, status: int) -> None:
 @pytest.mark.parametrize(("lived_s", "wait_s", "short_lived"), [(1.0, 5.0, 1), (99.9, 5.0, 1), (100.0, 0.0, 0)])
 def test_others_lead_to_another_attempt(status: int | None, lived_s: float, wait_s: float, short_lived: int) -> None:
     tally, decision = judge(POLICY, Tally(attempts=3), ended(status, lived_s=lived_s), jitter=0.5)
-    assert decision == Resubmit(wait_s)
+    assert decision == wait_s
     assert tally == Tally(attempts=3, short_lived=short_lived, accepted=status is not None or not short_lived)
 
 
 def test_a_lost_head_counts_only_where_the_attempt_was_short_lived() -> None:
     lost = Ending("lost", lived_s=5000.0, ran=True)
-    assert judge(POLICY, Tally(1, short_lived=2), lost, jitter=0.0) == (Tally(1, 0, True), Resubmit(0.0))
+    assert judge(POLICY, Tally(1, short_lived=2), lost, jitter=0.0) == (Tally(1, 0, True), 0.0)
     short = Ending("lost", lived_s=5.0, ran=True)
-    assert judge(POLICY, Tally(1, short_lived=1), short, jitter=0.5) == (Tally(1, 2, True), Resubmit(10.0))
+    assert judge(POLICY, Tally(1, short_lived=1), short, jitter=0.5) == (Tally(1, 2, True), 10.0)
     unborn = Ending("lost")
     assert judge(POLICY, Tally(1), unborn, jitter=0.5)[0] == Tally(1, 1, accepted=False)
 
 
 def test_a_stop_that_a_supervisor_asked_for_is_nobodys_wish_any_more() -> None:
     stopped = Ending("stopped", lived_s=5.0, ran=True, told_to=True)
-    assert judge(POLICY, Tally(3, short_lived=2), stopped, jitter=0.5) == (Tally(3), Resubmit(0.0))
+    assert judge(POLICY, Tally(3, short_lived=2), stopped, jitter=0.5) == (Tally(3), 0.0)
     failed = Ending("failed", status=1, lived_s=5.0, ran=True, told_to=True)
     assert judge(POLICY, Tally(3), failed, jitter=0.5)[0].short_lived == 1
 
@@ -98,7 +98,7 @@ def test_an_attempt_that_lived_long_had_good_flags_but_not_for_ever() -> None:
     """Whatever is to be fixed then, a full disk say, either passes or ends every attempt after hours of training."""
     late = ended(2, lived_s=500.0)
     tally, decision = judge(POLICY, Tally(attempts=1), late, jitter=0.5)
-    assert (tally, decision) == (Tally(1, short_lived=1, accepted=True), Resubmit(5.0))
+    assert (tally, decision) == (Tally(1, short_lived=1, accepted=True), 5.0)
     attempts, quit_ = run_through(POLICY, [late] * 10)
     assert (attempts, quit_ and quit_.status) == (3, 2)
     assert run_through(POLICY, [late, late, ended(1, lived_s=500.0)] * 5) == (15, None)

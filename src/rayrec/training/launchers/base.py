@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayrec.checkpoint import write_token
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.timing import Stopwatch
-from rayrec.training.stop_monitor import ControlChannel, Signals
+from rayrec.training.stop_monitor import ControlChannel, Grace, Signals
 from rayrec.workloads.base import TrainConfig, WarmStart
+from rayrec.workloads.run_config import FailureConfig
 
 if TYPE_CHECKING:
     from rayrec.cluster.layout import Layout
     from rayrec.observe.console import Console
     from rayrec.observe.events import EventWriter
     from rayrec.observe.tracking.config import Makers
+
+
+_POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +87,40 @@ class AttemptContext:
         stopwatch = Stopwatch(self.since_s)
         stopwatch.lap("attempt", at_s=self.begun_s)
         return stopwatch
+
+
+def follow_attempt(
+    work: Callable[[], dict[str, Any]],
+    signals: Signals,
+    failure: FailureConfig,
+    *,
+    request_stop: Callable[[str], None],
+    written_bytes: Callable[[], int],
+    poll: Callable[[], str | None] = lambda: None,
+) -> dict[str, Any] | None:
+    """Run an attempt in a thread, and request a stop after a signal or when `poll` returns a reason. Returns None after a signal
+    if the workers do not save within their `Grace`."""
+    future: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="attempt", daemon=True).start()
+    grace: Grace | None = None
+    with signals.held():
+        while not future.done():
+            wait([future], timeout=_POLL_S)
+            if signals.cause is not None:
+                grace = grace or Grace(failure, now_s=time.monotonic())
+                request_stop(signals.cause)
+                if not future.done() and grace.over(time.monotonic(), written_bytes=written_bytes()):
+                    return None
+            elif (reason := poll()) is not None:
+                request_stop(reason)
+    return future.result()
 
 
 class Launcher(Protocol):

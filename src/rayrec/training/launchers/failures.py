@@ -45,16 +45,12 @@ class Tolerance:
         if before is not None and before == self._repeatable and not progressed:
             raise error
         if not is_preemption(error):
-            self._failures = failures_in_a_row(self._failures, progressed=progressed)
+            # A run of weeks may lose any number of nodes, as long as it progresses in between.
+            self._failures = 1 if progressed else self._failures + 1
             if 0 <= self._failure.max_failures < self._failures:
                 raise error
         self._quick = self._quick + 1 if attempt_s < _QUICK_S else 0
         return min(2.0 ** (self._quick - 2), _LONGEST_PAUSE_S) if self._quick > 1 else 0.0
-
-
-def failures_in_a_row(before: int, *, progressed: bool) -> int:
-    """Return the number of consecutive failures. Progress resets it, so that long runs may lose any number of nodes. Pure."""
-    return 1 if progressed else before + 1
 
 
 _IN_CODE = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, ArithmeticError, ImportError)

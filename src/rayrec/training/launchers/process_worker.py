@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pickle
 import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Final, Self, final
 
@@ -20,9 +20,9 @@ from rayrec.cluster.layout import Launched
 from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import STOP_ASKED, ThreadEngine
-from rayrec.training.launchers.base import AttemptContext, PreparedRun
+from rayrec.training.launchers.base import AttemptContext, PreparedRun, follow_attempt
 from rayrec.training.profiling import watched_requests
-from rayrec.training.stop_monitor import Grace, ProfileRequest, Signals
+from rayrec.training.stop_monitor import ProfileRequest, Signals
 from rayrec.training.worker import run_worker
 from rayrec.training.worker_logs import worker_logs
 from rayrec.workloads.base import TrainConfig, WorkerContext
@@ -221,30 +221,19 @@ def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signal
     config, env, channel = attempt.config, rendezvous.env, StoreControlChannel(rendezvous)
     device = device_of(env, use_gpu=config.scaling.use_gpu)
     use_device(device)
-    future: Future[dict[str, Any]] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(_work(attempt, rendezvous, device))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="worker", daemon=True).start()
-    grace: Grace | None = None
     requests = watched_requests(attempt.folder, channel) if env.rank == 0 else contextlib.nullcontext()
-    with signals.held(), requests:
-        while not future.done():
-            wait([future], timeout=_LOOK_S)
-            if signals.cause is not None:
-                grace = grace or Grace(config.failure, now_s=time.monotonic())
-                channel.request_stop(signals.cause)
-                if not future.done() and grace.over(time.monotonic(), written_bytes=channel.written_bytes()):
-                    return None
-    return future.result()
+    with requests:
+        return follow_attempt(
+            functools.partial(_work, attempt, rendezvous, device),
+            signals,
+            config.failure,
+            request_stop=channel.request_stop,
+            written_bytes=channel.written_bytes,
+        )
 
 
 def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.device) -> dict[str, Any]:
-    """Run the worker of this process in the current thread."""
+    """Run the worker of this process."""
     use_device(device)
     env, stopwatch, threads = rendezvous.env, attempt.stopwatch(), torch.get_num_threads()
     context = WorkerContext(attempt.config, env.rank, env.world_size, device, attempt.engine, node=platform.node(), cpus=env.cpus)

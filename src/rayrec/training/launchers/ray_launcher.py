@@ -5,10 +5,8 @@ import dataclasses
 import functools
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -28,16 +26,15 @@ from rayrec.data.engine import Shared, StreamEngine, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.observe.tracking.config import Makers
-from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun
+from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun, follow_attempt
 from rayrec.training.launchers.failures import Tolerance, cause_of, is_without_room, worker_failures
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
 from rayrec.training.preflight import layout_of
 from rayrec.training.profiling import watched_requests, worker_variables
-from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Grace, Signals, unsaved_cause
+from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Signals, unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
-_LOOK_S = 0.1
 _DATA_NODES_POLL_S = 5.0
 _DATA_NODES_S = 20.0
 """Seconds without a node for data tasks after which an attempt saves and ends."""
@@ -152,34 +149,19 @@ def _attempt(run: PreparedRun, signals: Signals, *, crowded: bool) -> dict[str, 
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
     attempt = AttemptContext.of(run, engine, request.channel)
-    future: Future[dict[str, Any]] = Future()
-
-    def fit() -> None:
-        try:
-            future.set_result(_fit(attempt, layout))
-        except BaseException as error:
-            future.set_exception(error)
-
-    # In a separate thread, so that this one can poll, and Ray Train does not handle signals.
-    threading.Thread(target=fit, name="attempt", daemon=True).start()
     growth, data_nodes = _Growth(config, layout.num_workers, crowded=crowded), _DataNodes(config, layout)
-    grace: Grace | None = None
+
+    def poll() -> str | None:
+        return MORE_WORKERS if growth.possible() else NO_DATA_NODES if data_nodes.gone() else None
+
     try:
-        with signals.held(), watched_requests(run.folder, request.channel):
-            while not future.done():
-                wait([future], timeout=_LOOK_S)
-                if signals.cause is not None:
-                    grace = grace or Grace(config.failure, now_s=time.monotonic())
-                    request.send(signals.cause)
-                    if not future.done() and grace.over(time.monotonic(), written_bytes=request.written_bytes()):
-                        return None
-                elif growth.possible():
-                    request.send(MORE_WORKERS)
-                elif data_nodes.gone():
-                    request.send(NO_DATA_NODES)
+        with watched_requests(run.folder, request.channel):
+            fit = functools.partial(_fit, attempt, layout)
+            return follow_attempt(
+                fit, signals, config.failure, request_stop=request.send, written_bytes=request.written_bytes, poll=poll
+            )
     finally:  # also after a second signal
         request.close()
-    return future.result()
 
 
 def worker_environment(config: TrainConfig) -> dict[str, str]:
@@ -240,7 +222,7 @@ def _fit(attempt: AttemptContext, layout: Layout) -> dict[str, Any]:
         # On clusters without a dashboard, the placement group cleaner is useless and blocks for 12 s after each attempt;
         # `_free_workers` replaces it. The other callback starts a process for Datasets, which are not used here.
         data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback  # type: ignore[misc,assignment]
-        data_parallel_trainer.DatasetsCallback = _NoDatasets  # type: ignore[misc,assignment]
+        data_parallel_trainer.DatasetsCallback = lambda **_: WorkerGroupCallback()  # type: ignore[misc,assignment]
         try:
             return trainer.fit().return_value  # type: ignore[attr-defined]  # typed as Train V1's
         except ray.train.TrainingFailedError as error:
@@ -248,13 +230,6 @@ def _fit(attempt: AttemptContext, layout: Layout) -> dict[str, Any]:
                 if isinstance(failure, InputError):
                     raise InputError(str(failure)) from None
             raise
-
-
-class _NoDatasets(WorkerGroupCallback):
-    """Replacement of the callback that shards Ray Train's Datasets."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
 
 
 class _DataNodes:

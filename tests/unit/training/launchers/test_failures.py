@@ -14,14 +14,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from rayrec.config import InputError
-from rayrec.training.launchers.failures import (
-    Tolerance,
-    cause_of,
-    errors_in_code,
-    failures_in_a_row,
-    is_preemption,
-    is_without_room,
-)
+from rayrec.training.launchers.failures import Tolerance, cause_of, errors_in_code, is_preemption, is_without_room
 from rayrec.workloads.run_config import FailureConfig
 
 DIED, GONE_WITH_ITS_NODE = (
@@ -50,11 +43,6 @@ def test_what_an_attempt_failed_with(error: Exception, preemption: bool, without
     assert (is_preemption(error), is_without_room(error)) == (preemption, without_room)
     assert cause_of(error).startswith(cause)
     assert "\n" not in cause_of(error)
-
-
-def test_failures_in_a_row() -> None:
-    assert [failures_in_a_row(before, progressed=False) for before in (0, 1, 2)] == [1, 2, 3]
-    assert [failures_in_a_row(before, progressed=True) for before in (0, 1, 9)] == [1, 1, 1]
 
 
 CONNECTION = RuntimeError("connection closed by peer")

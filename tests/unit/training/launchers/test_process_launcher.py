@@ -73,6 +73,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ray, "init", never)
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(process_worker, "_LOOK_S", 0.01)
+    monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.01)
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
     monkeypatch.setattr(profiling, "_POLL_S", 0.02)
     STATE.__init__()  # type: ignore[misc]

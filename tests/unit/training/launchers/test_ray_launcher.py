@@ -209,7 +209,7 @@ def test_control_channel_ends_with_the_attempt(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
     monkeypatch.setattr(ray_launcher, "_fit", lambda *_: ended.wait(60))
     monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(ray_launcher, "_LOOK_S", 0.001)
+    monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.001)
     shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
     signals = Signals()
     signals.cause = "SIGINT"
