@@ -24,13 +24,10 @@ _LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_wo
 """Environment of a local Ray's processes. Its only node is never drained, so no process needs to watch for preemption. By default
 Ray starts only as many processes at a time as there are CPUs."""
 _SUBMITTED: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable with the configuration of a submitted Ray job, as JSON."""
 _OWN_PYTHON: Final = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
 """Runtime environment fields that select the Python interpreter."""
 _started: set[str] = set()
-"""Addresses of the local Rays that this process started."""
 _fork_server: ForkServer | None = None
-"""Fork server shared by all local Rays of this process."""
 _PROBE_S = 2.0
 
 
@@ -324,7 +321,6 @@ def _require_listener(host: str, port: int, source: str) -> None:
 
 
 def _ask(target: str, source: str) -> _Answer:
-    """Ask a head whether it is alive, with a token if this process presents one."""
     import grpc
     import ray
     from ray.exceptions import AuthenticationError

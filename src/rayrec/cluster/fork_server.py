@@ -69,7 +69,6 @@ class ForkServer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Stop the server; does nothing in forked copies of the owner process."""
         atexit.unregister(self.close)
         if os.getpid() != self._owner:
             return
@@ -220,7 +219,6 @@ class _Server:
         return None
 
     def _leave(self) -> None:
-        """Close the file descriptors of the server in a forked process."""
         for each in (self._listener, *self._templates.values()):
             each.close()
         if self._watched:
@@ -245,7 +243,6 @@ def _template(requests: socket.socket, modules: str) -> _Next:
 
 
 def _decline(connection: int, error: OSError) -> None:
-    """Let the waiting process start without a fork."""
     with contextlib.suppress(OSError):  # the requester no longer waits
         os.write(connection, f"the fork server cannot fork: {error}".encode())
 
@@ -260,7 +257,6 @@ def _raise_oom_score(environment: Mapping[str, str]) -> None:
 
 
 def _worker(connection: int, request: int, *standard: int) -> None:
-    """Become the worker process of a request."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     wanted = _request(request)
     if wanted["leads_group"]:

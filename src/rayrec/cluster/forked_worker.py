@@ -197,7 +197,6 @@ def leave_newest(address: str, *, raylet: int) -> None:
 
 
 def _become(arguments: list[str]) -> NoReturn:
-    """Replace this process with the one that Ray would have started."""
     through = []
     if any(argument.startswith((_CONTEXT, _LANGUAGE)) for argument in arguments):
         import ray

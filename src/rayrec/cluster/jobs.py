@@ -97,7 +97,6 @@ class Jobs:
         self.all()
 
     def find(self, submission_id: str) -> Job | None:
-        """Return a job, or None if the head does not know it."""
         answer = self._request("GET", f"/api/jobs/{quote(submission_id)}", may_lack=True)
         return None if answer is None else _job(answer.json())
 
@@ -161,7 +160,6 @@ class LogFollower:
         self._thread.start()
 
     def finish(self, *, timeout_s: float) -> None:
-        """Wait for the last lines of an ended job, then stop showing."""
         self._thread.join(timeout=timeout_s)
         self._ended.set()
 

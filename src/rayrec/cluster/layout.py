@@ -28,7 +28,6 @@ class Launched:
     local_rank: int
     local_world_size: int
     restarts: int
-    """Number of restarts of the group by torchrun."""
     is_torchrun: bool = field(default=True, kw_only=True)
     """Whether torchrun started this process. If not, it trains alone."""
     num_cpus: int | None = field(default=None, kw_only=True)
@@ -94,12 +93,10 @@ class Layout:
     workers_only: frozenset[str] = frozenset()
     """Ids of nodes without data tasks. Nodes that join later accept data tasks."""
     num_nodes: int = 1
-    """Number of cluster nodes."""
     idle_cpus: float = 0.0
     """CPUs of nodes that are unsuitable for workers, if data tasks nevertheless run on all nodes."""
 
     def text(self) -> str:
-        """Return one line: workers, their resources, and the nodes of their data tasks."""
         reserved = ", ".join(f"{amount:g} {name}" for name, amount in self.worker_resources.items())
         num_data = self.num_nodes - len(self.workers_only)
         where = f"{num_data} of {self.num_nodes} nodes, without workers" if self.workers_only else f"all {self.num_nodes} nodes"

@@ -30,7 +30,6 @@ def importing(modules: Sequence[str], *, without_ray: Sequence[str] = ()) -> dic
 
 
 def import_modules() -> None:
-    """Import a worker's modules; the setup hook of prestarted processes."""
     import_all(os.environ[_MODULES].split(","))
 
 

@@ -32,7 +32,7 @@ class Tally:
     """Attempt counts of a run."""
 
     attempts: int = 0
-    """Number of submitted jobs, and number of the latest one."""
+    """Number of submitted jobs."""
     short_lived: int = 0
     """Number of consecutive latest attempts that were short-lived or ended with a user error."""
     accepted: bool = False
@@ -61,7 +61,6 @@ class Quit:
     """Decision to end the supervision."""
 
     status: int
-    """Exit status of the supervisor."""
     cause: str
 
 

@@ -40,7 +40,6 @@ class Outcome:
     """0: finished; 1: gave up; 2: user error; 130: stopped by a user."""
     cause: str
     attempts: int
-    """Number of submitted jobs, including earlier supervisors'."""
     summary: dict[str, Any] | None = None
     """Summary printed by the run. None if it did not finish, or its log is gone."""
 
@@ -182,7 +181,6 @@ class _Supervisor:
         return job
 
     def _adopt(self, job: Job) -> Job:
-        """Follow a job that is not in the state file."""
         if job.metadata.get(CONFIG_KEY) != self._state.config_hash:
             raise InputError(
                 f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with other flags; "
@@ -216,7 +214,6 @@ class _Supervisor:
         return self._jobs.find(submission_id)
 
     def _follow(self, job: Job) -> Job | None:
-        """Poll a job until it ends; return None if it is gone."""
         found: Job | None = job
         while found is not None and found.live:
             if found.status == "RUNNING":
@@ -384,7 +381,6 @@ class Outage:
 
 
 def span(seconds: float) -> str:
-    """Format a duration."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

@@ -23,7 +23,6 @@ class State:
     """Hash of the training configuration. Another hash means another run, even under the same name."""
     tally: Tally = field(default_factory=Tally)
     submission_id: str | None = None
-    """Job of the current attempt. None between attempts."""
     submitted: bool = False
     """Whether the head is known to have received that job."""
     running_since: float | None = None
@@ -72,13 +71,11 @@ class Notebook:
         storage.write_json(self.path, dataclasses.asdict(self.state))
 
     def say(self, text: str) -> None:
-        """Report an event to the user and to the log."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {self.state.name}  {text}"
         self._note(line)
         self.keep(line)
 
     def keep(self, text: str) -> None:
-        """Write a line to the log only."""
         self._log.write(f"{text}\n")
         self._log.flush()
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     Table: TypeAlias = pandas.DataFrame | ray.data.Dataset
 
 MANIFEST = "written.json"
-"""Manifest of a folder of written data; written last."""
 _GROUP_ROWS = 8192
 """Rows per row group: small enough to be shuffled as a segment without rewriting."""
 _FILE_ROWS = 64 * _GROUP_ROWS

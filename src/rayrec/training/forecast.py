@@ -24,7 +24,6 @@ from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRo
 
 Limit = Literal["model", "network", "data", "cpus"]
 _TIMEOUT_S: Final = 300.0
-"""Timeout for training some steps on this machine."""
 _STEPS_AT_ONCE: Final = 8
 """Steps between two clock readings. The first ones are not measured."""
 _MEASURED_S: Final = 4.0
@@ -39,7 +38,6 @@ class ClusterShape:
     """Cluster of identical nodes."""
 
     cpus: float
-    """CPUs of each node."""
     gpus: float = 0.0
     """GPUs of each node with GPUs."""
     nodes: int = 1
@@ -83,7 +81,6 @@ class ClusterShape:
         return cls(values["cpus"], gpus, nodes, cpu_nodes, **given)
 
     def target(self, num_workers: int) -> Target:
-        """Return the cluster properties that the measurement needs."""
         workers_per_node = -(-num_workers // self.nodes)
         host_gb = self.memory_gb and self.memory_gb / workers_per_node
         memory_gb = self.gpu_memory_gb if self.gpus else host_gb
@@ -147,7 +144,6 @@ class Forecast:
         return sorted(limits)
 
     def text(self) -> str:
-        """Return the report."""
         measured_speed, shape = self.measured_speed, self.shape
         what = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
         what += f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""

@@ -26,8 +26,6 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Boundary:
-    """End of a segment, and the actions there."""
-
     step: int
     evaluate: bool
     save: bool

@@ -58,7 +58,6 @@ def layout_here(config: TrainConfig, *, cpus: int) -> Layout:
 
 
 def layout_of(config: TrainConfig, nodes: list[Node]) -> Layout:
-    """Allocate nodes to the run. Raises InputError if its workers do not fit."""
     scaling = config.scaling
     return layout(
         nodes,

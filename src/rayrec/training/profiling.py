@@ -39,7 +39,6 @@ class Window:
     """Range of steps to record."""
 
     name: str
-    """Name of its folder in RUN/profile."""
     first: int
     """Number of completed steps when recording begins."""
     end: int
@@ -94,7 +93,6 @@ def _watch(folder: str, channel: ControlChannel, ended: threading.Event) -> None
 
 
 def _window(request: Any) -> Window:
-    """Parse a request. Raises InputError if `request_profile` has not written it."""
     try:
         window = Window(str(request["name"]), int(request["first"]), int(request["end"]))
     except (TypeError, KeyError, ValueError) as error:

@@ -34,7 +34,6 @@ class Progress:
     blocked_s: float = 0.0
     """Seconds spent waiting for data within `train_s` (mean over workers)."""
     best: float | None = None
-    """Best evaluation score."""
     best_step: int | None = None
     since_best: int = 0
     """Evaluations since the last one that improved by more than `early_stopping.min_improvement`."""
@@ -47,9 +46,7 @@ class Progress:
     plateau_evaluations: int = 0
     """Evaluations since that one, or since the learning rates were lowered."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last evaluation."""
     best_metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the best evaluation."""
     evaluation_due: bool = False
     """Whether this step has yet to be evaluated, because the run was asked to stop here."""
     trained: RowTally | None = field(default_factory=RowTally)
@@ -85,7 +82,6 @@ class Progress:
         return RowTally.total(sum_over_workers(self.trained.counts.copy()), ((first, second) for first, second in pairs))
 
     def count(self, rows: RowNumbers | None) -> None:
-        """Count rows that this worker trained."""
         if rows is None:
             self.trained = None
         elif self.trained is not None:
@@ -113,8 +109,6 @@ class Interruption(Protocol):
 
 
 class Save(Protocol):
-    """Function that saves a checkpoint; collective."""
-
     def __call__(
         self, progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
     ) -> None:

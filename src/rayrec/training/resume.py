@@ -42,7 +42,6 @@ class Change:
     """Setting that differs. Values are plain JSON, or "not set" if a configuration lacks it."""
 
     field: str
-    """Dotted name, as in flags."""
     old: Any
     new: Any
 
@@ -55,7 +54,6 @@ class Changes:
     """Differences between the settings of a run's start and of its resume."""
 
     refused: tuple[Change, ...]
-    """Changes that affect the remaining steps."""
     accepted: tuple[Change, ...]
 
 

@@ -219,12 +219,9 @@ class Account:
         """Step of the next poll for reasons to save. The first step takes longest, so its time predicts nothing."""
         self._look_s = _LOOK_S
         self.total = progress.step + loader.steps
-        """Number of steps of the run."""
         self.cut: Cut = "none"
-        """Event in this segment."""
 
     def begin(self) -> None:
-        """Begin a segment."""
         self.cut = "none"
         self._losses, self._start_s = [], time.perf_counter()
         self._clock.start()

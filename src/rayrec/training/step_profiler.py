@@ -131,8 +131,6 @@ class StepProfiler:
 
 @final
 class _Recording:
-    """Active torch.profiler session."""
-
     def __init__(self, window: Window, end: int, device: torch.device, *, memory: bool, stack: bool) -> None:
         self.window, self.end = window, end
         activities = [ProfilerActivity.CPU]
@@ -143,7 +141,6 @@ class _Recording:
         self._step: record_function | None = None
 
     def mark(self, step: int) -> None:
-        """Mark the start of a step and the end of the previous one."""
         self._leave()
         self._step = record_function(f"step {step + 1}")
         self._step.__enter__()
@@ -158,7 +155,6 @@ class _Recording:
         self._profile.stop()
 
     def write(self, folder: str) -> None:
-        """Write the trace to a local folder."""
         self._profile.export_chrome_trace(os.path.join(folder, TRACE))
 
 

@@ -49,7 +49,6 @@ class Signals:
             self.throw()
 
     def throw(self) -> None:
-        """Raise the exception of the noted signal."""
         if self.cause == "SIGINT":
             raise KeyboardInterrupt
         raise SystemExit(143)
@@ -105,7 +104,6 @@ def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float
 
 
 ProfileRequest = dict[str, Any]
-"""Profile request: fields of `rayrec.training.step_profiler.Window`."""
 
 
 class ControlChannel(Protocol):
@@ -116,13 +114,9 @@ class ControlChannel(Protocol):
         """Return the driver's first reason to stop, or None."""
         ...
 
-    def report_bytes_written(self, rank: int, written_bytes: int) -> None:
-        """Report the bytes written so far by a worker's saves."""
-        ...
+    def report_bytes_written(self, rank: int, written_bytes: int) -> None: ...
 
-    def send_profile_request(self, request: ProfileRequest) -> None:
-        """Request a profile from all workers."""
-        ...
+    def send_profile_request(self, request: ProfileRequest) -> None: ...
 
     def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
         """Call `requested`, in any thread, for every later request of the attempt."""
@@ -160,7 +154,6 @@ class StopWatch:
         self.cause: str | None = None
         self._preemption = preemption
         self.write_s: Callable[[], float] = lambda: 0.0
-        """Duration of the last save."""
         self._first = rank == 0
         self._looked_s = time.monotonic()
         self._seen_s: float | None = self._looked_s

@@ -72,9 +72,7 @@ class Result:
 
     folder: str
     checkpoint: CheckpointPath
-    """Folder of the checkpoint to use."""
     summary: dict[str, Any]
-    """Content of summary.json."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "checkpoint", CheckpointPath(self.checkpoint))

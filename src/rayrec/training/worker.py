@@ -270,7 +270,6 @@ def peak_of_all(peak: float, *, world_size: int) -> float | None:
 
 
 def _loop(config: TrainConfig) -> Callable[[Training], bool]:
-    """Return the training function of the configured loop; see `training.loop.run`."""
     if config.loop == "huggingface":
         from rayrec.training.huggingface import run
 

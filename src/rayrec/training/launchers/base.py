@@ -28,8 +28,6 @@ _POLL_S = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRun:
-    """Run with prepared data."""
-
     config: TrainConfig
     folder: str
     """Absolute path of the run."""

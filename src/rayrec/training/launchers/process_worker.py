@@ -30,7 +30,6 @@ from rayrec.workloads.base import TrainConfig, WorkerContext
 _LOOK_S: Final = 0.1
 _REQUESTS_S: Final = 1.0
 _JOIN: Final = timedelta(minutes=30)
-"""Timeout to wait for the first process."""
 _LEAVE_S: Final = 30.0
 """Seconds that the first process, which may host the store, waits for the others to read the result."""
 _ATTEMPT, _TAKEN, _ENDED, _LEFT = "attempt", "taken", "ended", "left"
@@ -83,7 +82,6 @@ class StoreRendezvous:
                 self._store.delete_key(name)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
         with self._open():
             return self._store.add(key, amount)
 
@@ -121,7 +119,6 @@ class StoreControlChannel:
         self._rendezvous.publish(f"{_WROTE}/{rank}", str(written_bytes).encode())
 
     def written_bytes(self) -> int:
-        """Return the bytes written by all workers' saves."""
         return sum(int(self._found(f"{_WROTE}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
 
     def send_profile_request(self, request: ProfileRequest) -> None:
@@ -233,7 +230,6 @@ def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signal
 
 
 def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.device) -> dict[str, Any]:
-    """Run the worker of this process."""
     use_device(device)
     env, stopwatch, threads = rendezvous.env, attempt.stopwatch(), torch.get_num_threads()
     context = WorkerContext(attempt.config, env.rank, env.world_size, device, attempt.engine, node=platform.node(), cpus=env.cpus)

@@ -16,7 +16,6 @@ _SHUTDOWN_S: Final = 30.0
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Run `rayrec.training.launchers.ray_worker.train_worker`."""
     from rayrec.training.launchers import ray_worker
 
     return ray_worker.train_worker(arguments)
@@ -27,9 +26,7 @@ class ProcessGroup(BackendConfig):
     """Configuration of the workers' torch process group and torchrun variables."""
 
     backend: str
-    """gloo or nccl."""
     timeout_s: int
-    """Timeout of a collective operation."""
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -39,7 +39,6 @@ _DATA_NODES_POLL_S = 5.0
 _DATA_NODES_S = 20.0
 """Seconds without a node for data tasks after which an attempt saves and ends."""
 _NODES_S = 2.0
-"""Seconds between two polls of the nodes."""
 _START_AHEAD_S: Final = 600.0
 """Seconds for which prestarted processes of the first attempt are kept while data is prepared."""
 
@@ -316,8 +315,6 @@ class _NearEngine(RayEngine):
 
 
 class RayLauncher:
-    """Launcher for Ray clusters, running or local."""
-
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
 

@@ -30,7 +30,6 @@ COUNTERS: Final = {
     "rayrec_checkpoint_stall_s_total": "Seconds in which training waited for saves",
     "rayrec_failures_total": "Failures of workers, and of the run",
 }
-"""Counters with the label run."""
 _GAUGE_FIELDS: Final = ("loss", "rows_per_s", "blocked_fraction", "multiply_adds_per_s", "peak_fraction")
 
 
@@ -131,7 +130,6 @@ class StoreWatch:
         return dict(self._latest)
 
     def close(self) -> None:
-        """Stop polling, without waiting."""
         self._stop.set()
 
     def _watch(self) -> None:
