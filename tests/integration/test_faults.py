@@ -433,7 +433,7 @@ def test_a_cluster_that_others_use_is_waited_for(click_log: Path, cache: Path, t
     with holding, Run(config, tmp_path / "run", cache=cache, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5") as run:
         until(lambda: "holds" in holding.out, timeout_s=240)
         run.start()
-        waits = "waiting for resources that others hold: "
+        waits = "Waiting for resources in use by other jobs: "
         until(lambda: waits in run.session.err + run.session.out, timeout_s=240)
         assert not run.events("start", "failure")
         assert holding.process.stdin is not None

@@ -112,9 +112,9 @@ def test_workers_spread_two_and_one_learn_what_three_on_one_machine_learn(
 
 def test_a_user_without_the_clusters_token_is_refused(cluster: list[Node], click_log: Path, shared: Path) -> None:
     done = cluster[1].rayrec(*train_flags(click_log, shared, "refused", "accelerator"))
-    assert "RAY_ADDRESS=10.77.0.1:6379: the Ray cluster asks for a token, and this user has none" in refusal(done)
+    assert "RAY_ADDRESS=10.77.0.1:6379: the Ray cluster requires a token, but this user has no token" in refusal(done)
     again = cluster[1].rayrec(*train_flags(click_log, shared, "refused", "accelerator"), RAY_AUTH_TOKEN="f" * 64)
-    assert "the Ray cluster refuses the token of RAY_AUTH_TOKEN" in refusal(again)
+    assert "the Ray cluster rejects the token from RAY_AUTH_TOKEN" in refusal(again)
 
 
 @pytest.mark.exhaustive

@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "dense columns alone": (table("click,age\n1,2\n", "{label: click, dense: [age]}"), "sparse"),
     "Preprocessor absent": (good("--workload.preprocessor FOLDER/none"), "none"),
     # places
-    "storage path is a file": (file_in_the_way, "runs is a file"),
+    "storage path is a file": (file_in_the_way, "storage_path: must be a folder, got the file"),
     "unknown scheme": (train("--train-data.path nosuch://x/y"), "nosuch://x/y"),
     "bad S3 URL": (train("--train-data.path s3:///key"), "names no bucket"),
     "S3 option": (train("--train-data.path s3://b/k?colour=red"), "colour is no option"),

@@ -55,7 +55,7 @@ def connect(
     a local Ray does not start.
     """
     if address == IN_PROCESS:
-        raise InputError(f"address {IN_PROCESS}: this needs Ray; leave the address out, or give local or HOST:PORT")
+        raise InputError(f"address {IN_PROCESS}: needs Ray here. Omit the address, or use local or HOST:PORT")
     # Ray 2.60 enables token authentication for clusters that it starts; the token file is valid for this user only.
     import ray
 
@@ -106,7 +106,7 @@ def _join(address: str, source: str, *, log_to_driver: bool) -> None:
         ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env or None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}); run the command on "
+            f"{source}: the Ray cluster answers, but this machine cannot join it ({_in_one_line(error)}). Run the command on "
             "one of its nodes"
         ) from None
 
@@ -142,11 +142,11 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
             )
         _started.add(ray.get_runtime_context().gcs_address)
     except ValueError as error:  # e.g. the object store is too small
-        raise InputError(f"a local Ray does not start: {_in_one_line(error)}") from None
+        raise InputError(f"cannot start a local Ray: {_in_one_line(error)}") from None
     except Exception as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
         raise OSError(
-            f"a local Ray did not start ({_in_one_line(error)}); the machine may be short of CPU, memory or disk: look at "
-            "/tmp/ray/session_latest/logs, then give the same command again"
+            f"cannot start a local Ray ({_in_one_line(error)}). The machine may be short of CPU, memory or disk. Check "
+            "/tmp/ray/session_latest/logs, then run the same command again"
         ) from None
 
 
@@ -274,20 +274,20 @@ def require_head(address: str, *, source: str) -> None:
     if answer == "token rejected" and mode is None:
         if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
             raise InputError(
-                f"{source}: the Ray cluster asks for a token, and this user has none; copy the cluster's token (`ray "
+                f"{source}: the Ray cluster requires a token, but this user has no token. Copy the cluster's token (`ray "
                 "get-auth-token` prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
             )
         answer = _ask(target, source)
     if answer == "token rejected":
         if mode is not None and mode.lower() != "token":
-            raise InputError(f"{source}: the Ray cluster asks for a token; unset RAY_AUTH_MODE={mode} to present one")
+            raise InputError(f"{source}: the Ray cluster requires a token. Unset RAY_AUTH_MODE={mode} to present one")
         raise InputError(
-            f"{source}: the Ray cluster refuses the token of {_token_source()}; copy the cluster's token (`ray get-auth-token` "
+            f"{source}: the Ray cluster rejects the token from {_token_source()}. Copy the cluster's token (`ray get-auth-token` "
             "prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
         )
     if answer == "not Ray":
         raise InputError(
-            f"{source}: what listens there does not answer as the head of a Ray cluster; give the address that `ray start "
+            f"{source}: the listener there does not answer as the head of a Ray cluster. Use the address that `ray start "
             "--head` printed, by default HOST:6379 (8265 is the dashboard's port, 10001 the client server's)"
         )
 
@@ -302,11 +302,11 @@ def _host_and_port(address: str, source: str) -> tuple[str, int]:
         host, _, port = found.rpartition(":")
         return host.strip("[]"), int(port)
     except ConnectionError:
-        raise InputError(f"{source}: no Ray runs on this machine; start one with `ray start --head`") from None
+        raise InputError(f"{source}: no Ray runs on this machine. Start one with `ray start --head`") from None
     except socket.gaierror as error:
-        raise InputError(f"{source}: no such host ({error.strerror}); give HOST:PORT of the cluster's head") from None
+        raise InputError(f"{source}: host not found ({error.strerror}). Use HOST:PORT of the cluster's head") from None
     except ValueError:
-        raise InputError(f"{source}: is no address of a Ray cluster; give HOST:PORT of its head, or auto") from None
+        raise InputError(f"{source}: must be the address of a Ray cluster. Use HOST:PORT of its head, or auto") from None
 
 
 def _require_listener(host: str, port: int, source: str) -> None:
@@ -315,8 +315,8 @@ def _require_listener(host: str, port: int, source: str) -> None:
     except (OSError, OverflowError) as error:  # the second for a port beyond 65535
         why = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
         raise InputError(
-            f"{source}: no Ray cluster answers there ({why}); start one with `ray start --head`, correct the address, or leave "
-            "it out (and RAY_ADDRESS unset) for a local Ray"
+            f"{source}: no Ray cluster answers there ({why}). Start one with `ray start --head`, correct the address, or omit "
+            "it (and unset RAY_ADDRESS) to use a local Ray"
         ) from None
 
 
@@ -336,10 +336,12 @@ def _ask(target: str, source: str) -> _Answer:
         refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
         return "token rejected" if refused else "not Ray"
     except AuthenticationError as error:  # RAY_AUTH_MODE=token without a token
-        raise InputError(f"{source}: {str(error).splitlines()[0].rstrip('.')}; name its file in RAY_AUTH_TOKEN_PATH") from None
+        raise InputError(
+            f"{source}: {str(error).splitlines()[0].rstrip('.')}. Name the token's file in RAY_AUTH_TOKEN_PATH"
+        ) from None
     if reply.ray_version != ray.__version__:
         raise InputError(
-            f"{source}: the cluster runs Ray {reply.ray_version}, and this environment has Ray {ray.__version__}; install the "
+            f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray {ray.__version__}. Install the "
             "same version on both"
         )
     return "alive"

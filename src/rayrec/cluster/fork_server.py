@@ -100,7 +100,7 @@ def import_all(modules: Iterable[str]) -> None:
         try:
             importlib.import_module(module)
         except Exception as error:
-            _logger.info("%s is not imported ahead: %s", module, error)
+            _logger.info("Cannot preload %s: %s", module, error)
 
 
 class _Imported:
@@ -111,7 +111,7 @@ class _Imported:
         gc.disable()
         import_all(modules)
         if "ray" in sys.modules:
-            raise SystemExit(f"rayrec: one of {', '.join(modules)} imports Ray, so workers import all modules themselves")
+            raise SystemExit(f"rayrec: one of {', '.join(modules)} imports Ray, so that workers import all modules themselves")
         files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
         self._versions = {file: _version(file) for file in files if isinstance(file, str)}
         gc.collect()

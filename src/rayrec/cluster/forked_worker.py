@@ -57,7 +57,7 @@ def main() -> None:
                 reason = answer.decode(errors="replace") or "the fork server ended"
         except OSError as error:
             reason = f"the fork server does not answer: {error}"
-    print(f"rayrec: this worker imports what it needs itself: {reason}", file=sys.stderr, flush=True)
+    print(f"rayrec: this worker imports its modules itself: {reason}", file=sys.stderr, flush=True)
     _become(arguments)
 
 
@@ -76,13 +76,13 @@ def misfit(context: dict[str, Any], environment: Mapping[str, str]) -> str:
         environment: Environment variables; a running Ray has already added the runtime environment's.
     """
     if any(context.get(name) for name in ("command_prefix", "override_worker_entrypoint", "java_jars")):
-        return "its runtime environment has a command of its own"
+        return "its runtime environment has a custom command"
     if context.get("py_executable", sys.executable) not in (sys.executable, python_of_a_job()):
-        return "its runtime environment has a Python of its own"
+        return "its runtime environment has a custom Python"
     if names := [name for name in context.get("env_vars", {}) if name.startswith(_READ_AT_START)]:
         return f"its runtime environment sets {names[0]}"
     if "KINETO_USE_DAEMON" in environment and _modules(context, environment):
-        return "KINETO_USE_DAEMON starts a thread, which no copy has, when torch is imported"
+        return "KINETO_USE_DAEMON makes torch start a thread when imported, which a fork would lose"
     return ""
 
 
@@ -141,12 +141,12 @@ def _private_folder(arguments: list[str]) -> str:
     """Return a private folder in the folder of Ray's session, which the worker's arguments name."""
     named = dict(each[2:].split("=", 1) for each in arguments if each.startswith("--") and "=" in each)
     if not named.keys() >= {"temp-dir", "session-name"}:
-        raise FileNotFoundError("its arguments name no folder of Ray's session")
+        raise FileNotFoundError("its arguments do not name the folder of Ray's session")
     folder = os.path.join(named["temp-dir"], named["session-name"], "rayrec")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not this user's alone")
+        raise PermissionError(f"{folder} must be accessible to this user only")
     return folder
 
 

@@ -59,7 +59,7 @@ def dashboard_url(address: str | None) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise InputError(f"address: {address!r} is no URL of a Ray dashboard; give one like {DEFAULT_ADDRESS}")
+        raise InputError(f"address: must be the URL of a Ray dashboard, such as {DEFAULT_ADDRESS}, got {address!r}")
     return url.geturl().rstrip("/")
 
 
@@ -119,7 +119,7 @@ class Jobs:
         except RuntimeError as error:
             raise Unreachable(_last_line(str(error))) from None
         except (ValueError, TypeError) as error:
-            raise InputError(f"the job cannot be submitted: {_last_line(str(error))}") from None
+            raise InputError(f"cannot submit the job: {_last_line(str(error))}") from None
 
     def stop(self, submission_id: str) -> None:
         """Send SIGTERM to the job's processes, then SIGKILL after RAY_JOB_STOP_WAIT_TIME_S of its environment."""
@@ -196,7 +196,7 @@ def _job(fields: Mapping[str, Any]) -> Job:
 
 def _refused(url: str, error: Exception) -> InputError:
     said = str(error).splitlines()[0].rstrip(".")
-    return InputError(f"{url}: {said}; give the cluster's token by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH")
+    return InputError(f"{url}: {said}. Set the cluster's token with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH")
 
 
 def _why(error: requests.RequestException) -> str:

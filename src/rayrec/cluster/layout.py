@@ -50,11 +50,11 @@ class Launched:
             found = cls(*(int(environment.get(name, defaults.get(name, ""))) for name in names))
         except ValueError:
             said = ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
-            raise InputError(f"{said}: these variables of torchrun must be numbers") from None
+            raise InputError(f"{said}: variables of torchrun must be integers") from None
         if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
             raise InputError(
                 f"RANK={found.rank} of WORLD_SIZE={found.world_size}, LOCAL_RANK={found.local_rank} of "
-                f"LOCAL_WORLD_SIZE={found.local_world_size}: a rank must be below the number of processes; with srun, export "
+                f"LOCAL_WORLD_SIZE={found.local_world_size}: a rank must be below the number of processes. With srun, export "
                 "RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE"
             )
         return found
@@ -133,19 +133,19 @@ def layout(
     special = {name for name in wanted if name != "CPU"}
     if least < most and not special and cpus_per_worker is None:
         raise InputError(
-            f"scaling.num_workers {least} to {most}: how many fit depends on what a worker needs; give "
+            f"scaling.num_workers {least} to {most}: how many fit depends on the resources of a worker. Set "
             "--scaling.cpus-per-worker, --scaling.use-gpu or --scaling.resources-per-worker"
         )
     training = [node for node in nodes if all(node.resources.get(name, 0) >= wanted[name] for name in special)]
     if not training:
         have = {name: sum(node.resources.get(name, 0) for node in nodes) for name in sorted(special)}
         raise InputError(
-            f"scaling: a worker needs {wanted}, but the cluster has {have}; change scaling.use_gpu or resources_per_worker"
+            f"scaling: a worker needs {wanted}, but the cluster has {have}. Change scaling.use_gpu or resources_per_worker"
         )
     others = [node for node in nodes if node not in training] if special else []
     if data_nodes == "separate" and not _cpus(others):
         raise InputError(
-            "cluster.data_nodes separate: every node with CPUs has what workers need; add nodes without, or choose auto"
+            "cluster.data_nodes separate: every node with CPUs is suitable for workers. Add other nodes, or choose auto"
         )
     misfit = None
     for chosen in range(most, least - 1, -1):
@@ -160,8 +160,8 @@ def layout(
         worker_resources = {"CPU": each, **wanted}
         free = _cpus(others) if apart else _cpus(nodes) - each * chosen
         misfit = _misfit(chosen, training, worker_resources) or (
-            f"scaling: {chosen} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks; "
-            "lower --scaling.cpus-per-worker or --scaling.num-workers"
+            f"scaling: {chosen} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks. "
+            "Lower --scaling.cpus-per-worker or --scaling.num-workers"
             if free <= 0
             else None
         )
@@ -211,16 +211,16 @@ def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, flo
         have = sum(node.resources.get(name, 0) for node in nodes)
         if have < each * num_workers:
             return (
-                f"scaling: {num_workers} workers need {each * num_workers:g} {name}, the cluster has {have:g} for them; "
-                f"lower --scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
+                f"scaling: {num_workers} workers need {each * num_workers:g} {name}, but the cluster has {have:g} for them. "
+                f"Lower --scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
             )
     room = sum(
         min(int(node.resources.get(name, 0) / each + 1e-9) for name, each in worker_resources.items() if each) for node in nodes
     )
     if room < num_workers:
         return (
-            f"scaling: {num_workers} workers with {worker_resources} each do not fit on the nodes, {room} do; "
-            "lower --scaling.num-workers or what a worker needs, or add nodes"
+            f"scaling: {num_workers} workers with {worker_resources} each do not fit on the nodes, only {room} do. "
+            "Lower --scaling.num-workers or the resources per worker, or add nodes"
         )
     return None
 

@@ -35,10 +35,10 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if asked in ("", "0"):
         return None
     if asked != "1":
-        raise InputError(f"{SEND}: is {asked!r}; set it to 1 to send the settings of stores to the cluster, or to 0")
+        raise InputError(f"{SEND}: must be 1, to send the store settings to the cluster, or 0, got {asked!r}")
     settings = {name: environment[name] for name in SENT_SETTINGS if environment.get(name)}
     if not settings:
-        raise InputError(f"{SEND}: the environment has no settings to send; set {', '.join(SENT_SETTINGS[:3])}")
+        raise InputError(f"{SEND}: no store settings found in the environment. Set {', '.join(SENT_SETTINGS[:3])}")
 
     def set_store_settings() -> None:
         os.environ.update(settings)

@@ -98,6 +98,6 @@ def prestart(node: Mapping[str, Any], runtime_env: str, *, num_processes: int, k
         with init_grpc_channel(address) as channel:
             node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_TIMEOUT_S)
     except grpc.RpcError as error:
-        _logger.info("%s starts no processes ahead: %s", address, error)
+        _logger.info("Cannot prestart processes on %s: %s", address, error)
         return False
     return True

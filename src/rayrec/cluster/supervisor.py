@@ -183,8 +183,8 @@ class _Supervisor:
     def _adopt(self, job: Job) -> Job:
         if job.metadata.get(CONFIG_KEY) != self._state.config_hash:
             raise InputError(
-                f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with other flags; "
-                "stop that job, give the same flags, or choose another --name"
+                f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with other flags. "
+                "Stop that job, use the same flags, or choose another --name"
             )
         number = _number(job.submission_id, self._state.name)
         tally = replace(self._state.tally, attempts=max(number, self._state.tally.attempts))

@@ -56,7 +56,7 @@ class Notebook:
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._log.close()
-            raise InputError(f"{path}: another supervisor of run {name} is at work; end it, or name another --state") from None
+            raise InputError(f"{path}: another supervisor of run {name} is running. End it, or set another --state") from None
         before = _read(path)
         same = before is not None and (before.name, before.config_hash) == (name, config_hash)
         self.state = before if before is not None and same else State(name, config_hash)
@@ -90,4 +90,4 @@ def _read(path: str) -> State | None:
         fields = storage.read_json(path)
         return State(**{**fields, "tally": Tally(**fields["tally"])})
     except (TypeError, KeyError) as error:
-        raise InputError(f"{path}: not a supervisor's file ({error}); remove it or name another --state") from None
+        raise InputError(f"{path}: must be a supervisor's state file ({error}). Delete it or set another --state") from None

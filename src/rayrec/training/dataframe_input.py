@@ -35,12 +35,12 @@ def with_paths(config: TrainConfig, folder: str, given: Mapping[str, Table]) -> 
     tables."""
     for field, data in given.items():
         if not is_frame(data) and not is_dataset(data):
-            raise InputError(f"{field}: {type(data).__name__} is neither a pandas DataFrame nor a ray.data.Dataset")
+            raise InputError(f"{field}: must be a pandas DataFrame or a ray.data.Dataset, got {type(data).__name__}")
         if config.workload.table_schema is None:
-            raise InputError(f"{field}: recipe {config.recipe} does not train on tables; give train_data.path")
+            raise InputError(f"{field}: recipe {config.recipe} does not train on tables. Set train_data.path")
         place, path = _folder_of(folder, field), getattr(config, field).path
         if path not in (None, place):
-            raise InputError(f"{field}: both data and {field}.path {path} are given; give one of them")
+            raise InputError(f"{field}: cannot use both data and {field}.path {path}. Set one of them")
         config = config.updated({field: {"path": place, "files": ()}})
     return config
 
@@ -60,7 +60,7 @@ def write(config: TrainConfig, folder: str, given: Mapping[str, Table], *, resum
         columns, types = _columns(data, schema, field)
         if resumes and storage.exists(manifest):
             _compare(storage.read_json(manifest), columns=types, rows=_rows(data), place=place)
-            note(f"{place}: the run resumes with the data that was written there; the given data is not read again")
+            note(f"Resuming with the data in {place}; the given data is not read again")
             continue
         storage.remove_folder(place)
         if is_frame(data):
@@ -69,8 +69,8 @@ def write(config: TrainConfig, folder: str, given: Mapping[str, Table], *, resum
             assert is_dataset(data)
             rows = _write_dataset(data.select_columns(columns), place, types)
             if not data.context.execution_options.preserve_order:
-                note(f"{place}: preserve_order of Ray Data is off, so blocks of rows may have changed their order")
-        note(f"{place}: {rows:,} rows were written there as Parquet (once); the run reads its {field} from there")
+                note(f"preserve_order of Ray Data is off, so the order of row blocks may have changed in {place}")
+        note(f"Wrote {rows:,} rows to {place} as Parquet (once); the run reads its {field} from there")
 
 
 def _folder_of(folder: str, field: str) -> str:
@@ -111,7 +111,7 @@ def _compare(stored: dict[str, Any], *, columns: dict[str, str], rows: int, plac
     for what, old, new in (("columns", stored["columns"], columns), ("rows", stored["rows"], rows)):
         if old != new:
             raise InputError(
-                f"{place}: the run was started with other data ({what}: {old} -> {new}); give the same, or choose another name"
+                f"{place}: the run was started with other data ({what}: {old} -> {new}). Use the same, or choose another name"
             )
 
 

@@ -67,15 +67,15 @@ class ClusterShape:
                 values[name] = -1.0
             if name not in cls.__dataclass_fields__ or not 0 <= values[name] < math.inf:
                 raise InputError(
-                    f"--cluster: {part!r} is none of {'=N, '.join(cls.__dataclass_fields__)}=N; e.g. cpus=16,gpus=1,nodes=2"
+                    f"--cluster: must be {'=N, '.join(cls.__dataclass_fields__)}=N, such as cpus=16,gpus=1,nodes=2, got {part!r}"
                 )
         if not values.get("cpus") or values.get("nodes", 1) < 1:
-            raise InputError(f"--cluster: {text!r} needs cpus=N, of each node, and a node at least")
+            raise InputError(f"--cluster: must have cpus=N, of each node, and at least one node, got {text!r}")
         gpus, nodes, cpu_nodes = values.get("gpus", 0.0), int(values.get("nodes", 1)), int(values.get("cpu_nodes", 0))
         given = {name: values.get(name) for name in _OPTIONAL}
         for name, value in given.items():
             if value == 0 or (value and name.startswith("gpu_") and not gpus):
-                raise InputError(f"--cluster: {text!r}: {name} must be more than 0, and those of GPUs need gpus=N")
+                raise InputError(f"--cluster: {name} must be more than 0, and gpu_ fields need gpus=N, got {text!r}")
         if not gpus:  # nodes beside those with GPUs are then nodes like all others
             nodes, cpu_nodes = nodes + cpu_nodes, 0
         return cls(values["cpus"], gpus, nodes, cpu_nodes, **given)
@@ -196,8 +196,8 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         local_workers = 1
         if shape.gpu_rows_per_s is None and not _has_gpu():
             raise InputError(
-                "plan: this machine has no GPU to measure the model on; run it on a node that has one, give gpu_rows_per_s=N in "
-                "--cluster, or leave gpus out of it"
+                "plan: no GPU found on this machine to measure the model. Run it on a node with a GPU, set gpu_rows_per_s=N in "
+                "--cluster, or omit gpus there"
             )
     else:
         # Two workers show the cost of an exchange
@@ -235,7 +235,7 @@ def train_here(
                     continue
                 if time.monotonic() > deadline_s or any(process.exitcode for process in started):
                     raise InputError(
-                        "plan: training for some steps on this machine failed; `rayrec train` with --steps 20 says why"
+                        "plan: cannot train some steps on this machine. Run `rayrec train` with --steps 20 to see the error"
                     )
         finally:
             for process in started:

@@ -163,7 +163,7 @@ def drain(pipeline: Any, batches: Iterator[Any]) -> None:
     except StopIteration:
         pipeline.reset()
         return
-    raise AssertionError("the pipeline held a batch that no step was counted for")
+    raise AssertionError("the pipeline contained a batch that was not counted in a step")
 
 
 class EvaluationWatch:

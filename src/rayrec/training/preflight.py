@@ -31,9 +31,9 @@ def _check_storage(path: str) -> None:
     while not os.path.lexists(place):
         place = os.path.dirname(place)
     if not os.path.isdir(place):
-        raise InputError(f"storage_path: {place} is a file; give a folder")
+        raise InputError(f"storage_path: must be a folder, got the file {place}")
     if not os.access(place, os.W_OK):
-        raise InputError(f"storage_path: {place} cannot be written to; give another folder or change its permissions")
+        raise InputError(f"storage_path: cannot write to {place}. Choose another folder or change its permissions")
 
 
 def _check_room(config: TrainConfig) -> None:

@@ -85,20 +85,20 @@ def _watch(folder: str, channel: ControlChannel, ended: threading.Event) -> None
                     storage.remove_file(path)  # its removal confirms the request
                     channel.send_profile_request(asdict(window))
         except InputError as error:
-            _logger.warning("%s: removed (%s)", path, error)
+            _logger.warning("Removed the profile request %s (%s)", path, error)
             with contextlib.suppress(OSError):
                 storage.remove_file(path)
         except OSError as error:
-            _logger.warning("%s: not read (%s)", path, error)
+            _logger.warning("Cannot read %s (%s)", path, error)
 
 
 def _window(request: Any) -> Window:
     try:
         window = Window(str(request["name"]), int(request["first"]), int(request["end"]))
     except (TypeError, KeyError, ValueError) as error:
-        raise InputError(f"no request for a profile ({error!r})") from None
+        raise InputError(f"not a profile request ({error!r})") from None
     if not re.fullmatch(r"[\w-]+", window.name) or not 0 < window.end - window.first <= MOST_PROFILED_STEPS:
-        raise InputError(f"no request for a profile: {request!r}")
+        raise InputError(f"not a profile request: {request!r}")
     return window
 
 
@@ -115,7 +115,7 @@ def request_profile(
     """Request a profile from the run in `folder` with these `events` and wait until all workers have written it. Raises
     InputError if the run does not answer, ends before, or a worker fails to write it."""
     if not 1 <= steps <= MOST_PROFILED_STEPS:
-        raise InputError(f"steps: {steps:,} must lie between 1 and {MOST_PROFILED_STEPS}, which fit into memory")
+        raise InputError(f"steps: must be between 1 and {MOST_PROFILED_STEPS}, which fit into memory, got {steps:,}")
     start = _running(folder, events)
     first, goal = _first_step(events, lead_s=_LEAD_S + _poll_s(folder))
     first = max(0, min(first, goal - steps))
@@ -123,7 +123,7 @@ def request_profile(
     request = storage.join(profile_folder(folder), _REQUEST)
     storage.make_folder(profile_folder(folder))
     storage.write_json(request, asdict(window))
-    note(f"asked for {steps} steps from step {first:,} on")
+    note(f"Requested {steps} steps from step {first:,}")
     target = storage.join(profile_folder(folder), window.name)
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
@@ -134,12 +134,12 @@ def request_profile(
     try:
         while not all(storage.exists(storage.join(rank, TRACE)) for rank in ranks):
             if failures:
-                raise InputError(f"{folder}: no profile; {failures[0]}")
+                raise InputError(f"{folder}: no profile. {failures[0]}")
             if time.monotonic() > deadline_s:
                 heard = not _lies_there(request, window)
                 raise InputError(
-                    f"{folder}: no profile after {timeout_s:.0f} s; "
-                    + ("training is slow, or has ended; see its events" if heard else "the run has no living driver")
+                    f"{folder}: no profile after {timeout_s:.0f} s. "
+                    + ("Training is slow, or has ended; see its events" if heard else "The run has no running driver")
                 )
             time.sleep(_POLL_S)
     finally:
@@ -165,7 +165,7 @@ def _watch_failures(folder: str, name: str, since_s: float, failures: list[str],
                 failures.append(f"worker {event['rank']}: {event['cause']}")
             elif event["kind"] in _ENDS and event["time"] > since_s:
                 ended.wait(_WRITING_S)
-                failures.append(f"training ended before it was through ({event.get('cause', _ENDS[event['kind']])})")
+                failures.append(f"training ended before the profile was complete ({event.get('cause', _ENDS[event['kind']])})")
 
 
 def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
             return event
         if event["kind"] in _ENDS:
             break
-    raise InputError(f"{folder}: is not training; a profile can be made of a run in progress")
+    raise InputError(f"{folder}: is not training. Only a run in progress can be profiled")
 
 
 def _first_step(events: list[dict[str, Any]], *, lead_s: float) -> tuple[int, int]:

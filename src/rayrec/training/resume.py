@@ -227,9 +227,9 @@ def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: C
         if changes.refused and latest(folder) is not None:
             raise _other_settings(folder, changes.refused)
         if changes.refused:
-            note(f"{folder}: no step was saved; starts again with other settings ({_listed(changes.refused)})")
+            note(f"Starting {folder} again with other settings, because no step was saved ({_listed(changes.refused)})")
         if changes.accepted:
-            note(f"{folder}: resumes with changed settings ({_listed(changes.accepted)})")
+            note(f"Resuming {folder} with changed settings ({_listed(changes.accepted)})")
         return None
     summary = storage.read_json(path)
     lengths = tuple(change for change in changes.refused if change.field in LENGTHS)
@@ -240,16 +240,16 @@ def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: C
     before = with_old(config, free)
     if summary["config_hash"] == run_hash(before):
         _check_same_data(folder, config, summary)
-        changed = f"; not used, since nothing is left to train: {_listed(free)}" if free else ""
+        changed = f"; ignored, because nothing remains to be trained: {_listed(free)}" if free else ""
         note(f"{folder} is {FINISHED}; its result follows (choose another --name to train again){changed}")
         return summary
     if not is_longer(before, summary):
         told = f" ({_listed(lengths)})" if lengths else ""
         raise InputError(
-            f"{folder}: finished with another configuration (see its config.yaml), of which steps and epochs alone can be "
-            f"raised{told}; choose another --name"
+            f"{folder}: finished with another configuration (see its config.yaml). Only steps and epochs can be "
+            f"raised{told}. Choose another --name"
         )
-    note(f"{folder} was finished at step {summary['steps']:,}; it resumes from there")
+    note(f"Resuming {folder}, which was finished at step {summary['steps']:,}")
     return None
 
 
@@ -280,7 +280,7 @@ def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any
 
 def _other_settings(folder: str, refused: Sequence[Change]) -> InputError:
     return InputError(
-        f"{folder}: was trained with other settings ({_listed(refused)}); give those of its config.yaml, or choose another --name"
+        f"{folder}: was trained with other settings ({_listed(refused)}). Use its config.yaml, or choose another --name"
     )
 
 

@@ -110,7 +110,7 @@ def multiply_adds_per_s_or_zero(device: torch.device, *, precision: str) -> floa
     try:
         return multiply_adds_per_s(device, precision=precision)
     except Exception as error:  # kernels and allocators raise various errors
-        _logger.warning("the peak of %s is not known (%s)", device, error)
+        _logger.warning("Cannot measure the peak of %s (%s)", device, error)
         return 0.0
 
 
@@ -140,7 +140,7 @@ def _shortest_of(products: list[Callable[[], torch.Tensor]]) -> float:
         except Exception as error:  # e.g. another torch's private operation, a dtype without CPU product
             if number == len(products) and not found:
                 raise
-            _logger.info("one way to multiply does not work here (%s)", error)
+            _logger.info("Skipping an unsupported matrix product (%s)", error)
     return min(found)
 
 
@@ -324,7 +324,7 @@ class Account:
                 fields["peak_fraction"] = done / self._peak
         self._log("step", fields)
         if not math.isfinite(loss):
-            raise InputError(f"the loss is {loss} at step {progress.step}; lower the learning rates")
+            raise InputError(f"the loss is {loss} at step {progress.step}. Lower the learning rates")
 
 
 def _device_bytes() -> list[float]:

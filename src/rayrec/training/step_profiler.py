@@ -60,7 +60,7 @@ class StepProfiler:
         last request waits; the one before is reported as failed."""
         before, self._asked = self._asked, window
         if before is not None:
-            self._failed(before, "another profile was asked for before this one began")
+            self._failed(before, "another profile was requested before this one began")
 
     def begin_step(self, step: int) -> None:
         """Advance the profiler; called before each step, after `step` completed steps."""

@@ -181,7 +181,7 @@ def trains_in_process(config: TrainConfig) -> bool:
     }
     reasons = [reason for reason, given in wanted.items() if given]
     if config.cluster.address == IN_PROCESS and reasons:
-        raise InputError(f"{reasons[0]}: needs Ray, and --cluster.address {IN_PROCESS} asks for none; leave one of the two out")
+        raise InputError(f"{reasons[0]}: needs Ray, but --cluster.address is {IN_PROCESS}. Omit one of the two")
     return not reasons and is_in_process(config.cluster.address)
 
 
@@ -361,7 +361,7 @@ def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[No
             try:
                 merge_events(storage.join(folder, "events.jsonl"))
             except (OSError, InputError) as error:
-                note(f"the events of this run stay in parts, which can be read as well ({error})")
+                note(f"Cannot merge the events of this run; their parts can be read too ({error})")
             write_or_note(folder, note=note)
 
 
@@ -387,7 +387,7 @@ def _events(place: str, *, note: Callable[[str], None]) -> list[dict[str, Any]]:
     try:
         return read_events(place)
     except (InputError, OSError) as error:
-        note(f"the summary is computed from the events that can be read ({error})")
+        note(f"Computing the summary from the readable events ({error})")
         return readable_events(place)
 
 
@@ -438,7 +438,7 @@ def summarize(
     if summary["rows_lost"] or summary["rows_repeated"]:
         note(
             f"{folder}: {summary['rows_lost']:,} rows of the log were not trained and {summary['rows_repeated']:,} were trained "
-            "more often than once an epoch; do not use the weights, and report this"
+            "more than once per epoch. Do not use the weights, and report this"
         )
     storage.write_json(storage.join(folder, SUMMARY), summary)
     events.write("summary", **summary)

@@ -156,7 +156,7 @@ def _train(
         if needed:
             saver.wait()
         if not saver.begin(progress.step, all_tensors(setup.model, setup.optimizer), state=state, score=score):
-            log("checkpoint_late", {"step": progress.step, "cause": "the save before is not through yet"})
+            log("checkpoint_late", {"step": progress.step, "cause": "the previous save is not complete"})
         if complete:
             saver.wait()
 
@@ -344,7 +344,7 @@ def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
     """Load the weights and optimizer state that a new run starts with; collective."""
     if attempt.warm_start is None:
         raise InputError(
-            f"{attempt.folder}: no undamaged checkpoint is left, and the run would start again from init_from; choose another "
+            f"{attempt.folder}: no undamaged checkpoint is left, and the run would start again from init_from. Choose another "
             "--name"
         )
     start = attempt.warm_start
@@ -417,7 +417,7 @@ def finish(
         try:
             _restore_chosen(chosen, setup.model, attempt, log)
         except DamagedError as error:
-            raise InputError(f"{error}; these were the best weights of the run: train it again under another --name") from None
+            raise InputError(f"{error}. These were the best weights of the run. Train it again under another --name") from None
     names = [name for name in setup.eval_batches if name != "validation"]
     if "test" not in names and evaluated_step != step:
         names.append("validation")  # only for the samples, which show the last evaluation

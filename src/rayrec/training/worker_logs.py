@@ -39,7 +39,7 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
     shown = warnings.showwarning
     warnings.showwarning = _log_warning  # logging.captureWarnings would not restore the caller's function
     if trouble is not None:
-        _logger.warning("%s: logs go to standard error instead (%s)", path, trouble)
+        _logger.warning("Cannot open %s, logging to standard error instead (%s)", path, trouble)
     try:
         yield
     finally:

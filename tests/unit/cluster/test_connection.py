@@ -110,12 +110,12 @@ def test_as_many_workers_as_there_is_room_for(nodes: list[dict[str, float]], exp
     [
         ([{"CPU": 2.0}], {"use_gpu": True}, r"a worker needs \{'GPU': 1.0\}, but the cluster has \{'GPU': 0\}"),
         ([{"CPU": 2.0}], SLOTS, r"but the cluster has \{'slot': 0\}"),
-        ([{"CPU": 2.0, "slot": 1.0}], {**SLOTS, "num_workers": 2}, "2 workers need 2 slot, the cluster has 1 for them"),
-        ([{"CPU": 2.0}], {"cpus_per_worker": 1.5}, "2 workers need 3 CPU, the cluster has 2 for them"),
+        ([{"CPU": 2.0, "slot": 1.0}], {**SLOTS, "num_workers": 2}, "2 workers need 2 slot, but the cluster has 1 for them"),
+        ([{"CPU": 2.0}], {"cpus_per_worker": 1.5}, "2 workers need 3 CPU, but the cluster has 2 for them"),
         ([{"CPU": 2.0}], {"cpus_per_worker": 1.0}, "reserve all 2 CPUs and leave none for data tasks"),
-        ([{"CPU": 1.0}] * 3, {"cpus_per_worker": 0.6, "num_workers": 4}, "do not fit on the nodes, 3 do"),
-        ([{"CPU": 8.0}], {"num_workers": (1, 4)}, "give --scaling.cpus-per-worker"),
-        ([{"CPU": 8.0, "GPU": 2.0}], {"use_gpu": True, "data_nodes": "separate"}, "add nodes without, or choose auto"),
+        ([{"CPU": 1.0}] * 3, {"cpus_per_worker": 0.6, "num_workers": 4}, "do not fit on the nodes, only 3 do"),
+        ([{"CPU": 8.0}], {"num_workers": (1, 4)}, "Set --scaling.cpus-per-worker"),
+        ([{"CPU": 8.0, "GPU": 2.0}], {"use_gpu": True, "data_nodes": "separate"}, "Add other nodes, or choose auto"),
         ([{"CPU": 1.0, "slot": 1.0}], {**SLOTS, "num_workers": (2, 3)}, "2 workers need 2 slot"),
     ],
 )

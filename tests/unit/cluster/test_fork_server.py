@@ -161,7 +161,7 @@ def test_modules_replaced_with_the_same_time_are_old(tmp_path: Path, monkeypatch
 
 def test_without_a_server_ray_starts_a_process_as_ever(program: Path, tmp_path: Path) -> None:
     found, said = started(program, str(tmp_path / "none"))
-    assert "rayrec: this worker imports what it needs itself: the fork server does not answer" in said
+    assert "rayrec: this worker imports its modules itself: the fork server does not answer" in said
     assert (found["arguments"], found["imported"]) == ([str(program), "--one"], [])
 
 
@@ -261,7 +261,7 @@ def test_a_node_has_one_server_that_ends_with_its_ray(node_manager: NodeManager,
 
     module.write_text("SAID = 'not old'")
     assert started(**{MODULES: "changes"})[1:] == [None, False], "its template ends"
-    assert "rayrec: this worker imports what it needs itself: the fork server ended" in node_manager.errors()
+    assert "rayrec: this worker imports its modules itself: the fork server ended" in node_manager.errors()
     assert started(**{MODULES: "changes"})[1:] == ["not old", True]
     other, *_ = started(OMP_NUM_THREADS="3")
     assert other != server, "it has what a process reads when it starts"
@@ -313,7 +313,7 @@ def test_a_server_that_others_could_listen_to_is_not_asked(node_manager: NodeMan
     (tmp_path / "program.py").write_text(SMALL)
     found = json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))
     assert found[1:] == [None, False]
-    assert "rayrec is not this user's alone" in node_manager.errors()
+    assert "rayrec must be accessible to this user only" in node_manager.errors()
 
 
 def test_workers_of_other_languages_start_as_without_rayrec(
@@ -344,9 +344,9 @@ def test_workers_of_other_languages_start_as_without_rayrec(
     [
         ({}, ""),
         ({"py_executable": sys.executable, "env_vars": {"RAYREC": "1"}, "command_prefix": []}, ""),
-        ({"py_executable": "uv run python"}, "its runtime environment has a Python of its own"),
+        ({"py_executable": "uv run python"}, "its runtime environment has a custom Python"),
         ({"py_executable": forked_worker.python_of_a_job()}, ""),
-        ({"command_prefix": ["cd", "x"]}, "its runtime environment has a command of its own"),
+        ({"command_prefix": ["cd", "x"]}, "its runtime environment has a custom command"),
         ({"env_vars": {"A": "b", "PYTHONPATH": "x"}}, "its runtime environment sets PYTHONPATH"),
         ({"env_vars": {"OMP_NUM_THREADS": "1"}}, "its runtime environment sets OMP_NUM_THREADS"),
         ({"env_vars": {"GOMP_SPINCOUNT": "100"}}, "its runtime environment sets GOMP_SPINCOUNT"),
@@ -359,6 +359,6 @@ def test_which_runtime_environments_need_a_new_process(context: dict[str, Any], 
 @pytest.mark.parametrize("modules", ["", "torch"])
 def test_kinetos_daemon_needs_a_process_that_imports_torch(modules: str) -> None:
     """Its thread is started by the import; a running Ray has added the variables of the runtime environment."""
-    reason = "KINETO_USE_DAEMON starts a thread, which no copy has, when torch is imported" if modules else ""
+    reason = "KINETO_USE_DAEMON makes torch start a thread when imported, which a fork would lose" if modules else ""
     assert forked_worker.misfit({}, {"KINETO_USE_DAEMON": "1", MODULES: modules}) == reason
     assert forked_worker.misfit({"env_vars": {MODULES: modules}}, {"KINETO_USE_DAEMON": "1"}) == reason

@@ -92,11 +92,11 @@ def test_a_cluster_that_asks_for_a_token_is_sent_the_users(user: Path, served: t
 @pytest.mark.parametrize(
     ("environment", "token", "message"),
     [
-        ({}, None, "asks for a token, and this user has none; copy"),
-        ({}, "f" * 64, r"refuses the token of ~/.ray/auth_token; copy"),
-        ({"RAY_AUTH_TOKEN": "f" * 64}, None, "refuses the token of RAY_AUTH_TOKEN; copy"),
-        ({"RAY_AUTH_MODE": "disabled"}, TOKEN, "asks for a token; unset RAY_AUTH_MODE=disabled"),
-        ({"RAY_AUTH_MODE": "token"}, None, "name its file in RAY_AUTH_TOKEN_PATH"),
+        ({}, None, "requires a token, but this user has no token. Copy"),
+        ({}, "f" * 64, r"rejects the token from ~/.ray/auth_token. Copy"),
+        ({"RAY_AUTH_TOKEN": "f" * 64}, None, "rejects the token from RAY_AUTH_TOKEN. Copy"),
+        ({"RAY_AUTH_MODE": "disabled"}, TOKEN, "requires a token. Unset RAY_AUTH_MODE=disabled"),
+        ({"RAY_AUTH_MODE": "token"}, None, "Name the token's file in RAY_AUTH_TOKEN_PATH"),
     ],
 )
 def test_a_refused_token_is_reported_as_that(
@@ -124,7 +124,7 @@ def test_a_refused_token_is_reported_as_that(
 def test_another_version_of_ray_is_refused(user: Path, served: tuple[Head, str]) -> None:
     service, address = served
     service.version = "2.9.0"
-    with pytest.raises(InputError, match=r"runs Ray 2\.9\.0, and this environment has Ray 2\."):
+    with pytest.raises(InputError, match=r"runs Ray 2\.9\.0, but this environment has Ray 2\."):
         require_head(address, source=address)
 
 
@@ -144,8 +144,8 @@ def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest
 def test_what_is_no_address_is_refused() -> None:
     for address, message in (
         ("127.0.0.1:70000", "no Ray cluster answers there"),
-        ("6379", "is no address of a Ray cluster"),
-        ("host:port", "is no address of a Ray cluster|no such host"),
+        ("6379", "must be the address of a Ray cluster"),
+        ("host:port", "must be the address of a Ray cluster|host not found"),
     ):
         with pytest.raises(InputError, match=message):
             require_head(address, source=address)
@@ -201,7 +201,7 @@ def test_a_local_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyP
     timed_out = Exception("The current node timed out during startup.\nThis could happen because")  # Ray's own class
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", raising(timed_out))
-    refused = r"a local Ray did not start \(The current node timed out.*; the machine may"
+    refused = r"cannot start a local Ray \(The current node timed out.*\. The machine may"
     with pytest.raises(OSError, match=refused) as raised:
         connection.connect("local", num_cpus=1, object_store_bytes=None, log_to_driver=False)
     assert "\n" not in str(raised.value)

@@ -38,8 +38,8 @@ def test_sent_credentials_are_in_the_hook_alone(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({**S3, "RAYREC_SEND_CREDENTIALS": "yes"}, "is 'yes'; set it to 1"),
-        ({"RAYREC_SEND_CREDENTIALS": "1"}, "no settings to send; set AWS_ACCESS_KEY_ID"),
+        ({**S3, "RAYREC_SEND_CREDENTIALS": "yes"}, "must be 1, to send the store settings to the cluster, or 0, got 'yes'"),
+        ({"RAYREC_SEND_CREDENTIALS": "1"}, "no store settings found in the environment. Set AWS_ACCESS_KEY_ID"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(environment: dict[str, str], message: str) -> None:

@@ -261,7 +261,7 @@ def test_other_flags_begin_anew(head: FakeHead, supervise: Supervise) -> None:
 def test_two_supervisors_of_a_run_are_one_too_many(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
     notebook = Notebook(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
     try:
-        with pytest.raises(InputError, match="another supervisor of run run is at work"):
+        with pytest.raises(InputError, match="another supervisor of run run is running"):
             supervise()
     finally:
         notebook.close()
@@ -316,7 +316,7 @@ def test_a_supervisor_that_was_cut_short_while_it_stopped_its_job_goes_on_all_th
 
 def test_a_file_that_is_no_state_is_refused(supervise: Supervise, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"steps": 3}')
-    with pytest.raises(InputError, match="not a supervisor's file"):
+    with pytest.raises(InputError, match="must be a supervisor's state file"):
         supervise()
 
 
@@ -328,7 +328,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://there:1")
     assert dashboard_url(None) == "http://there:1"
     for wrong in ("ray://head:10001", "http://", "http://head:port"):
-        with pytest.raises(InputError, match="no URL of a Ray dashboard"):
+        with pytest.raises(InputError, match="must be the URL of a Ray dashboard"):
             dashboard_url(wrong)
 
 

@@ -76,7 +76,7 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dataframe_input, "_FILE_ROWS", 200)
     (note,) = write(config(tmp_path), ratings())
     place = tmp_path / "run" / "data" / "train"
-    assert note == f"{place}: 600 rows were written there as Parquet (once); the run reads its train_data from there"
+    assert note == f"Wrote 600 rows to {place} as Parquet (once); the run reads its train_data from there"
     table = pq.read_table(place / "part-000000.parquet")
     assert table.column_names == ["liked", "age", "user", "movie"]
     files = [pq.ParquetFile(file.path) for file in storage.list_files(str(place))]
@@ -97,7 +97,7 @@ def test_a_run_that_resumes_has_the_data_it_began_with(tmp_path: Path) -> None:
         (ratings(601), r"rows: 600 -> 601"),
         (ratings().assign(age=1), r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"),
     ):
-        with pytest.raises(InputError, match=rf"{tmp_path}/run/data/train: .* other data \({message}\); give the same"):
+        with pytest.raises(InputError, match=rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"):
             write(config(tmp_path), changed, resumes=True)
     write(config(tmp_path), ratings(601))  # nothing is trained yet
     assert pq.read_metadata(written).num_rows == 601
@@ -124,8 +124,8 @@ def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("data", "changes", "message"),
     [
-        ({"a": [1]}, {}, "train_data: dict is neither a pandas DataFrame nor"),
-        (ratings(), {"train_data": {"path": "log"}}, "train_data: both data and train_data.path log are given"),
+        ({"a": [1]}, {}, "train_data: must be a pandas DataFrame or a ray.data.Dataset, got dict"),
+        (ratings(), {"train_data": {"path": "log"}}, "train_data: cannot use both data and train_data.path log"),
         (ratings().drop(columns="user"), {}, "train_data: has no column named user; it has unused, movie"),
         (ratings().assign(user=pd.Timestamp(0)), {}, r"train_data: column user is of type timestamp\[ns\]; text or"),
         (ratings(0), {}, "data/train: the DataFrame has no rows to train on"),
@@ -162,8 +162,8 @@ def test_a_dataset(local_ray: None, tmp_path: Path) -> None:
     table = pa.Table.from_pandas(frame)
     dataset = ray.data.from_arrow([table.slice(0, 250), table.slice(250)])
     order, note = write(config(tmp_path), dataset)
-    assert order.endswith("preserve_order of Ray Data is off, so blocks of rows may have changed their order")
-    assert "600 rows were written" in note
+    assert order.startswith("preserve_order of Ray Data is off, so the order of row blocks may have changed in ")
+    assert "Wrote 600 rows to" in note
     place = tmp_path / "run" / "data" / "train"
     files = storage.list_files(str(place))
     written = pd.concat([pd.read_parquet(file.path) for file in files], ignore_index=True)

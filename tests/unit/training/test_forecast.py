@@ -137,7 +137,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="2 workers need 2 CPU"):
         forecast(recipes.criteo_demo("log.txt").replace(scaling={"cpus_per_worker": 1.0}), ClusterShape(1.0))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InputError, match="no GPU to measure the model on"):
+    with pytest.raises(InputError, match="no GPU found on this machine to measure the model"):
         forecast(recipes.criteo_demo("log.txt"), ClusterShape(8.0, 1.0, 2))
     other = recipes.gpt2_tiny("tokens")
     with pytest.raises(InputError, match="cannot be measured before training"):

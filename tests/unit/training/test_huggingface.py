@@ -205,7 +205,7 @@ def test_nothing_is_left_to_train(whole: Attempt) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_the_users_to_mend() -> None:
-    with pytest.raises(InputError, match=r"the loss is (nan|inf) at step 2; lower the learning rates"):
+    with pytest.raises(InputError, match=r"the loss is (nan|inf) at step 2. Lower the learning rates"):
         Attempt(huggingface.run, config(workload={"optimizer": {"learning_rate": 1e38}}, log_every=2))
 
 

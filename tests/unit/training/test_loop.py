@@ -381,7 +381,7 @@ def test_the_longest_times_of_several_workers_are_told(monkeypatch: pytest.Monke
 def test_a_loss_that_is_not_finite_is_the_users_to_mend() -> None:
     run = Run()
     run.pipeline.waiting = [99]
-    with pytest.raises(InputError, match="the loss is nan at step 4; lower the learning rates"):
+    with pytest.raises(InputError, match=r"the loss is nan at step 4\. Lower the learning rates"):
         run.run()
 
 

@@ -69,18 +69,18 @@ def test_the_first_step_is_one_that_all_workers_have_ahead(tmp_path: Path, monke
     monkeypatch.setattr(profiling, "_POLL_S", 0.0)
     monkeypatch.setattr(time, "time", lambda: 1_790_000_000.0)
     notes: list[str] = []
-    with pytest.raises(InputError, match="the run has no living driver"):
+    with pytest.raises(InputError, match="The run has no running driver"):
         request_profile(str(tmp_path), events(rate=4), steps=5, note=notes.append, timeout_s=0.0)
-    assert notes == ["asked for 5 steps from step 48 on"]
+    assert notes == ["Requested 5 steps from step 48"]
     with pytest.raises(InputError):
         request_profile(str(tmp_path), events(rate=40), steps=30, note=notes.append, timeout_s=0.0)
-    assert notes[1] == "asked for 30 steps from step 70 on"  # the last there are
+    assert notes[1] == "Requested 30 steps from step 70"  # the last there are
     assert not (tmp_path / "profile" / "request.json").exists()
 
 
 @pytest.mark.parametrize("steps", [0, 201, 100_000])
 def test_as_many_steps_as_fit_into_memory_are_asked_for(tmp_path: Path, steps: int) -> None:
-    with pytest.raises(InputError, match=rf"^steps: {steps:,} must lie between 1 and 200"):
+    with pytest.raises(InputError, match=rf"^steps: {steps:,} must be between 1 and 200"):
         request_profile(str(tmp_path), events(), steps=steps, note=print, timeout_s=1.0)
     assert not (tmp_path / "profile").exists()
 
@@ -145,7 +145,7 @@ def test_who_asks_is_told_that_training_ended_before(tmp_path: Path, kind: str, 
 
     with (
         watched_requests(str(tmp_path), channel_to(end)),
-        pytest.raises(InputError, match=rf"no profile; training ended before it was through \({told}\)"),
+        pytest.raises(InputError, match=rf"no profile. training ended before the profile was complete \({told}\)"),
     ):
         request_profile(str(tmp_path), [*so_far, *events()], steps=2, note=print, timeout_s=120.0)
 
@@ -171,7 +171,7 @@ def test_a_request_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     def note(text: str) -> None:  # once it is asked for, another asks too
         storage.write_json(str(tmp_path / "profile" / "request.json"), other)
 
-    with pytest.raises(InputError, match="training is slow, or has ended"):
+    with pytest.raises(InputError, match="Training is slow, or has ended"):
         request_profile(str(tmp_path), events(), steps=2, note=note, timeout_s=0.0)
     assert storage.read_json(str(tmp_path / "profile" / "request.json")) == other
 

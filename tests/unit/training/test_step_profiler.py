@@ -101,7 +101,7 @@ def test_a_wish_that_another_takes_the_place_of_is_told(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
     run.profiler.ask(Window("first", 1, 2))
     run.record(Window("second", 1, 2), 0, 3)
-    assert (run.failed, run.names()) == (["another profile was asked for before this one began"], ["second"])
+    assert (run.failed, run.names()) == (["another profile was requested before this one began"], ["second"])
 
 
 def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (InputError("the loss is nan at step 5; lower the learning rates"), None),
+        (InputError("the loss is nan at step 5. Lower the learning rates"), None),
         (WorkerGroupError("died", {1: ValueError("no")}), "worker 1: ValueError: no"),
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
     ],
@@ -189,15 +189,15 @@ def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, failing: Failing, mo
     that another command would resume with other settings."""
     failing(InputError("no room"))  # nothing is saved yet
     failing(InputError("no room"), seed=5)  # so that it may be another run
-    assert f"{tmp_path}/run: no step was saved; starts again with other settings (seed: 0 -> 5)" in NOTES
+    assert f"Starting {tmp_path}/run again with other settings, because no step was saved (seed: 0 -> 5)" in NOTES
     checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
     settings = tmp_path / "run" / "config.yaml"
     before = settings.read_bytes()
-    other = "was trained with other settings (seed: 5 -> 6); give those of its config.yaml, or choose another --name"
+    other = "was trained with other settings (seed: 5 -> 6). Use its config.yaml, or choose another --name"
     failing(InputError(f"{tmp_path}/run: {other}"), seed=6, log_every=3)
     assert settings.read_bytes() == before
     failing(InputError("no room"), seed=5, log_every=3)
-    assert f"{tmp_path}/run: resumes with changed settings (log_every: 1 -> 3)" in NOTES
+    assert f"Resuming {tmp_path}/run with changed settings (log_every: 1 -> 3)" in NOTES
     assert b"log_every: 3" in settings.read_bytes()
 
     finished = CONFIGS[-1].replace(steps=20, log_every=3, seed=5)
@@ -213,7 +213,7 @@ def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, failing: Failing, mo
     NOTES.clear()
     result = trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch))
     assert result.summary == summary
-    assert NOTES[-1].endswith("not used, since nothing is left to train: checkpoint.every: null -> 7")
+    assert NOTES[-1].endswith("ignored, because nothing remains to be trained: checkpoint.every: null -> 7")
 
 
 def test_the_summary_is_worth_as_much_waiting_as_a_save(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:

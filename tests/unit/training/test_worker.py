@@ -117,7 +117,7 @@ def test_the_best_weights_damaged_is_for_the_user(tmp_path: Path) -> None:
     run = Evaluated(tmp_path)
     (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
     flip(file, -1)
-    with pytest.raises(InputError, match="best weights of the run: train it again"):
+    with pytest.raises(InputError, match=r"best weights of the run\. Train it again"):
         run.finish(STOPPED_EARLY, evaluated_step=7)
 
 
@@ -202,7 +202,7 @@ def test_a_peak_that_cannot_be_measured_is_zero_and_told(
     monkeypatch.setattr(step_log, "_of_cuda", raising(torch.OutOfMemoryError("CUDA out of memory")))
     with caplog.at_level(logging.WARNING):
         assert multiply_adds_per_s_or_zero(torch.device("cuda"), precision="bf16") == 0.0
-    assert "the peak of cuda is not known (CUDA out of memory)" in caplog.text
+    assert "Cannot measure the peak of cuda (CUDA out of memory)" in caplog.text
 
 
 @pytest.mark.parametrize(("mine", "other", "expected"), [(5.0, 15.0, 20.0), (5.0, 0.0, None), (0.0, 15.0, None)])

@@ -47,7 +47,7 @@ def test_a_worker_starts_if_its_log_cannot_be_written(tmp_path: Path, capsys: py
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert "[rank 1]" in lines[0]
-    assert "logs go to standard error instead" in lines[0]
+    assert "logging to standard error instead" in lines[0]
     assert lines[1].endswith("[rank 1] INFO x: continues")
 
 

@@ -36,8 +36,8 @@ class Tolerance:
             self._without_room_s += attempt_s
             if self._without_room_s > self._failure.node_wait_s:
                 raise InputError(
-                    f"scaling: no place for the workers for {self._without_room_s:.0f} s: other work holds what they need, or "
-                    "scaling.placement_strategy cannot be met; lower --scaling.num-workers, wait, or raise --failure.node-wait-s"
+                    f"scaling: no room for the workers for {self._without_room_s:.0f} s: other jobs use the resources, or "
+                    "scaling.placement_strategy cannot be met. Lower --scaling.num-workers, wait, or raise --failure.node-wait-s"
                 )
             return 0.0
         self._without_room_s = 0.0

@@ -38,7 +38,7 @@ def fitted(config: TrainConfig, launched: Launched) -> TrainConfig:
     }
     for reason, given in wanted.items():
         if given:
-            raise InputError(f"{reason}: needs Ray, and torchrun has started this process; leave one of the two out")
+            raise InputError(f"{reason}: needs Ray, but torchrun has started this process. Omit one of the two")
     return config.replace(scaling=scaling.replace(num_workers=launched.world_size))
 
 
@@ -57,8 +57,8 @@ class ProcessLauncher:
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise InputError(
-                f"this process is one of {torch.distributed.get_world_size()} of a process group, and rayrec.train starts its "
-                "workers itself; call it in a process without one"
+                f"this process is one of {torch.distributed.get_world_size()} of a process group, but rayrec.train starts its "
+                "workers itself. Call it in a process without a group"
             )
         modules = (_WORKER_MODULE, *self._config.workload.WORKER_MODULES)
         # Not a daemon: a process that exits while loading a library may crash.

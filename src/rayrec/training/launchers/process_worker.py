@@ -95,7 +95,7 @@ class StoreRendezvous:
     def _open(self) -> Iterator[None]:
         with self._lock:
             if self._closed:
-                raise OSError("the run of this process is over")
+                raise OSError("the run of this process has ended")
             yield
 
 
@@ -206,7 +206,7 @@ def device_of(env: Launched, *, use_gpu: bool) -> torch.device:
     seen = torch.cuda.device_count()
     if env.local_rank >= seen:
         raise InputError(
-            f"LOCAL_RANK={env.local_rank} on {platform.node()}: this process sees {seen} GPUs; start one process for each "
+            f"LOCAL_RANK={env.local_rank} on {platform.node()}: this process sees {seen} GPUs. Start one process for each "
             "GPU, and let each see all of its machine (srun --gpu-bind=none, no CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", env.local_rank)

@@ -53,7 +53,7 @@ def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: boo
     """Wait until the run fits on the cluster (with `free`, on its unreserved resources) and allocate it. Raises InputError after
     failure.node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
-    awaited = "resources that others hold" if free else "nodes"
+    awaited = "resources in use by other jobs" if free else "nodes"
     said = False
     while True:
         try:
@@ -62,7 +62,7 @@ def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: boo
             if time.monotonic() > deadline_s:
                 raise InputError(f"waited {config.failure.node_wait_s:.0f} s for {awaited}; {error}") from None
             if not said:
-                note(f"waiting for {awaited}: {error}")
+                note(f"Waiting for {awaited}: {error}")
                 said = True
             time.sleep(_NODES_S)
 
@@ -96,7 +96,7 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
             if not crowded:
                 events.write("failure", cause=cause_of(error))
             elif not was_crowded:  # the attempt never began
-                driver.note(f"no place for {run.layout.num_workers} workers yet: others hold what they need")
+                driver.note(f"Waiting for resources for {run.layout.num_workers} workers, in use by other jobs")
             time.sleep(pause_s)
         except BaseException:  # e.g. a second signal
             _abandon_workers(groups)

@@ -144,7 +144,7 @@ class StoreWatch:
                 cause = str(error)
             if self._stop.wait(_POLL_S):
                 return
-        _logger.warning("the object store is not watched any more (%s)", cause)
+        _logger.warning("Stopped polling the object store (%s)", cause)
 
     def _fields(self, stats: Any) -> dict[str, int]:
         if self._spilled_before is None:

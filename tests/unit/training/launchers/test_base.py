@@ -70,7 +70,7 @@ def test_one_worker_without_an_address_needs_no_ray(scaling: dict[str, Any], ray
 def test_the_address_none_is_refused_with_what_only_ray_has(scaling: dict[str, Any], ray: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError) as raised:
         launcher_of(config(scaling, address="none", **ray))
-    assert str(raised.value) == f"{told}: needs Ray, and --cluster.address none asks for none; leave one of the two out"
+    assert str(raised.value) == f"{told}: needs Ray, but --cluster.address is none. Omit one of the two"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_connection_is_looked_for_without_importing_ray(monkeypatch: pytest.Mo
 
 def test_what_needs_ray_refuses_the_address_none_even_if_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
-    with pytest.raises(InputError, match=r"^address none: this needs Ray; leave the address out, or give local or HOST:PORT$"):
+    with pytest.raises(InputError, match=r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$"):
         connection.connect("none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
 
 

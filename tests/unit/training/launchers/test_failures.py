@@ -134,7 +134,7 @@ def test_no_room_is_no_failure_but_has_an_end(after: Callable[..., float]) -> No
         assert after(NO_ROOM, attempt_s=99) == 0
         assert after(ANNOUNCED, attempt_s=99) == 0
     assert after(NO_ROOM, attempt_s=60) == 0
-    with pytest.raises(InputError, match="no place for the workers for 120 s: other work holds"):
+    with pytest.raises(InputError, match="no room for the workers for 120 s: other jobs use"):
         after(NO_ROOM, attempt_s=60)
 
 

@@ -165,7 +165,7 @@ def test_a_whole_run(tmp_path: Path, expected: str) -> None:
     ("error", "cause"),
     [
         (ValueError("shapes\n (3, 4) and (5,) do not match"), "ValueError: (3, 4) and (5,) do not match"),
-        (InputError("the loss is nan at step 5; lower the learning rates"), None),
+        (InputError("the loss is nan at step 5. Lower the learning rates"), None),
         (RuntimeError(), "RuntimeError"),
     ],
 )

@@ -154,11 +154,11 @@ def test_where_nothing_is_left_it_says_so_and_does_not_wait_for_ever(
 ) -> None:
     nodes.slots = [(1, 0), (1, 0)]
     run = Attempts(monkeypatch, [fails(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
-    with pytest.raises(InputError, match="waited 0 s for resources that others hold; scaling: "):
+    with pytest.raises(InputError, match="waited 0 s for resources in use by other jobs; scaling: "):
         run.run()
     first, second = run.notes
-    assert first == "no place for 2 workers yet: others hold what they need"
-    assert second.startswith("waiting for resources that others hold: scaling: ")
+    assert first == "Waiting for resources for 2 workers, in use by other jobs"
+    assert second.startswith("Waiting for resources in use by other jobs: scaling: ")
 
 
 def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,4 +74,4 @@ def test_ten_failures_in_a_row_end_it(watch: Callable[..., StoreWatch], caplog: 
         watched._thread.join(timeout=60)
     assert len(asked) == 11
     assert watched.latest() == {}
-    assert caplog.text.count("not watched any more (the control store is gone)") == 1
+    assert caplog.text.count("Stopped polling the object store (the control store is gone)") == 1

@@ -30,9 +30,9 @@ def test_which_process_this_is() -> None:
     assert Launched.of_environment(FOUND | of_torchrun) == Launched(3, 4, 1, 2, 5)
     assert Launched.of_environment(FOUND) == Launched(3, 4, 0, 1, 0)
     for wrong, message in (
-        ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4, .*: a rank must be below the number of processes; with srun"),
+        ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4, .*: a rank must be below the number of processes. With srun"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1"),
-        ({"LOCAL_WORLD_SIZE": "8(x2)"}, r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be numbers"),
+        ({"LOCAL_WORLD_SIZE": "8(x2)"}, r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be integers"),
     ):
         with pytest.raises(InputError, match=message):
             Launched.of_environment(FOUND | wrong)
