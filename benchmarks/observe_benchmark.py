@@ -167,7 +167,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
 
     from rayrec.observe.events import EventWriter
     from rayrec.training.progress import Training
-    from rayrec.training.step_log import Account
+    from rayrec.training.step_log import StepAccounting
     from rayrec.workloads.recsys.worker import TimedBase
     from rayrec.workloads.step_timer import HostClock, StepClock
 
@@ -186,7 +186,7 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     writer = EventWriter(os.path.join(folder, "events.jsonl"))
     writer.write("run", recipe=config.recipe, name="observed", config_hash="", versions={})
     writer.write("start", step=0, steps=10**9, rows=0, world_size=1, checkpoint=None)
-    interruption = SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False)
+    stop_signal = SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False)
     lanes = []
     for observed in (True, False, False):
         clock = HostClock() if observed else StepClock()
@@ -202,9 +202,9 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
             progress=progress,
             log=log,
             save=lambda *_, **__: None,
-            interruption=interruption,
+            stop_signal=stop_signal,
         )
-        lanes.append(Lane(own, training, Account(training), driver, observed))
+        lanes.append(Lane(own, training, StepAccounting(training), driver, observed))
     return writer, lanes, stage_share
 
 

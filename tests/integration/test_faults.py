@@ -19,7 +19,7 @@ from hosts.processes import RayCluster, RayPod, Run, Session, environment_for, s
 
 from rayrec.checkpoint import committed
 from rayrec.checkpoint.save_retry import PATIENCE_S
-from rayrec.training.stop_monitor import NODE_GOES
+from rayrec.training.stop_monitor import NODE_PREEMPTED
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -401,7 +401,7 @@ def test_workers_that_become_fewer_and_more_again(begin: Begin, cluster: RayClus
     assert summary["rows"] == 12 * summary["rows_of_sets"]["train"]
     assert_accounted(run, summary, restarts=3)
     announced, grown, _ = summary["restart_causes"]
-    assert announced["cause"] == f"stopped: {NODE_GOES}"
+    assert announced["cause"] == f"stopped: {NODE_PREEMPTED}"
     assert announced["steps_redone"] == 0
     assert "more workers" in grown["cause"]
     assert grown["steps_redone"] == 0

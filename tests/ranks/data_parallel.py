@@ -183,7 +183,7 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
         progress=progress,
         log=lambda kind, fields: events.append({"kind": kind, **fields}),
         save=save,
-        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
+        stop_signal=SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
     )
     loop.run(training)
     loader.close()

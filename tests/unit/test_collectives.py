@@ -8,7 +8,7 @@ from ranks.checkpoint import run_ranks
 from ranks.metric import gathered_rows_of_ranks
 from torch import distributed
 
-from rayrec.cluster.layout import Launched
+from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import gathered_rows, group_arguments, group_device
 from rayrec.config import InputError
 from rayrec.training.launchers.process_worker import device_of
@@ -32,7 +32,7 @@ def test_group_device_is_the_cpu_if_a_backend_serves_it(monkeypatch: pytest.Monk
 
 def test_a_process_has_the_gpu_of_its_number_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    last = Launched(rank=31, world_size=32, local_rank=7, local_world_size=8, restarts=0)
+    last = TorchrunEnv(rank=31, world_size=32, local_rank=7, local_world_size=8, restarts=0)
     assert device_of(last, use_gpu=True) == torch.device("cuda", 7)
     assert device_of(last, use_gpu=False) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Slurm has bound one GPU to each process

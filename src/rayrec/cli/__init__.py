@@ -121,9 +121,9 @@ def _is_first(command: Command) -> bool:
     """Return whether this process shows the result. With torchrun, only rank 0 does."""
     if command.recipe != "first":
         return True
-    from rayrec.cluster.layout import Launched
+    from rayrec.cluster.layout import TorchrunEnv
 
-    launched = Launched.of_environment()
+    launched = TorchrunEnv.from_environment()
     return launched is None or launched.rank == 0
 
 

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from rayrec.cluster import forked_worker
 from rayrec.cluster.fork_server import ForkServer
-from rayrec.cluster.layout import Layout, Node, with_room_for_tasks
+from rayrec.cluster.layout import Layout, Node, nodes_for_tasks
 from rayrec.config import Config, InputError
 from rayrec.data.engine import TaskPlacement
 
@@ -24,7 +24,7 @@ _LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_wo
 """Environment of a local Ray's processes. Its only node is never drained, so no process needs to watch for preemption. By default
 Ray starts only as many processes at a time as there are CPUs."""
 _SUBMITTED: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-_OWN_PYTHON: Final = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
+_PYTHON_FIELDS: Final = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
 """Runtime environment fields that select the Python interpreter."""
 _started: set[str] = set()
 _fork_server: ForkServer | None = None
@@ -91,8 +91,8 @@ def require_direct(address: str | None) -> None:
 
 def _named(address: str | None) -> tuple[str, str]:
     """Return the given address or RAY_ADDRESS (may be empty), and its name for error messages."""
-    of_environment = os.environ.get("RAY_ADDRESS", "")
-    return (address, address) if address else (of_environment, f"RAY_ADDRESS={of_environment}")
+    from_environment = os.environ.get("RAY_ADDRESS", "")
+    return (address, address) if address else (from_environment, f"RAY_ADDRESS={from_environment}")
 
 
 def _join(address: str, source: str, *, log_to_driver: bool) -> None:
@@ -115,7 +115,7 @@ def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the runtime environment fields with which nodes fork a job's processes (`forked_worker.py`). Empty if the job was
     submitted with its own Python. Pure."""
     submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
-    if not _OWN_PYTHON.isdisjoint(submitted):
+    if not _PYTHON_FIELDS.isdisjoint(submitted):
         return {}
     return {"py_executable": forked_worker.python_of_a_job()}
 
@@ -150,7 +150,7 @@ def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_drive
         ) from None
 
 
-def is_own() -> bool:
+def is_local_ray() -> bool:
     """Return whether this process started the local Ray that it is connected to."""
     import ray
 
@@ -160,7 +160,7 @@ def is_own() -> bool:
 def train_environment() -> dict[str, str]:
     """Return the environment variables that Ray Train's controller gets when the connected Ray starts, in addition to this
     process's own, and passes to its workers."""
-    return {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name.startswith("RAY_TRAIN_") and is_own()}
+    return {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name.startswith("RAY_TRAIN_") and is_local_ray()}
 
 
 @contextlib.contextmanager
@@ -191,7 +191,7 @@ def connect_for_data(address: str | None) -> TaskPlacement:
 def ship_code(config: Config) -> None:
     """Make Ray pickle the modules of the classes of `config` and its nested configurations by value, so that nodes do not need
     the user's files. Modules imported by these are not included."""
-    modules = own_modules(config)
+    modules = user_modules(config)
     if modules:
         import ray
 
@@ -199,11 +199,11 @@ def ship_code(config: Config) -> None:
             ray.cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
-def own_modules(config: Config) -> set[str]:
+def user_modules(config: Config) -> set[str]:
     """Return the names of the modules outside rayrec that define `config` and its nested configurations. Excludes `__main__`,
     because pickle already sends its classes by value."""
     nested = (getattr(config, field.name) for field in dataclasses.fields(config))
-    modules = set().union(*(own_modules(value) for value in nested if isinstance(value, Config)))
+    modules = set().union(*(user_modules(value) for value in nested if isinstance(value, Config)))
     module = type(config).__module__
     return modules | ({module} if module.partition(".")[0] not in ("rayrec", "__main__") else set())
 
@@ -239,7 +239,7 @@ def data_nodes(shares: Layout, *, probe: bool = False) -> list[Node]:
     """
     from ray.util.placement_group import placement_group_table
 
-    return with_room_for_tasks(alive_nodes(probe=probe), list(placement_group_table().values()), shares)
+    return nodes_for_tasks(alive_nodes(probe=probe), list(placement_group_table().values()), shares)
 
 
 def _answers(host: str, port: int) -> bool:

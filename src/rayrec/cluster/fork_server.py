@@ -42,7 +42,7 @@ LIBRARIES: Final = (
 _FILES: Final = 4
 """Number of file descriptors that `forked_worker.ask` sends with a request."""
 _REQUEST_S: Final = 10.0
-_LOOK_S: Final = 2.0
+_POLL_S: Final = 2.0
 _WAITING: Final = 1024
 
 _logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class _Server:
                 return following
         asked_s = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._listener.fileno(), self._watched], [], [], self._idle_s and _LOOK_S)
+            ready, _, _ = select.select([self._listener.fileno(), self._watched], [], [], self._idle_s and _POLL_S)
             if self._watched in ready or (not ready and self._is_done(asked_s)) or self._imported.is_old():
                 self._end()
             if not ready:

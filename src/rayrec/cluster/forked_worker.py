@@ -24,7 +24,7 @@ STARTED = b"s"
 """First answer of a fork, before it runs the worker's program; any other answer is the reason for a failure."""
 IDLE_S = 600
 """Idle time after which a node's fork server ends."""
-MOST_SERVERS = 3
+MAX_SERVERS = 3
 """Maximum number of fork servers per node manager. Jobs with different variables, e.g. with uploaded code, have one each."""
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
@@ -45,7 +45,7 @@ def main() -> None:
     # Ray passes these flags to Python
     arguments = [argument for argument in sys.argv[1:] if argument not in ("-s", "-S")]
     context: dict[str, Any] = next((json.loads(each[len(_CONTEXT) :]) for each in arguments if each.startswith(_CONTEXT)), {})
-    reason = misfit(context, os.environ)
+    reason = unsupported_reason(context, os.environ)
     if not reason:
         try:
             with _server(arguments) as server:
@@ -68,7 +68,7 @@ def python_of_a_job() -> str:
     return f"bash -c {shlex.quote(_COMMAND.format(own=own, program=program))} rayrec"
 
 
-def misfit(context: dict[str, Any], environment: Mapping[str, str]) -> str:
+def unsupported_reason(context: dict[str, Any], environment: Mapping[str, str]) -> str:
     """Return the reason why a process with this runtime environment cannot be forked, or "" if it can. Pure.
 
     Args:
@@ -186,13 +186,13 @@ def _start_server(address: str, *, raylet: int) -> None:
 
 
 def leave_newest(address: str, *, raylet: int) -> None:
-    """Remove the sockets of the node manager's oldest servers, and any at `address`, so that one more makes `MOST_SERVERS`."""
+    """Remove the sockets of the node manager's oldest servers, and any at `address`, so that one more makes `MAX_SERVERS`."""
     import glob
 
     if os.path.lexists(address):
         os.unlink(address)
     sockets = glob.glob(os.path.join(glob.escape(os.path.dirname(address)), f"{raylet}-????????"))
-    for file in sorted(sockets, key=os.path.getmtime)[: max(0, len(sockets) + 1 - MOST_SERVERS)]:
+    for file in sorted(sockets, key=os.path.getmtime)[: max(0, len(sockets) + 1 - MAX_SERVERS)]:
         os.unlink(file)
 
 

@@ -115,7 +115,7 @@ class Jobs:
         except requests.RequestException as error:
             raise Unreachable(_why(error)) from None
         except AuthenticationError as error:
-            raise _refused(self.url, error) from None
+            raise _auth_error(self.url, error) from None
         except RuntimeError as error:
             raise Unreachable(_last_line(str(error))) from None
         except (ValueError, TypeError) as error:
@@ -140,7 +140,7 @@ class Jobs:
         except requests.RequestException as error:
             raise Unreachable(_why(error)) from None
         except AuthenticationError as error:
-            raise _refused(self.url, error) from None
+            raise _auth_error(self.url, error) from None
         # A proxy without its head also returns 404, with a different text.
         if may_lack and answer.status_code == 404 and "does not exist" in answer.text:
             return None
@@ -194,7 +194,7 @@ def _job(fields: Mapping[str, Any]) -> Job:
     )
 
 
-def _refused(url: str, error: Exception) -> InputError:
+def _auth_error(url: str, error: Exception) -> InputError:
     said = str(error).splitlines()[0].rstrip(".")
     return InputError(f"{url}: {said}. Set the cluster's token with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH")
 

@@ -20,7 +20,7 @@ _ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
-class Launched:
+class TorchrunEnv:
     """Rank of this process in its group, from torchrun's variables."""
 
     rank: int
@@ -39,7 +39,7 @@ class Launched:
         return cls(0, 1, 0, 1, 0, is_torchrun=False, num_cpus=num_cpus)
 
     @classmethod
-    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Return this process by its variables, or None without torchrun. Raises InputError if they are inconsistent."""
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if any(name not in environment for name in needed):
@@ -147,7 +147,7 @@ def layout(
         raise InputError(
             "cluster.data_nodes separate: every node with CPUs is suitable for workers. Add other nodes, or choose auto"
         )
-    misfit = None
+    unfit_reason = None
     for chosen in range(most, least - 1, -1):
         apart = data_nodes == "separate" or (
             data_nodes == "auto"
@@ -159,16 +159,16 @@ def layout(
         each = usual if cpus_per_worker is None else cpus_per_worker
         worker_resources = {"CPU": each, **wanted}
         free = _cpus(others) if apart else _cpus(nodes) - each * chosen
-        misfit = _misfit(chosen, training, worker_resources) or (
+        unfit_reason = _unfit_reason(chosen, training, worker_resources) or (
             f"scaling: {chosen} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks. "
             "Lower --scaling.cpus-per-worker or --scaling.num-workers"
             if free <= 0
             else None
         )
-        if misfit is None:
+        if unfit_reason is None:
             break
-    if misfit is not None:
-        raise InputError(misfit)
+    if unfit_reason is not None:
+        raise InputError(unfit_reason)
     share = free / chosen
     takes_data = others if apart else nodes
     store = sum(node.resources.get("object_store_memory", 0) for node in takes_data)
@@ -205,7 +205,7 @@ def _cpus(nodes: list[Node]) -> float:
     return sum(node.resources.get("CPU", 0) for node in nodes)
 
 
-def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, float]) -> str | None:
+def _unfit_reason(num_workers: int, nodes: list[Node], worker_resources: dict[str, float]) -> str | None:
     """Return why the workers do not fit on the nodes, or None."""
     for name, each in sorted(worker_resources.items(), key=lambda item: item[0] == "CPU"):  # scarce resources first
         have = sum(node.resources.get(name, 0) for node in nodes)
@@ -225,7 +225,7 @@ def _misfit(num_workers: int, nodes: list[Node], worker_resources: dict[str, flo
     return None
 
 
-def with_room_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], shares: Layout) -> list[Node]:
+def nodes_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], shares: Layout) -> list[Node]:
     """Return the nodes that can run data tasks, with the resources that placement groups (as in Ray's table) leave. Pure."""
     left = {node.node_id: dict(node.resources) for node in nodes if node.node_id not in shares.workers_only}
     for group in placement_groups:

@@ -58,10 +58,10 @@ def require_reachable(paths: Iterable[str | None]) -> None:
     node = ray_compat.local_node()
     if not urls or node is None or node.is_head():
         return
-    urls = [url for url in urls if trouble_with([url], patience_s=0.0) is None]
-    found = _ask_nodes(urls) if urls else []
+    urls = [url for url in urls if first_error([url], patience_s=0.0) is None]
+    found = _check_nodes(urls) if urls else []
     for address, trouble in found:
-        if trouble is not None and trouble_with(urls, patience_s=0.0) is None:
+        if trouble is not None and first_error(urls, patience_s=0.0) is None:
             raise InputError(refusal(address, trouble, os.environ))
 
 
@@ -76,7 +76,7 @@ def refusal(address: str, trouble: str, environment: Mapping[str, str]) -> str:
     return f"node {address} does not reach the store, which this machine does: {trouble}; {settings}{send}"
 
 
-def trouble_with(urls: Sequence[str], *, patience_s: float) -> str | None:
+def first_error(urls: Sequence[str], *, patience_s: float) -> str | None:
     """Return the error of the first URL that this process cannot reach, or None. The URLs need not exist."""
     with storage.patience(patience_s):
         for url in urls:
@@ -95,12 +95,12 @@ def _folder(url: str) -> str:
     return "/".join(names[:plain]) + options
 
 
-def _ask_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:
+def _check_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:
     """Return (address, error or None) of each node that answered."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    check: Callable[..., str | None] = trouble_with
+    check: Callable[..., str | None] = first_error
     task = ray.remote(check)
     asked = {
         # Without a CPU, so that busy clusters answer too.

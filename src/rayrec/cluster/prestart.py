@@ -33,7 +33,7 @@ def import_modules() -> None:
     import_all(os.environ[_MODULES].split(","))
 
 
-def imports_ahead(variables: Mapping[str, str]) -> bool:
+def preloads_modules(variables: Mapping[str, str]) -> bool:
     """Return whether processes with these variables import a worker's modules when they start."""
     return variables.get(HOOK) == _IMPORT_MODULES
 
@@ -41,7 +41,7 @@ def imports_ahead(variables: Mapping[str, str]) -> bool:
 def for_tasks_of(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables for the tasks of a worker with `variables`, so that their processes import nothing early. Keeps a hook of
     the job."""
-    return {HOOK: "", MODULES: ""} if imports_ahead(variables) else {}
+    return {HOOK: "", MODULES: ""} if preloads_modules(variables) else {}
 
 
 def is_possible() -> bool:

@@ -28,7 +28,7 @@ class Policy(Config):
 
 
 @dataclass(frozen=True)
-class Tally:
+class AttemptHistory:
     """Attempt counts of a run."""
 
     attempts: int = 0
@@ -40,17 +40,17 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Ending:
+class AttemptResult:
     """Result of one attempt."""
 
     outcome: Literal["succeeded", "failed", "stopped", "lost"]
     """Status in Ray Jobs. lost: the head lost its record."""
     status: int | None = None
     """Exit status of the command in shell convention, or None without one."""
-    lived_s: float = 0.0
+    duration_s: float = 0.0
     """Seconds between the first and last observation as running."""
     ran: bool = False
-    told_to: bool = False
+    stop_requested: bool = False
     """Whether a supervisor requested the stop."""
     run_finished: bool = False
     """Whether it failed because the run had already finished with other data."""
@@ -69,24 +69,24 @@ def shell_status(status: int | None) -> int | None:
     return 128 - status if status is not None and status < 0 else status
 
 
-def judge(policy: Policy, tally: Tally, ending: Ending, *, jitter: float) -> tuple[Tally, float | Quit]:
+def judge(policy: Policy, tally: AttemptHistory, ending: AttemptResult, *, jitter: float) -> tuple[AttemptHistory, float | Quit]:
     """Return the counts after an attempt, and the seconds before the next one or `Quit`. `jitter`: random, in [0, 1]. Pure."""
     status = ending.status
     if ending.outcome == "succeeded":
         return tally, Quit(0, "finished")
-    if ending.outcome == "stopped" and ending.told_to:
-        return Tally(tally.attempts), 0.0
+    if ending.outcome == "stopped" and ending.stop_requested:
+        return AttemptHistory(tally.attempts), 0.0
     if ending.outcome == "stopped":
         return tally, Quit(130, "someone stopped the job")
     if status == 130:
         return tally, Quit(130, "someone interrupted the job")
     users_error = status == 2 or status in _NOT_STARTED
-    healthy = ending.lived_s >= policy.healthy_after_s
+    healthy = ending.duration_s >= policy.healthy_after_s
     if users_error and (ending.run_finished or not (tally.accepted or healthy)):
         return tally, Quit(2, describe(ending))
     short_lived = 0 if healthy and not users_error else tally.short_lived + 1
     accepted = tally.accepted or healthy or (ending.ran and not users_error)
-    tally = Tally(attempts=tally.attempts, short_lived=short_lived, accepted=accepted)
+    tally = AttemptHistory(attempts=tally.attempts, short_lived=short_lived, accepted=accepted)
     if 0 <= policy.max_failures < short_lived:
         attempts = f"{short_lived} attempts in a row" if short_lived > 1 else "the attempt"
         failed = f"ran for less than {policy.healthy_after_s:g} s or ended with an error of yours"
@@ -104,12 +104,12 @@ def pause_s(times: int, *, first_s: float, longest_s: float, jitter: float) -> f
     return doubled * (0.75 + 0.5 * jitter)
 
 
-def describe(ending: Ending) -> str:
+def describe(ending: AttemptResult) -> str:
     """Describe the end of an attempt, as the predicate of a sentence."""
     status = ending.status
     if ending.outcome == "lost":
         return "was lost with the head"
-    if ending.outcome == "stopped" and ending.told_to:
+    if ending.outcome == "stopped" and ending.stop_requested:
         return "had been told to stop when the supervisor before this one ended"
     if status is None:
         return "was ended by Ray"

@@ -15,8 +15,18 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
-from rayrec.cluster.restart_policy import FINISHED, Ending, Policy, Quit, SuperviseConfig, Tally, describe, judge, pause_s
-from rayrec.cluster.supervisor_state import Notebook, State, state_path
+from rayrec.cluster.restart_policy import (
+    FINISHED,
+    AttemptHistory,
+    AttemptResult,
+    Policy,
+    Quit,
+    SuperviseConfig,
+    describe,
+    judge,
+    pause_s,
+)
+from rayrec.cluster.supervisor_state import State, StateFile, state_path
 from rayrec.config import InputError
 
 RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
@@ -61,9 +71,9 @@ def supervise(
     Raises InputError if the user can fix the problem.
     """
     jobs = Jobs(dashboard_url(config.address))
-    notebook = Notebook(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
+    state_file = StateFile(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
     try:
-        supervisor = _Supervisor(jobs, notebook, arguments, config=config, stop_wait_s=stop_wait_s, show=show)
+        supervisor = _Supervisor(jobs, state_file, arguments, config=config, stop_wait_s=stop_wait_s, show=show)
         with _signals():
             try:
                 return supervisor.run()
@@ -71,7 +81,7 @@ def supervise(
                 supervisor.leave("SIGTERM" if isinstance(error, SystemExit) else "Ctrl-C")
                 raise
     finally:
-        notebook.close()
+        state_file.close()
 
 
 @contextmanager
@@ -100,26 +110,26 @@ class _Supervisor:
     def __init__(
         self,
         jobs: Jobs,
-        notebook: Notebook,
+        state_file: StateFile,
         arguments: Sequence[str],
         *,
         config: SuperviseConfig,
         stop_wait_s: float,
         show: Callable[[str], None] | None,
     ) -> None:
-        self._jobs, self._notebook, self._config, self._show = jobs, notebook, config, show
-        self._stop_wait_s, self._say = stop_wait_s, notebook.say
+        self._jobs, self._state_file, self._config, self._show = jobs, state_file, config, show
+        self._stop_wait_s, self._say = stop_wait_s, state_file.say
         self._entrypoint = "exec " + shlex.join([config.python, "-m", "rayrec", "train", *arguments])
         self._log: LogFollower | None = None
         self._own: str | None = None
         """Job that this process has submitted or reported as followed."""
-        self._outage = Outage(jobs, config.policy, say=notebook.say)
+        self._outage = Outage(jobs, config.policy, say=state_file.say)
         self._written = 0.0
         """Unix time of the last write for the time only."""
 
     @property
     def _state(self) -> State:
-        return self._notebook.state
+        return self._state_file.state
 
     def run(self) -> Outcome:
         while True:
@@ -138,9 +148,9 @@ class _Supervisor:
             self._end_log(job)
             if isinstance(decision, Quit):
                 return self._quit(decision, job)
-            why = f": {last_said(job.message)}" if job is not None and job.exit_status is None else ""
+            why = f": {last_message(job.message)}" if job is not None and job.exit_status is None else ""
             self._say(f"{self._state.submission_id} {describe(ending)}{why}; again in {decision:.0f} s")
-            self._notebook.write(tally=tally, **_NO_JOB)
+            self._state_file.write(tally=tally, **_NO_JOB)
             time.sleep(decision)
 
     # One attempt ---------------------------------------------------------------------------------------------------
@@ -153,7 +163,7 @@ class _Supervisor:
             job = self._jobs.find(remembered)
             if job is not None and self._state.submitted and self._own is None and job.status == "SUCCEEDED":
                 # An earlier supervisor's job. A new job checks whether the finished run's data is unchanged.
-                self._notebook.write(tally=Tally(self._state.tally.attempts), **_NO_JOB)
+                self._state_file.write(tally=AttemptHistory(self._state.tally.attempts), **_NO_JOB)
             elif job is not None and job.metadata.get(RUN_KEY) == name:
                 return self._known(job)
             elif self._state.submitted:
@@ -172,7 +182,7 @@ class _Supervisor:
     def _known(self, job: Job) -> Job:
         self._outage.over()
         if not self._state.submitted:
-            self._notebook.write(submitted=True)
+            self._state_file.write(submitted=True)
         if self._own != job.submission_id:
             self._own = job.submission_id
             self._say(f"following {job.submission_id} on {self._jobs.url}, which is {job.status.lower()}")
@@ -188,14 +198,14 @@ class _Supervisor:
             )
         number = _number(job.submission_id, self._state.name)
         tally = replace(self._state.tally, attempts=max(number, self._state.tally.attempts))
-        self._notebook.write(tally=tally, **{**_NO_JOB, "submission_id": job.submission_id, "submitted": True})
+        self._state_file.write(tally=tally, **{**_NO_JOB, "submission_id": job.submission_id, "submitted": True})
         return self._known(job)
 
     def _submit(self, number: int) -> Job | None:
         """Submit a job, after storing its id so that it can be found if the answer is lost."""
         submission_id = f"{self._state.name}-{number:04d}"
         tally = replace(self._state.tally, attempts=number)
-        self._notebook.write(tally=tally, **{**_NO_JOB, "submission_id": submission_id})
+        self._state_file.write(tally=tally, **{**_NO_JOB, "submission_id": submission_id})
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._stop_wait_s))}
         for name in self._config.env:
             if name not in os.environ:
@@ -206,7 +216,7 @@ class _Supervisor:
             runtime_env["working_dir"] = self._config.working_dir
         metadata = {RUN_KEY: self._state.name, CONFIG_KEY: self._state.config_hash}
         self._jobs.submit(submission_id, self._entrypoint, runtime_env=runtime_env, metadata=metadata)
-        self._notebook.write(submitted=True)
+        self._state_file.write(submitted=True)
         self._outage.over()
         self._own = submission_id
         self._say(f"submitted {submission_id} to {self._jobs.url}")
@@ -225,12 +235,12 @@ class _Supervisor:
     def _see(self, job: Job) -> None:
         now, state = time.time(), self._state
         if state.running_since is None:
-            self._notebook.write(running_since=now, seen=now)
+            self._state_file.write(running_since=now, seen=now)
             self._say(f"{job.submission_id} is running")
         elif now - self._written >= _SEEN_EVERY_S:
-            self._notebook.write(seen=now)
+            self._state_file.write(seen=now)
         else:
-            self._notebook.remember(seen=now)
+            self._state_file.remember(seen=now)
             return
         self._written = now
 
@@ -243,9 +253,9 @@ class _Supervisor:
             self._say(f"finished, as {job.submission_id}")
             return Outcome(self._state.name, 0, decision.cause, attempts, summary_of(self._log_of(job.submission_id)))
         users_error = job is not None and job.exit_status == 2
-        cause = last_said(job.message) if job is not None and users_error else decision.cause
+        cause = last_message(job.message) if job is not None and users_error else decision.cause
         self._say(f"gave up: {decision.cause}" + (f": {cause}" if users_error else ""))
-        self._notebook.write(tally=Tally(attempts), **_NO_JOB)  # running the same command again starts a new count
+        self._state_file.write(tally=AttemptHistory(attempts), **_NO_JOB)  # running the same command again starts a new count
         return Outcome(self._state.name, decision.status, cause, attempts)
 
     def leave(self, why: str) -> None:
@@ -259,7 +269,7 @@ class _Supervisor:
             return
         self._say(f"{why}: {submission_id} is told to save and end, which may take {span(self._stop_wait_s)}")
         deadline_s = time.monotonic() + self._stop_wait_s + _STOP_SLACK_S
-        self._notebook.write(stopping=True)
+        self._state_file.write(stopping=True)
         try:
             self._jobs.stop(submission_id)
             while (job := self._jobs.find(submission_id)) is not None and job.live:
@@ -272,7 +282,7 @@ class _Supervisor:
             return
         self._end_log(job)
         self._say(f"{submission_id} has ended; the same command resumes from its last checkpoint")
-        self._notebook.write(tally=Tally(self._state.tally.attempts), **_NO_JOB)
+        self._state_file.write(tally=AttemptHistory(self._state.tally.attempts), **_NO_JOB)
 
     # The log -------------------------------------------------------------------------------------------------------
 
@@ -288,7 +298,7 @@ class _Supervisor:
             self._log = None
         if job is not None and job.status == "FAILED":
             for line in job.message.splitlines():
-                self._notebook.keep(f"    {line}")
+                self._state_file.keep(f"    {line}")
 
     def _log_of(self, submission_id: str) -> str:
         try:
@@ -297,17 +307,17 @@ class _Supervisor:
             return ""
 
 
-def _ending(job: Job | None, state: State) -> Ending:
+def _ending(job: Job | None, state: State) -> AttemptResult:
     ran = state.running_since is not None
     if job is None:
-        return Ending("lost", lived_s=state.lived_s, ran=ran)
-    return Ending(
+        return AttemptResult("lost", duration_s=state.duration_s, ran=ran)
+    return AttemptResult(
         job.status.lower(),  # type: ignore[arg-type]  # an ended job has one of these statuses
         status=job.exit_status,
-        lived_s=state.lived_s,
+        duration_s=state.duration_s,
         ran=ran or job.exit_status is not None,
-        told_to=state.stopping,
-        run_finished=job.exit_status == 2 and FINISHED in last_said(job.message),
+        stop_requested=state.stopping,
+        run_finished=job.exit_status == 2 and FINISHED in last_message(job.message),
     )
 
 
@@ -329,7 +339,7 @@ def summary_of(log: str) -> dict[str, Any] | None:
     return found if "weights_sha256" in found else None
 
 
-def last_said(message: str) -> str:
+def last_message(message: str) -> str:
     """Return rayrec's last line in a failed job's log, else the last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("rayrec train: ")]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayrec import storage
-from rayrec.cluster.restart_policy import Tally
+from rayrec.cluster.restart_policy import AttemptHistory
 from rayrec.config import InputError
 from rayrec.storage import cache
 
@@ -21,7 +21,7 @@ class State:
     name: str
     config_hash: str
     """Hash of the training configuration. Another hash means another run, even under the same name."""
-    tally: Tally = field(default_factory=Tally)
+    tally: AttemptHistory = field(default_factory=AttemptHistory)
     submission_id: str | None = None
     submitted: bool = False
     """Whether the head is known to have received that job."""
@@ -33,7 +33,7 @@ class State:
     """Whether a supervisor, possibly interrupted since, requested its stop."""
 
     @property
-    def lived_s(self) -> float:
+    def duration_s(self) -> float:
         """Seconds for which the current attempt was seen running."""
         return 0.0 if self.running_since is None or self.seen is None else max(0.0, self.seen - self.running_since)
 
@@ -43,7 +43,7 @@ def state_path(name: str) -> str:
     return os.path.join(cache.folder(), "supervise", f"{name}.json")
 
 
-class Notebook:
+class StateFile:
     """State file and log of one supervisor, locked for exclusive use."""
 
     def __init__(self, path: str, *, name: str, config_hash: str, note: Callable[[str], None]) -> None:
@@ -88,6 +88,6 @@ def _read(path: str) -> State | None:
         return None
     try:
         fields = storage.read_json(path)
-        return State(**{**fields, "tally": Tally(**fields["tally"])})
+        return State(**{**fields, "tally": AttemptHistory(**fields["tally"])})
     except (TypeError, KeyError) as error:
         raise InputError(f"{path}: must be a supervisor's state file ({error}). Delete it or set another --state") from None

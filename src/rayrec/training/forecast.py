@@ -27,7 +27,7 @@ _TIMEOUT_S: Final = 300.0
 _STEPS_AT_ONCE: Final = 8
 """Steps between two clock readings. The first ones are not measured."""
 _MEASURED_S: Final = 4.0
-_KEPT_IN_RESERVE: Final = 0.5
+_RESERVED_SHARE: Final = 0.5
 """Reserved share of a pipeline's CPUs, if it has room for several tasks; see ingest/ray_engine.py."""
 _OPTIONAL: Final = ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s", "network_gbit", "inside_gbit")
 """Optional fields of a cluster."""
@@ -191,7 +191,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     none to measure.
     """
     config.workload.check(config)
-    config, shares = _shares(config, shape)
+    config, shares = _layout_on(config, shape)
     if config.scaling.use_gpu:
         local_workers = 1
         if shape.gpu_rows_per_s is None and not _has_gpu():
@@ -208,12 +208,12 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         target=shape.target(shares.num_workers),
         local_workers=local_workers,
         cuda=config.scaling.use_gpu,
-        train=train_here,
+        train=train_locally,
     )
     return extrapolate(measured_speed, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
 
 
-def train_here(
+def train_locally(
     config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
 ) -> list[tuple[float, float, float]]:
     """Train some steps in local processes with the regular training loop; see `TrainHere`."""
@@ -272,7 +272,7 @@ def _train_rank(
             progress=Progress(),
             log=measured.log,
             save=lambda *_, **__: None,
-            interruption=measured,
+            stop_signal=measured,
         )
     )
     results.put((measured.rows / workers, measured.seconds, measured.cpu_s))
@@ -281,7 +281,7 @@ def _train_rank(
 
 @final
 class _MeasuredSteps:
-    """Log and interruption of a loop that skips the first steps, measures the next ones, and then stops."""
+    """Log and stop signal of a loop that skips the first steps, measures the next ones, and then stops."""
 
     def __init__(self) -> None:
         self.rows, self.seconds, self.cpu_s = 0, 0.0, 0.0
@@ -295,7 +295,7 @@ class _MeasuredSteps:
             self._since = now
         self.rows, self.seconds, self.cpu_s = (after - before for after, before in zip(now, self._since, strict=True))
 
-    def seen(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         return self._since is not None and time.perf_counter() - self._since[1] >= _MEASURED_S, False
 
     def preempted(self) -> bool:
@@ -341,11 +341,11 @@ def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] 
     Args:
         tables: Rows of each table. None for the tables of the recipe's Preprocessor or preset.
     """
-    config, shares = _shares(config, shape)
+    config, shares = _layout_on(config, shape)
     return config.workload.plan(config, target=shape.target(shares.num_workers), tables=tables)
 
 
-def _shares(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, Layout]:
+def _layout_on(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, Layout]:
     """Return the configuration for the cluster's device type, and the run's resource allocation."""
     if shape.gpus and not config.scaling.use_gpu:
         config = config.replace(scaling={"use_gpu": True})
@@ -374,7 +374,7 @@ def extrapolate(
     placement = shares.per_worker
     share = placement.max_cpus or placement.num_cpus
     tasks = max(1, math.floor(share / placement.num_cpus + 1e-9))
-    at_once = max(1, math.ceil(tasks * _KEPT_IN_RESERVE))
+    at_once = max(1, math.ceil(tasks * _RESERVED_SHARE))
     gpu_rows_per_s = model / workers if measured_speed.device == "cuda" else None
     return Forecast(
         shape=shape,
@@ -385,6 +385,6 @@ def extrapolate(
         cpu_rows_per_s=None
         if gpu_rows_per_s is not None
         else shape.cpus * shape.nodes / (measured_speed.cpu_s_per_row + task_cpu_s),
-        cpus_per_gpu=None if gpu_rows_per_s is None else gpu_rows_per_s * task_s / _KEPT_IN_RESERVE,
+        cpus_per_gpu=None if gpu_rows_per_s is None else gpu_rows_per_s * task_s / _RESERVED_SHARE,
         measured_speed=measured_speed,
     )

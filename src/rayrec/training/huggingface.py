@@ -1,8 +1,8 @@
 """Training loop with HuggingFace's Trainer: Trainer makes the steps, and rayrec does everything around them.
 
 Trainer cannot run inside rayrec's loop, because `train()` returns only after training and allows other work between steps only in
-callbacks. So control is inverted: a callback reports the end of each step to `loop.steer`, which decides when to evaluate, save
-and stop, just as rayrec's loop reports the end of each segment.
+callbacks. So control is inverted: a callback reports the end of each step to `loop.iterate_segments`, which decides when to
+evaluate, save and stop, just as rayrec's loop reports the end of each segment.
 
 Shared with rayrec's loop are these decisions, the row order and position, the wrapped model (DDP or FSDP2), the loss arithmetic,
 the optimizer, learning rates, seeds, evaluation, checkpoints and events. Trainer provides the order of passes, accumulation,
@@ -22,9 +22,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 
 from rayrec.batch import Batch
 from rayrec.cluster.connection import temporary_environment
-from rayrec.training.loop import steer
+from rayrec.training.loop import iterate_segments
 from rayrec.training.progress import Cut, Progress, Training
-from rayrec.training.step_log import Account, Batches
+from rayrec.training.step_log import Batches, StepAccounting
 from rayrec.workloads.base import WorkerSetup
 from rayrec.workloads.data_parallel.worker import RowPipeline
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
@@ -37,7 +37,7 @@ LOSS_WEIGHT = "loss_weight"
 def run(training: Training) -> bool:
     """Train like `loop.run`, with the same steps and events, but with Trainer's steps."""
     setup, progress = training.setup, training.progress
-    course, account = steer(training), Account(training)
+    course, account = iterate_segments(training), StepAccounting(training)
     try:
         stop = next(course)
     except StopIteration as end:  # nothing to train
@@ -206,7 +206,7 @@ class _Steps(TrainerCallback):
 
     setup: WorkerSetup
     progress: Progress
-    account: Account
+    account: StepAccounting
     course: Generator[int, Cut, bool]
     batches: Batches
     losses: list[torch.Tensor]

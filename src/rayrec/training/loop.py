@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rayrec.collectives import over_workers
-from rayrec.training.progress import Cut, Interruption, Progress, Training, judge, lower_on_plateau
-from rayrec.training.step_log import Account, Batches
+from rayrec.training.progress import Cut, Progress, StopSignal, Training, judge, lower_on_plateau
+from rayrec.training.step_log import Batches, StepAccounting
 from rayrec.workloads.base import TrainConfig, WorkerSetup
 from rayrec.workloads.step_timer import StepClock
 
@@ -25,13 +25,13 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Boundary:
+class SegmentEnd:
     step: int
     evaluate: bool
     save: bool
 
 
-def next_boundary(step: int, end: int, *, evaluate_every: int, save_every: int | None) -> Boundary:
+def next_segment_end(step: int, end: int, *, evaluate_every: int, save_every: int | None) -> SegmentEnd:
     """Return the end of the segment that begins at `step`. Without a save interval, each evaluation also saves; the run's end
     always evaluates and saves. Pure."""
     ahead = [evaluate_every - step % evaluate_every, end - step]
@@ -40,7 +40,7 @@ def next_boundary(step: int, end: int, *, evaluate_every: int, save_every: int |
     stop = step + min(ahead)
     evaluate = stop % evaluate_every == 0 or stop == end
     save = (stop % save_every == 0 if save_every is not None else evaluate) or stop == end
-    return Boundary(stop, evaluate, save)
+    return SegmentEnd(stop, evaluate, save)
 
 
 def last_step(total: int, share: float | None) -> int:
@@ -51,7 +51,7 @@ def last_step(total: int, share: float | None) -> int:
 def run(training: Training) -> bool:
     """Train until the loader ends, the step limit, or early stopping. Returns False if it saved and ended before, after a stop
     request or at the share `pause_at` of its steps. Raises InputError if the loss is not finite."""
-    course, account = steer(training), Account(training)
+    course, account = iterate_segments(training), StepAccounting(training)
     cut: Cut | None = None
     while True:
         try:
@@ -61,7 +61,7 @@ def run(training: Training) -> bool:
         cut = _train(training, account, stop)
 
 
-def _train(training: Training, account: Account, stop: int) -> Cut:
+def _train(training: Training, account: StepAccounting, stop: int) -> Cut:
     """Train up to step `stop`, or less if a save cannot wait."""
     setup, loader, progress = training.setup, training.loader, training.progress
     first = progress.step
@@ -76,7 +76,7 @@ def _train(training: Training, account: Account, stop: int) -> Cut:
     return account.cut
 
 
-def steer(training: Training) -> Generator[int, Cut, bool]:
+def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
     """Evaluate, save and stop early between the segments of any loop.
 
     Yields the step to train up to; a segment may end earlier if a save cannot wait. Receives the reason for that. Returns the
@@ -106,7 +106,7 @@ def steer(training: Training) -> Generator[int, Cut, bool]:
         if not progress.evaluation_due:
             if progress.step >= end:
                 return end == total
-            boundary = next_boundary(progress.step, end, evaluate_every=evaluate_every, save_every=config.checkpoint.every)
+            boundary = next_segment_end(progress.step, end, evaluate_every=evaluate_every, save_every=config.checkpoint.every)
             cut = yield boundary.step
             setup.clock.stop()
             reached = progress.step == boundary.step
@@ -120,7 +120,7 @@ def steer(training: Training) -> Generator[int, Cut, bool]:
         score, saved_in_evaluation = None, False
         if progress.evaluation_due:
             watch = EvaluationWatch(
-                training.interruption,
+                training.stop_signal,
                 save=None if saved_step == progress.step else partial(save_now, needed=True, complete=False),
                 save_after_s=_EVALUATION_GRACE_SHARE * config.failure.grace_s,
             )
@@ -173,10 +173,10 @@ class EvaluationWatch:
     Decisions use numbers shared by all workers, so that all workers decide alike at the same batch.
     """
 
-    def __init__(self, interruption: Interruption, *, save: Callable[[], None] | None, save_after_s: float) -> None:
+    def __init__(self, stop_signal: StopSignal, *, save: Callable[[], None] | None, save_after_s: float) -> None:
         """Start the watch. `save`: collective save of the evaluated step, or None if not needed, made after `save_after_s`
         seconds."""
-        self._interruption, self._save, self._save_after_s = interruption, save, save_after_s
+        self._stop_signal, self._save, self._save_after_s = stop_signal, save, save_after_s
         self._start_s = time.perf_counter()
         self._batches, self._poll_at = 0, 1
         self.saved = False
@@ -187,13 +187,13 @@ class EvaluationWatch:
         self._batches += 1
         if self._batches < self._poll_at:
             return False
-        _, preemption_poll = self._interruption.seen()
+        _, preemption_poll = self._stop_signal.poll()
         (elapsed_s, *_), (_, asked, poll) = over_workers(
-            time.perf_counter() - self._start_s, self._interruption.urgent(), preemption_poll
+            time.perf_counter() - self._start_s, self._stop_signal.urgent(), preemption_poll
         )
         ahead = int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6))
         self._poll_at += max(1, min(ahead, self._batches))
-        preempted = bool(poll) and self._interruption.preempted()
+        preempted = bool(poll) and self._stop_signal.preempted()
         if self._save is not None and not asked and (preempted or elapsed_s >= self._save_after_s):
             self._save()
             self._save, self.saved = None, True

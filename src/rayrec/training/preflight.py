@@ -4,7 +4,7 @@ import os
 
 from rayrec import storage
 from rayrec.cluster import connection
-from rayrec.cluster.layout import Launched, Layout, Node, layout
+from rayrec.cluster.layout import Layout, Node, TorchrunEnv, layout
 from rayrec.config import InputError
 from rayrec.workloads.base import TrainConfig
 
@@ -20,7 +20,7 @@ def preflight(config: TrainConfig) -> None:
     """Check that the data can be read and, unless another cluster is configured, that this machine has room for the workers.
     Raises InputError."""
     config.workload.check_data(config)
-    _check_room(config)
+    _check_resources(config)
 
 
 def _check_storage(path: str) -> None:
@@ -36,18 +36,18 @@ def _check_storage(path: str) -> None:
         raise InputError(f"storage_path: cannot write to {place}. Choose another folder or change its permissions")
 
 
-def _check_room(config: TrainConfig) -> None:
-    if Launched.of_environment() is not None:  # its processes are already running
+def _check_resources(config: TrainConfig) -> None:
+    if TorchrunEnv.from_environment() is not None:  # its processes are already running
         return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     if address not in (None, "", "local", connection.IN_PROCESS) or connection.is_connected():
         return  # Ray knows the resources of a running cluster
     if config.scaling.resources_per_worker:
         return
-    layout_here(config, cpus=config.cluster.num_cpus or os.cpu_count() or 1)
+    local_layout(config, cpus=config.cluster.num_cpus or os.cpu_count() or 1)
 
 
-def layout_here(config: TrainConfig, *, cpus: int) -> Layout:
+def local_layout(config: TrainConfig, *, cpus: int) -> Layout:
     """Allocate `cpus` of this machine to the run. Raises InputError if its workers do not fit."""
     resources = {"CPU": float(cpus)}
     if config.scaling.use_gpu:

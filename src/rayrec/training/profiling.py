@@ -136,7 +136,7 @@ def request_profile(
             if failures:
                 raise InputError(f"{folder}: no profile. {failures[0]}")
             if time.monotonic() > deadline_s:
-                heard = not _lies_there(request, window)
+                heard = not _is_pending(request, window)
                 raise InputError(
                     f"{folder}: no profile after {timeout_s:.0f} s. "
                     + ("Training is slow, or has ended; see its events" if heard else "The run has no running driver")
@@ -144,12 +144,12 @@ def request_profile(
             time.sleep(_POLL_S)
     finally:
         ended.set()
-        if _lies_there(request, window):
+        if _is_pending(request, window):
             storage.remove_file(request)
     return {"profile": target, "first_step": first, "steps": steps, "ranks": len(ranks)}
 
 
-def _lies_there(request: str, window: Window) -> bool:
+def _is_pending(request: str, window: Window) -> bool:
     """Return whether the request has not been taken yet. The file may contain another process's request."""
     try:
         return storage.exists(request) and storage.read_json(request) == asdict(window)

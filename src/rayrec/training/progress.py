@@ -91,10 +91,10 @@ class Progress:
         return self.blocked_s / self.train_s if self.train_s else 0.0
 
 
-class Interruption(Protocol):
+class StopSignal(Protocol):
     """Reasons for an early save."""
 
-    def seen(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         """Return (whether this worker was asked to stop or a node is about to go, whether to poll for preemption notices). Cheap
         and local."""
         ...
@@ -133,7 +133,7 @@ class Training:
     log: Callable[[str, dict[str, Any]], None]
     """Function called on every worker with the same kind and fields."""
     save: Save
-    interruption: Interruption
+    stop_signal: StopSignal
     first_step: FirstStep | None = None
     pause_at: float | None = None
     """Share of the run's steps after which it pauses. None for all of them."""

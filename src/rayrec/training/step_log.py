@@ -19,23 +19,23 @@ from rayrec.row_tally import RowNumbers
 from rayrec.training.progress import Cut, Training
 from rayrec.workloads.step_timer import StepClock
 
-_HELD = ("memory_bytes", "device_memory_bytes")
+_MEMORY_FIELDS = ("memory_bytes", "device_memory_bytes")
 """Fields of a step event: largest resident memory per worker, and peak GPU memory for tensors since the last log."""
-_LOOK_S = 5.0
+_POLL_S = 5.0
 """Seconds between two polls for reasons to save, rounded to full steps. They reduce the time left of `failure.grace_s`."""
-_LOOK_PREEMPTED_S = 1.0
+_PREEMPTED_POLL_S = 1.0
 """The same after a preemption notice; it determines how long before the deadline the run ends."""
 TRAINING_COST = 3
 """Cost of a step in forward passes: the backward pass has two products for each forward product."""
 
-_LEAST_S: Final = 1.0
+_MIN_EVENT_S: Final = 1.0
 """Minimum seconds between two events: a block lasts for many steps, so most intervals between two logs have no new block."""
-_MOST_S: Final = 10.0
+_MAX_EVENT_S: Final = 10.0
 """Seconds after which an event is logged even without a new block."""
 
 
 @final
-class DataReport:
+class DataStats:
     """Sums of all workers' StageAccounts. One instance per worker; all workers make the same calls."""
 
     def __init__(self, loader: Any) -> None:
@@ -57,7 +57,7 @@ class DataReport:
         for name, mean in zip(StageAccount.FIELDS, means, strict=True):
             self._sums[name] = mean * workers + (0.0 if name == "cpus" else self._sums[name])
         seconds = time.monotonic() - self._since_s
-        if seconds < _LEAST_S or (seconds < _MOST_S and not self._sums["blocks"]):
+        if seconds < _MIN_EVENT_S or (seconds < _MAX_EVENT_S and not self._sums["blocks"]):
             return
         log("data", {"step": step, **data_fields(self._sums, seconds=seconds)})
         self._since_s += seconds
@@ -200,7 +200,7 @@ class Batches:
         self._source = iter(())
 
 
-class Account:
+class StepAccounting:
     """Accounting and logging of steps, rows, losses and time; detects reasons to end a segment early."""
 
     def __init__(self, training: Training) -> None:
@@ -208,16 +208,16 @@ class Account:
         self._config, self._loader, self._progress = config, loader, progress
         self._first_step_done = training.first_step
         self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
-        self._log, self._interruption, self._optimizer = training.log, training.interruption, setup.optimizer
-        self._data = DataReport(loader) if config.observe.times else None
+        self._log, self._stop_signal, self._optimizer = training.log, training.stop_signal, setup.optimizer
+        self._data = DataStats(loader) if config.observe.times else None
         self._first_step, self._rows_before = progress.step, progress.rows
         self._losses: list[torch.Tensor] = []
         self._start_s = 0.0
         self._num_rows = 0
         """Rows trained by this worker since the last log."""
-        self._look_at = progress.step + 1
+        self._next_poll_step = progress.step + 1
         """Step of the next poll for reasons to save. The first step takes longest, so its time predicts nothing."""
-        self._look_s = _LOOK_S
+        self._poll_s = _POLL_S
         self.total = progress.step + loader.steps
         self.cut: Cut = "none"
 
@@ -237,7 +237,7 @@ class Account:
         self._losses.append(loss)
         progress.step += 1
         due = progress.step % self._config.log_every == 0 or progress.step >= stop
-        if not due and (progress.step < self._look_at or not self._look()):
+        if not due and (progress.step < self._next_poll_step or not self._poll()):
             return False
         self._clock.cut()
         # The only device synchronization between two logs
@@ -247,7 +247,7 @@ class Account:
         held = [machine.resident_bytes(), *_device_bytes()]
         own = [mine, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values(), *held]
         data = self._data.take() if self._data else []
-        means, maxima = over_workers(*own, *data, *self._interruption.seen())
+        means, maxima = over_workers(*own, *data, *self._stop_signal.poll())
         *_, asked, look = maxima
         mean, blocked_s, elapsed_s, num_rows = means[:4]
         times_max_s = dict(zip(times_s, maxima[4:], strict=False))
@@ -256,33 +256,33 @@ class Account:
         self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s, most_held)
         if self._data:
             self._data.tell(means[len(own) : len(own) + len(data)], step=progress.step, log=self._log)
-        self._plan_look(elapsed_s)
+        self._schedule_poll(elapsed_s)
         self._losses, self._start_s, self._num_rows, batches.blocked_s = [], now_s, 0, 0.0
         if due:
-            self._heed(asked, look)
+            self._handle_stop_request(asked, look)
         return progress.step < stop and self.cut != "none"
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Poll between two logs and return whether the cut changed; collective. Exchanges three numbers. NCCL then waits for the
-        device, once every `_LOOK_S`."""
-        (elapsed_s, *_), (_, asked, look) = over_workers(time.perf_counter() - self._start_s, *self._interruption.seen())
+        device, once every `_POLL_S`."""
+        (elapsed_s, *_), (_, asked, look) = over_workers(time.perf_counter() - self._start_s, *self._stop_signal.poll())
         before = self.cut
-        self._plan_look(elapsed_s)
-        self._heed(asked, look)
+        self._schedule_poll(elapsed_s)
+        self._handle_stop_request(asked, look)
         return self.cut != before
 
-    def _plan_look(self, elapsed_s: float) -> None:
+    def _schedule_poll(self, elapsed_s: float) -> None:
         """Schedule the next poll from numbers shared by all workers: the mean step time since the last log. The interval never
         exceeds the attempt's number of steps so far, because its first steps are not representative."""
         step_s = elapsed_s / len(self._losses)
         so_far = self._progress.step - self._first_step
-        self._look_at = self._progress.step + max(1, min(int(self._look_s / max(step_s, 1e-6)), so_far))
+        self._next_poll_step = self._progress.step + max(1, min(int(self._poll_s / max(step_s, 1e-6)), so_far))
 
-    def _heed(self, asked: float, look: float) -> None:
+    def _handle_stop_request(self, asked: float, look: float) -> None:
         if asked:
             self.cut = "stop"
-        elif look and self._interruption.preempted():
-            self._look_s, self._look_at = _LOOK_PREEMPTED_S, self._progress.step + 1
+        elif look and self._stop_signal.preempted():
+            self._poll_s, self._next_poll_step = _PREEMPTED_POLL_S, self._progress.step + 1
             self.cut = "save" if self.cut == "none" else self.cut
 
     def _log_steps(
@@ -311,7 +311,7 @@ class Account:
             "rows_per_s": rows / elapsed_s,
             "blocked_fraction": blocked_s / elapsed_s,
             "learning_rate": max(learning_rates(self._optimizer), default=0.0),
-            **{name: int(size) for name, size in zip(_HELD, most_held, strict=False) if size},
+            **{name: int(size) for name, size in zip(_MEMORY_FIELDS, most_held, strict=False) if size},
         }
         if times_s:
             fields["times_s"] = times_s

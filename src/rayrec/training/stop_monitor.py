@@ -69,7 +69,7 @@ _MARGIN_S: Final = 2.0
 
 
 @final
-class Grace:
+class GracePeriod:
     """Time for workers to save after a stop request: failure.grace_s, restarted by each poll with newly written bytes, and
     failure.max_grace_s in total."""
 
@@ -88,7 +88,7 @@ class Grace:
 
 
 def unsaved_cause(cause: str | None, failure: FailureConfig) -> str:
-    """Describe a stop, for `cause`, whose `Grace` expired. Pure."""
+    """Describe a stop, for `cause`, whose `GracePeriod` expired. Pure."""
     return (
         f"{cause}, and the last checkpoint made no progress for failure.grace_s ({failure.grace_s:.0f} s) or took longer than "
         f"failure.max_grace_s ({failure.max_grace_s:.0f} s)"
@@ -125,11 +125,11 @@ class ControlChannel(Protocol):
 
 MORE_WORKERS = "there is room for more workers"
 NO_DATA_NODES = "the nodes that ran data tasks are gone, and others can run them"
-NODE_GOES = "a node is about to be preempted, as announced"
-RESUMES = (MORE_WORKERS, NO_DATA_NODES, NODE_GOES)
+NODE_PREEMPTED = "a node is about to be preempted, as announced"
+RESUMES = (MORE_WORKERS, NO_DATA_NODES, NODE_PREEMPTED)
 """Stop reasons after which another attempt of the run follows."""
 POLL_S = 0.5
-_OTHERS_POLL_S = 5.0
+_RANKS_POLL_S = 5.0
 """Poll interval of the workers other than worker 0, in seconds."""
 PREEMPTION_POLL_S = 5.0
 """Interval between two preemption polls, in seconds. All workers poll Ray Train together and wait for each other."""
@@ -142,8 +142,8 @@ class PreemptionInfo(Protocol):
     deadline_ms: int | None
 
 
-class StopWatch:
-    """Stop detection of a worker; implements `rayrec.training.progress.Interruption`. Only worker 0 acts on the channel and the
+class StopMonitor:
+    """Stop detection of a worker; implements `rayrec.training.progress.StopSignal`. Only worker 0 acts on the channel and the
     clock, so that all workers act at the same step. Other workers also read the channel, so that they do not wait for data tasks
     that never run."""
 
@@ -168,7 +168,7 @@ class StopWatch:
 
     def _poll(self, channel: ControlChannel) -> None:
         cause = None
-        while cause is None and not self._closed.wait(POLL_S if self._first else _OTHERS_POLL_S):
+        while cause is None and not self._closed.wait(POLL_S if self._first else _RANKS_POLL_S):
             with contextlib.suppress(OSError):  # Ray ends the workers of a lost driver
                 cause = channel.stop_reason()
         if cause is not None and not self._closed.is_set():
@@ -176,7 +176,7 @@ class StopWatch:
         if self._first:
             self.cause = cause
 
-    def seen(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         now_s = time.monotonic()
         if self._seen_s is not None:
             self._between_s = now_s - self._seen_s
@@ -184,7 +184,7 @@ class StopWatch:
         if not self._first:
             return self.cause is not None, False
         if self.cause in (None, MORE_WORKERS) and self._is_last_moment():
-            self.cause = NODE_GOES
+            self.cause = NODE_PREEMPTED
         return self.cause is not None, now_s - self._looked_s >= PREEMPTION_POLL_S
 
     def urgent(self) -> bool:

@@ -15,7 +15,7 @@ from rayrec import storage
 from rayrec.checkpoint import SUMMARY, latest, open_checkpoint
 from rayrec.checkpoint.discovery import check_files
 from rayrec.cluster.connection import IN_PROCESS, is_in_process
-from rayrec.cluster.layout import Launched
+from rayrec.cluster.layout import TorchrunEnv
 from rayrec.config import InputError
 from rayrec.environment.installation import origin, versions
 from rayrec.observe.bottleneck import verdict
@@ -144,8 +144,8 @@ def train(
     tables = {"train_data": data, "eval_data": eval_data}
     given = {name: table for name, table in tables.items() if table is not None}
     drive = functools.partial(_drive, given=given, console=console, stopwatch=stopwatch, stop=stop)
-    launched = Launched.of_environment()
-    result = drive(config, launcher_of) if launched is None else _drive_launched(fitted(config, launched), launched, drive)
+    torchrun = TorchrunEnv.from_environment()
+    result = drive(config, launcher_of) if torchrun is None else _drive_torchrun(fitted(config, torchrun), torchrun, drive)
     assert result is not None, "only `train_until` pauses a run"
     return result
 
@@ -185,14 +185,14 @@ def trains_in_process(config: TrainConfig) -> bool:
     return not reasons and is_in_process(config.cluster.address)
 
 
-def _drive_launched(
-    config: TrainConfig, launched: Launched, drive: Callable[[TrainConfig, Callable[[TrainConfig], Launcher]], Result | None]
+def _drive_torchrun(
+    config: TrainConfig, torchrun: TorchrunEnv, drive: Callable[[TrainConfig, Callable[[TrainConfig], Launcher]], Result | None]
 ) -> Result | None:
     """Train as one of several processes, of which rank 0 drives the run. Returns the same result in all of them."""
     from rayrec.training.launchers.process_worker import StoreRendezvous, end, train_other
 
-    with contextlib.closing(StoreRendezvous.join(launched)) as rendezvous:
-        if launched.rank:
+    with contextlib.closing(StoreRendezvous.join(torchrun)) as rendezvous:
+        if torchrun.rank:
             found = train_other(config, rendezvous)
             if "status" in found:
                 raise SystemExit(found["status"])
@@ -247,10 +247,10 @@ def _drive(
                 _write_config(folder, config)
         place = storage.join(folder, "events.jsonl")
         with (
-            _told_in_the_end(folder, note=console.note),
+            _finalize_run(folder, note=console.note),
             tracking(config.trackers.build(folder, config) | launcher.trackers(), place, note=console.note),
             EventWriter(place) as events,
-            _end_told(events, signals, launcher),
+            _record_failure(events, signals, launcher),
         ):
             events.write(
                 "run",
@@ -337,7 +337,7 @@ def _warm_start(context: RunContext, prepared: Any, checkpoint: Checkpoint, even
 
 
 @contextlib.contextmanager
-def _end_told(events: EventWriter, signals: Signals, launcher: Launcher) -> Iterator[None]:
+def _record_failure(events: EventWriter, signals: Signals, launcher: Launcher) -> Iterator[None]:
     """Record an error that ends the run as its last failure event, and reraise it."""
     try:
         yield
@@ -349,7 +349,7 @@ def _end_told(events: EventWriter, signals: Signals, launcher: Launcher) -> Iter
 
 
 @contextlib.contextmanager
-def _told_in_the_end(folder: str, *, note: Callable[[str], None]) -> Iterator[None]:
+def _finalize_run(folder: str, *, note: Callable[[str], None]) -> Iterator[None]:
     """Merge the run's events into one file and write its report, regardless of how it ends. Errors of these are only noted. After
     a failure, the wait for a store is short."""
     patience_s = min(_PATIENCE_S, storage.outage_s())

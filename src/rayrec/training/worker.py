@@ -36,10 +36,10 @@ from rayrec.observe.timing import Stopwatch
 from rayrec.row_tally import RowTally
 from rayrec.training import loop
 from rayrec.training.launchers.base import AttemptContext
-from rayrec.training.progress import Interruption, Progress, Training, with_lowered_rates
+from rayrec.training.progress import Progress, StopSignal, Training, with_lowered_rates
 from rayrec.training.step_log import multiply_adds_per_s_or_zero
 from rayrec.training.step_profiler import make_profiler, profiled
-from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, SaveReporter, StopWatch
+from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, SaveReporter, StopMonitor
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.run_config import ScalingConfig
 from rayrec.workloads.step_timer import waits_noticed
@@ -127,7 +127,7 @@ def _train(
         checkpoint, setup, loader, progress = _resume(worker, attempt, log, damaged, stopwatch)
     if config.observe.times:
         setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
-    watch = StopWatch(attempt.channel, rank=worker.rank, preemption=preemption)
+    watch = StopMonitor(attempt.channel, rank=worker.rank, preemption=preemption)
     profiler = make_profiler(worker, folder, attempt.channel, log)
     setup.begin_step = profiled(with_lowered_rates(setup, progress, config.plateau), profiler)
     saver = Saver(
@@ -169,7 +169,7 @@ def _train(
                 progress=progress,
                 log=log_and_note,
                 save=save,
-                interruption=watch,
+                stop_signal=watch,
                 first_step=partial(_log_first_step, log),
                 pause_at=attempt.pause_at,
             )
@@ -185,7 +185,7 @@ def _train(
         loader.close()
     try:
         told = finished and finish(
-            attempt, setup, progress, evaluated_step=evaluated_step, expected=loader.rows_behind(), log=log, interruption=watch
+            attempt, setup, progress, evaluated_step=evaluated_step, expected=loader.rows_behind(), log=log, stop_signal=watch
         )
     finally:
         watch.close()
@@ -376,7 +376,7 @@ def _extra_files(attempt: AttemptContext) -> dict[str, bytes | str]:
     return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(attempt.prepared)}
 
 
-def _restore_chosen(chosen: Checkpoint, model: torch.nn.Module, attempt: AttemptContext, log: Log) -> None:
+def _restore_best(chosen: Checkpoint, model: torch.nn.Module, attempt: AttemptContext, log: Log) -> None:
     try:
         restore_model(chosen, model)
     except DamagedError:
@@ -400,7 +400,7 @@ def finish(
     evaluated_step: int | None,
     expected: RowTally,
     log: Log,
-    interruption: Interruption,
+    stop_signal: StopSignal,
 ) -> dict[str, Any] | None:
     """Run the final test with the weights to use (with early stopping, the best ones) and report the result; collective.
 
@@ -415,7 +415,7 @@ def finish(
     chosen = Checkpoint(folder_of(attempt.folder, step))
     if step != progress.step:
         try:
-            _restore_chosen(chosen, setup.model, attempt, log)
+            _restore_best(chosen, setup.model, attempt, log)
         except DamagedError as error:
             raise InputError(f"{error}. These were the best weights of the run. Train it again under another --name") from None
     names = [name for name in setup.eval_batches if name != "validation"]
@@ -423,7 +423,7 @@ def finish(
         names.append("validation")  # only for the samples, which show the last evaluation
     tested: dict[str, dict[str, float]] = {}
     for name in names:
-        metrics = loop.evaluate(setup, name, loop.EvaluationWatch(interruption, save=None, save_after_s=0.0))
+        metrics = loop.evaluate(setup, name, loop.EvaluationWatch(stop_signal, save=None, save_after_s=0.0))
         if metrics is None:
             return None
         tested[name] = metrics

@@ -11,7 +11,7 @@ from typing import Final, TextIO
 
 from rayrec import storage
 
-_MOST_BYTES: Final = 64 << 20
+_MAX_BYTES: Final = 64 << 20
 """Maximum size of a log file. One previous file is kept."""
 _LOGGERS: Final = ("torchrec", "fbgemm_gpu", "ray.data", "torch", "torch.distributed", "transformers", "accelerate")
 """Loggers with their own handlers."""
@@ -71,6 +71,6 @@ def _handler(path: str) -> tuple[logging.Handler, OSError | None]:
         return logging.StreamHandler(sys.stderr), None
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        return RotatingFileHandler(path, maxBytes=_MOST_BYTES, backupCount=1), None
+        return RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=1), None
     except OSError as error:  # e.g. a full disk, which fails the run by itself if it matters
         return logging.StreamHandler(sys.stderr), error

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from rayrec.cluster import connection
-from rayrec.cluster.connection import alive_nodes, own_modules, ship_code
-from rayrec.cluster.layout import Layout, Node, layout, with_room_for_tasks
+from rayrec.cluster.connection import alive_nodes, ship_code, user_modules
+from rayrec.cluster.layout import Layout, Node, layout, nodes_for_tasks
 from rayrec.config import InputError
 from rayrec.imports import function_in_file
 from rayrec.models.base import ModelInputs
@@ -154,15 +154,15 @@ WORKERS = {"state": "CREATED", "bundles": {0: {"CPU": 2.0}, 1: {"CPU": 2.0}}, "b
 )
 def test_nodes_with_room_for_data_tasks(nodes: list[dict[str, float]], group: dict[str, Any], expected: dict[str, float]) -> None:
     found = [Node(str(number), each) for number, each in enumerate(nodes)]
-    left = with_room_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
+    left = nodes_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
     assert {node.node_id: node.resources["CPU"] for node in left} == expected
 
 
 def test_data_tasks_of_a_mixed_cluster_have_only_the_nodes_without_workers() -> None:
     workers, data, joined = (Node(name, {"CPU": 8.0}) for name in "012")
     shares = shared({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}, use_gpu=True)
-    assert with_room_for_tasks([workers, data, joined], [], shares) == [data, joined]
-    assert with_room_for_tasks([workers], [], shares) == []  # the data node is gone
+    assert nodes_for_tasks([workers, data, joined], [], shares) == [data, joined]
+    assert nodes_for_tasks([workers], [], shares) == []  # the data node is gone
 
 
 def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +170,8 @@ def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, mo
     shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
     recipe = function_in_file(f"{file}:own_model", returns=TrainConfig)
     config = recipe()
-    assert own_modules(config) == {"their_model"}
-    assert own_modules(config.workload) == {"their_model"}
+    assert user_modules(config) == {"their_model"}
+    assert user_modules(config.workload) == {"their_model"}
     ship_code(config)
     packed = ray.cloudpickle.dumps(config)
     ray.cloudpickle.unregister_pickle_by_value(sys.modules["their_model"])
@@ -195,7 +195,7 @@ def test_which_jobs_have_their_processes_forked(submitted: dict[str, object] | N
 
 def test_train_workers_have_no_variable_that_ray_train_does_not_hand_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else no process that was started ahead is taken for a worker."""
-    monkeypatch.setattr(connection, "is_own", lambda: True)
+    monkeypatch.setattr(connection, "is_local_ray", lambda: True)
     assert connection.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-    monkeypatch.setattr(connection, "is_own", lambda: False)
+    monkeypatch.setattr(connection, "is_local_ray", lambda: False)
     assert connection.train_environment() == {}

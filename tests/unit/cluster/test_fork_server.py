@@ -353,12 +353,12 @@ def test_workers_of_other_languages_start_as_without_rayrec(
     ],
 )
 def test_which_runtime_environments_need_a_new_process(context: dict[str, Any], reason: str) -> None:
-    assert forked_worker.misfit(context, {MODULES: "torch"}) == reason
+    assert forked_worker.unsupported_reason(context, {MODULES: "torch"}) == reason
 
 
 @pytest.mark.parametrize("modules", ["", "torch"])
 def test_kinetos_daemon_needs_a_process_that_imports_torch(modules: str) -> None:
     """Its thread is started by the import; a running Ray has added the variables of the runtime environment."""
     reason = "KINETO_USE_DAEMON makes torch start a thread when imported, which a fork would lose" if modules else ""
-    assert forked_worker.misfit({}, {"KINETO_USE_DAEMON": "1", MODULES: modules}) == reason
-    assert forked_worker.misfit({"env_vars": {MODULES: modules}}, {"KINETO_USE_DAEMON": "1"}) == reason
+    assert forked_worker.unsupported_reason({}, {"KINETO_USE_DAEMON": "1", MODULES: modules}) == reason
+    assert forked_worker.unsupported_reason({"env_vars": {MODULES: modules}}, {"KINETO_USE_DAEMON": "1"}) == reason

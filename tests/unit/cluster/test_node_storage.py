@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from rayrec.cluster import node_storage
-from rayrec.cluster.node_storage import refusal, require_reachable, runtime_env, trouble_with
+from rayrec.cluster.node_storage import first_error, refusal, require_reachable, runtime_env
 from rayrec.config import InputError
 
 SECRET = "swordfish-4711"
@@ -64,8 +64,8 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None) -> None:
         self.urls: list[str] = []
         self._answers = list(answers)
-        monkeypatch.setattr(node_storage, "_ask_nodes", self.ask)
-        monkeypatch.setattr(node_storage, "trouble_with", lambda urls, patience_s: here)
+        monkeypatch.setattr(node_storage, "_check_nodes", self.ask)
+        monkeypatch.setattr(node_storage, "first_error", lambda urls, patience_s: here)
         joined = SimpleNamespace(is_head=lambda: False)
         monkeypatch.setattr(ray._private.worker, "_global_node", joined)
 
@@ -99,7 +99,7 @@ def test_a_process_without_a_store_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    trouble = trouble_with(["s3://b/log"], patience_s=0.0)
+    trouble = first_error(["s3://b/log"], patience_s=0.0)
     assert trouble is not None
     assert "127.0.0.1:9" in trouble
     assert SECRET not in trouble

@@ -29,11 +29,11 @@ def test_which_processes_import_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     of_workers = prestart.of_train_workers({"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])})
     variables = json.loads(of_workers)["env_vars"]
     assert json.loads(of_workers)["py_executable"] == "python"
-    assert prestart.imports_ahead(variables)
+    assert prestart.preloads_modules(variables)
     assert variables["GLOO_SOCKET_IFNAME"] == "eth1"
     # What a worker's tasks inherit is overridden.
-    assert not prestart.imports_ahead({**variables, **prestart.for_tasks_of(variables)})
-    assert not prestart.imports_ahead({})
+    assert not prestart.preloads_modules({**variables, **prestart.for_tasks_of(variables)})
+    assert not prestart.preloads_modules({})
     assert prestart.for_tasks_of({prestart.HOOK: "the job's own"}) == {}
 
 

@@ -4,61 +4,61 @@ import itertools
 
 import pytest
 
-from rayrec.cluster.restart_policy import Ending, Policy, Quit, Tally, describe, judge, pause_s, shell_status
+from rayrec.cluster.restart_policy import AttemptHistory, AttemptResult, Policy, Quit, describe, judge, pause_s, shell_status
 from rayrec.config import InputError
 
 POLICY = Policy(max_failures=2, healthy_after_s=100.0)
 
 
-def ended(status: int | None, *, lived_s: float = 1.0) -> Ending:
-    return Ending("failed", status=status, lived_s=lived_s, ran=status is not None)
+def ended(status: int | None, *, duration_s: float = 1.0) -> AttemptResult:
+    return AttemptResult("failed", status=status, duration_s=duration_s, ran=status is not None)
 
 
 @pytest.mark.parametrize(
     ("ending", "status"),
     [
-        (Ending("succeeded", status=0, lived_s=1.0, ran=True), 0),
-        (Ending("stopped", lived_s=1000.0, ran=True), 130),
-        (ended(130, lived_s=1000.0), 130),
+        (AttemptResult("succeeded", status=0, duration_s=1.0, ran=True), 0),
+        (AttemptResult("stopped", duration_s=1000.0, ran=True), 130),
+        (ended(130, duration_s=1000.0), 130),
         (ended(2), 2),
         (ended(127), 2),
         (ended(126), 2),
     ],
 )
-def test_some_endings_are_final_at_once(ending: Ending, status: int) -> None:
-    tally, decision = judge(POLICY, Tally(attempts=1), ending, jitter=0.5)
+def test_some_endings_are_final_at_once(ending: AttemptResult, status: int) -> None:
+    tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
     assert isinstance(decision, Quit)
     assert decision.status == status
-    assert tally == Tally(attempts=1)
+    assert tally == AttemptHistory(attempts=1)
 
 
 @pytest.mark.parametrize("status", [1, 137, 139, 143, 255, None])
-@pytest.mark.parametrize(("lived_s", "wait_s", "short_lived"), [(1.0, 5.0, 1), (99.9, 5.0, 1), (100.0, 0.0, 0)])
-def test_others_lead_to_another_attempt(status: int | None, lived_s: float, wait_s: float, short_lived: int) -> None:
-    tally, decision = judge(POLICY, Tally(attempts=3), ended(status, lived_s=lived_s), jitter=0.5)
+@pytest.mark.parametrize(("duration_s", "wait_s", "short_lived"), [(1.0, 5.0, 1), (99.9, 5.0, 1), (100.0, 0.0, 0)])
+def test_others_lead_to_another_attempt(status: int | None, duration_s: float, wait_s: float, short_lived: int) -> None:
+    tally, decision = judge(POLICY, AttemptHistory(attempts=3), ended(status, duration_s=duration_s), jitter=0.5)
     assert decision == wait_s
-    assert tally == Tally(attempts=3, short_lived=short_lived, accepted=status is not None or not short_lived)
+    assert tally == AttemptHistory(attempts=3, short_lived=short_lived, accepted=status is not None or not short_lived)
 
 
 def test_a_lost_head_counts_only_where_the_attempt_was_short_lived() -> None:
-    lost = Ending("lost", lived_s=5000.0, ran=True)
-    assert judge(POLICY, Tally(1, short_lived=2), lost, jitter=0.0) == (Tally(1, 0, True), 0.0)
-    short = Ending("lost", lived_s=5.0, ran=True)
-    assert judge(POLICY, Tally(1, short_lived=1), short, jitter=0.5) == (Tally(1, 2, True), 10.0)
-    unborn = Ending("lost")
-    assert judge(POLICY, Tally(1), unborn, jitter=0.5)[0] == Tally(1, 1, accepted=False)
+    lost = AttemptResult("lost", duration_s=5000.0, ran=True)
+    assert judge(POLICY, AttemptHistory(1, short_lived=2), lost, jitter=0.0) == (AttemptHistory(1, 0, True), 0.0)
+    short = AttemptResult("lost", duration_s=5.0, ran=True)
+    assert judge(POLICY, AttemptHistory(1, short_lived=1), short, jitter=0.5) == (AttemptHistory(1, 2, True), 10.0)
+    unborn = AttemptResult("lost")
+    assert judge(POLICY, AttemptHistory(1), unborn, jitter=0.5)[0] == AttemptHistory(1, 1, accepted=False)
 
 
 def test_a_stop_that_a_supervisor_asked_for_is_nobodys_wish_any_more() -> None:
-    stopped = Ending("stopped", lived_s=5.0, ran=True, told_to=True)
-    assert judge(POLICY, Tally(3, short_lived=2), stopped, jitter=0.5) == (Tally(3), 0.0)
-    failed = Ending("failed", status=1, lived_s=5.0, ran=True, told_to=True)
-    assert judge(POLICY, Tally(3), failed, jitter=0.5)[0].short_lived == 1
+    stopped = AttemptResult("stopped", duration_s=5.0, ran=True, stop_requested=True)
+    assert judge(POLICY, AttemptHistory(3, short_lived=2), stopped, jitter=0.5) == (AttemptHistory(3), 0.0)
+    failed = AttemptResult("failed", status=1, duration_s=5.0, ran=True, stop_requested=True)
+    assert judge(POLICY, AttemptHistory(3), failed, jitter=0.5)[0].short_lived == 1
 
 
-def run_through(policy: Policy, endings: list[Ending]) -> tuple[int, Quit | None]:
+def run_through(policy: Policy, endings: list[AttemptResult]) -> tuple[int, Quit | None]:
     """How many attempts there were, and what ended them."""
-    tally = Tally()
+    tally = AttemptHistory()
     for number, ending in enumerate(endings, start=1):
         tally, decision = judge(policy, tally, ending, jitter=0.5)
         if isinstance(decision, Quit):
@@ -76,13 +76,13 @@ def test_short_lived_attempts_in_a_row_are_too_many_at_some_point() -> None:
 
 
 def test_a_healthy_attempt_in_between_begins_the_count_anew() -> None:
-    healthy, short = ended(1, lived_s=200.0), ended(1)
+    healthy, short = ended(1, duration_s=200.0), ended(1)
     assert run_through(POLICY, [short, short, healthy] * 50) == (150, None)
 
 
 def test_flags_that_were_good_once_are_tried_again() -> None:
     """A cluster that is coming back may lack nodes or file systems, which ends an attempt as a wrong flag does."""
-    attempts, decision = run_through(POLICY, [ended(143, lived_s=500.0), *[ended(2)] * 10])
+    attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
     assert attempts == 4
     assert decision is not None
     assert decision.status == 2
@@ -90,18 +90,18 @@ def test_flags_that_were_good_once_are_tried_again() -> None:
 
 
 def test_other_data_of_a_finished_run_is_final() -> None:
-    changed = Ending("failed", status=2, lived_s=500.0, ran=True, run_finished=True)
-    assert judge(POLICY, Tally(attempts=2, accepted=True), changed, jitter=0.5)[1] == Quit(2, describe(changed))
+    changed = AttemptResult("failed", status=2, duration_s=500.0, ran=True, run_finished=True)
+    assert judge(POLICY, AttemptHistory(attempts=2, accepted=True), changed, jitter=0.5)[1] == Quit(2, describe(changed))
 
 
 def test_an_attempt_that_lived_long_had_good_flags_but_not_for_ever() -> None:
     """Whatever is to be fixed then, a full disk say, either passes or ends every attempt after hours of training."""
-    late = ended(2, lived_s=500.0)
-    tally, decision = judge(POLICY, Tally(attempts=1), late, jitter=0.5)
-    assert (tally, decision) == (Tally(1, short_lived=1, accepted=True), 5.0)
+    late = ended(2, duration_s=500.0)
+    tally, decision = judge(POLICY, AttemptHistory(attempts=1), late, jitter=0.5)
+    assert (tally, decision) == (AttemptHistory(1, short_lived=1, accepted=True), 5.0)
     attempts, quit_ = run_through(POLICY, [late] * 10)
     assert (attempts, quit_ and quit_.status) == (3, 2)
-    assert run_through(POLICY, [late, late, ended(1, lived_s=500.0)] * 5) == (15, None)
+    assert run_through(POLICY, [late, late, ended(1, duration_s=500.0)] * 5) == (15, None)
 
 
 def test_pauses_double_to_a_limit_and_are_spread() -> None:
@@ -121,7 +121,7 @@ def test_exit_statuses_are_told_as_a_shell_and_a_person_would() -> None:
     assert describe(ended(143)) == "was preempted (exit status 143)"
     assert describe(ended(255)) == "ended with exit status 255"
     assert "--python" in describe(ended(127))
-    assert describe(Ending("lost")) == "was lost with the head"
+    assert describe(AttemptResult("lost")) == "was lost with the head"
 
 
 def test_a_policy_that_means_nothing_is_refused() -> None:

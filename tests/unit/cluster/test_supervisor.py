@@ -14,7 +14,7 @@ from rayrec.cluster import supervisor
 from rayrec.cluster.jobs import dashboard_url
 from rayrec.cluster.restart_policy import Policy, SuperviseConfig
 from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, summary_of
-from rayrec.cluster.supervisor_state import Notebook, state_path
+from rayrec.cluster.supervisor_state import StateFile, state_path
 from rayrec.config import InputError
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
@@ -259,7 +259,7 @@ def test_other_flags_begin_anew(head: FakeHead, supervise: Supervise) -> None:
 
 
 def test_two_supervisors_of_a_run_are_one_too_many(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
-    notebook = Notebook(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
+    notebook = StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
     try:
         with pytest.raises(InputError, match="another supervisor of run run is running"):
             supervise()

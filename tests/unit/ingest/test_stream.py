@@ -124,9 +124,9 @@ def test_errors_of_data_tasks_and_an_early_end_go_through(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_worker_hears_of_a_stop(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
-    monkeypatch.setattr(stop_monitor, "_OTHERS_POLL_S", 0.01)
+    monkeypatch.setattr(stop_monitor, "_RANKS_POLL_S", 0.01)
     channel: Any = SimpleNamespace(stop_reason=lambda: "SIGTERM")
-    watch = stop_monitor.StopWatch(channel, rank=rank)
+    watch = stop_monitor.StopMonitor(channel, rank=rank)
     assert STOP_ASKED.wait(10)
     watch.close()
     assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard

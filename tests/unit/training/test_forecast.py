@@ -8,7 +8,7 @@ from rayrec import recipes
 from rayrec.cluster.layout import Layout, layout
 from rayrec.config import InputError
 from rayrec.sharding.communication import Exchange, Flow, Links, Traffic
-from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast, train_here
+from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast, train_locally
 from rayrec.workloads.base import MeasuredSpeed, Target
 
 MEASURED = MeasuredSpeed(
@@ -141,4 +141,4 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         forecast(recipes.criteo_demo("log.txt"), ClusterShape(8.0, 1.0, 2))
     other = recipes.gpt2_tiny("tokens")
     with pytest.raises(InputError, match="cannot be measured before training"):
-        other.workload.probe_speed(other, target=Target(1, 1), local_workers=1, cuda=False, train=train_here)
+        other.workload.probe_speed(other, target=Target(1, 1), local_workers=1, cuda=False, train=train_locally)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.train import PreemptionInfo
 
-from rayrec.training.stop_monitor import MORE_WORKERS, NODE_GOES, RESUMES, Grace, Signals, StopWatch, last_save_s
+from rayrec.training.stop_monitor import MORE_WORKERS, NODE_PREEMPTED, RESUMES, GracePeriod, Signals, StopMonitor, last_save_s
 from rayrec.workloads.run_config import FailureConfig
 
 
@@ -23,7 +23,7 @@ from rayrec.workloads.run_config import FailureConfig
     ],
 )
 def test_a_save_that_makes_progress_is_waited_for(written: dict[int, int], over_at: int) -> None:
-    grace = Grace(FailureConfig(grace_s=60.0, max_grace_s=300.0), now_s=1000.0)
+    grace = GracePeriod(FailureConfig(grace_s=60.0, max_grace_s=300.0), now_s=1000.0)
     so_far = 0
     for second in range(1000):
         so_far = written.get(second, so_far)
@@ -34,7 +34,7 @@ def test_a_save_that_makes_progress_is_waited_for(written: dict[int, int], over_
 
 
 def test_no_grace_is_no_grace() -> None:
-    grace = Grace(FailureConfig(grace_s=0.0, max_grace_s=0.0), now_s=10.0)
+    grace = GracePeriod(FailureConfig(grace_s=0.0, max_grace_s=0.0), now_s=10.0)
     assert not grace.over(10.0, written_bytes=0)
     assert grace.over(10.1, written_bytes=1)
 
@@ -67,7 +67,7 @@ def test_a_notice_saves_at_once_and_ends_the_attempt_before_its_deadline(
     now: dict[str, Any] = {"s": 5000.0, "info": None}
     monkeypatch.setattr(time, "time", lambda: now["s"])
     monkeypatch.setattr(time, "monotonic", lambda: now["s"])
-    watch, other = (StopWatch(None, rank=1, preemption=lambda: now["info"]) for _ in range(2))
+    watch, other = (StopMonitor(None, rank=1, preemption=lambda: now["info"]) for _ in range(2))
     watch._first = True  # as rank 0, without the thread that asks the driver
     watch.write_s = lambda: 10.0
     saves, ended, second = [], None, 0
@@ -76,8 +76,8 @@ def test_a_notice_saves_at_once_and_ends_the_attempt_before_its_deadline(
         if second >= 20:
             deadline_ms = None if deadline_s is None else 5_000_000 + 1000 * deadline_s
             now["info"] = PreemptionInfo(deadline_ms=deadline_ms, preempted_node_to_ranks={"a": [1]})
-        asked, look = watch.seen()
-        assert other.seen() == (False, False)  # only rank 0 looks at the clock
+        asked, look = watch.poll()
+        assert other.poll() == (False, False)  # only rank 0 looks at the clock
         if asked:
             ended = second
         elif look:
@@ -87,19 +87,19 @@ def test_a_notice_saves_at_once_and_ends_the_attempt_before_its_deadline(
             second += save_s if cut else 0
         second += 1
     assert (saves, ended) == ([20], None if ended_at is None else max(ended_at, 21 + save_s))
-    assert watch.cause == (None if ended_at is None else NODE_GOES)
+    assert watch.cause == (None if ended_at is None else NODE_PREEMPTED)
     assert watch.urgent() == (ended_at is not None)  # an evaluation is not waited for
 
 
 def test_a_notice_comes_before_room_for_more_workers_and_after_a_signal() -> None:
-    for cause, expected in ((MORE_WORKERS, NODE_GOES), ("SIGTERM", "SIGTERM")):
+    for cause, expected in ((MORE_WORKERS, NODE_PREEMPTED), ("SIGTERM", "SIGTERM")):
         info = PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"a": [1]})
-        watch = StopWatch(None, rank=0, preemption=lambda info=info: info)  # type: ignore[misc]
+        watch = StopMonitor(None, rank=0, preemption=lambda info=info: info)  # type: ignore[misc]
         assert watch.preempted()
         watch.cause = cause
-        assert watch.seen()[0]
+        assert watch.poll()[0]
         assert watch.cause == expected
-    assert NODE_GOES in RESUMES  # the driver starts another attempt
+    assert NODE_PREEMPTED in RESUMES  # the driver starts another attempt
 
 
 # SIGTERM and Ctrl-C: at once, or noted while workers save ------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_other_threads_leave_signals_alone() -> None:
 
 
 def test_room_for_more_workers_waits_for_an_evaluation_and_a_signal_does_not() -> None:
-    watch = StopWatch(None, rank=1)
+    watch = StopMonitor(None, rank=1)
     for cause, expected in ((None, (False, False)), (MORE_WORKERS, (True, False)), ("SIGTERM", (True, True))):
         watch.cause = cause
-        assert (watch.seen()[0], watch.urgent()) == expected
+        assert (watch.poll()[0], watch.urgent()) == expected

@@ -41,14 +41,14 @@ def config(**changes: Any) -> TrainConfig:
 
 
 @dataclass
-class Interruption:
+class StopSignal:
     """Requests a stop, or reports a preemption, once so many steps were trained."""
 
     progress: Progress
     stop_at: float = math.inf
     preempt_at: float = math.inf
 
-    def seen(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         return self.progress.step >= self.stop_at, self.progress.step >= self.preempt_at
 
     def urgent(self) -> bool:
@@ -69,7 +69,7 @@ class Save:
 class Attempt:
     """One call of a loop, from the start or from a save."""
 
-    def __init__(self, run: Any, wanted: TrainConfig, *, start: Save | None = None, **interruption: float) -> None:
+    def __init__(self, run: Any, wanted: TrainConfig, *, start: Save | None = None, **stop_signal: float) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.saves: dict[int, Save] = {}
         self.rates: list[float] = []
@@ -94,7 +94,7 @@ class Attempt:
             progress=progress,
             log=lambda kind, fields: self.events.append((kind, fields)),
             save=save,
-            interruption=Interruption(progress, **interruption),
+            stop_signal=StopSignal(progress, **stop_signal),
         )
         self.finished = run(training)
         loader.close()

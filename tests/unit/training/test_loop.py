@@ -18,27 +18,27 @@ from rayrec.observe.timing import PHASES
 from rayrec.optim.config import PlateauConfig
 from rayrec.row_tally import RowNumbers, RowTally
 from rayrec.training import loop, step_log
-from rayrec.training.loop import Boundary, next_boundary
+from rayrec.training.loop import SegmentEnd, next_segment_end
 from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, with_lowered_rates
-from rayrec.training.step_log import Account
+from rayrec.training.step_log import StepAccounting
 from rayrec.workloads.step_timer import HostClock, StepClock
 
 
 @pytest.mark.parametrize(
     ("step", "evaluate_every", "save_every", "expected"),
     [
-        (0, 8, None, Boundary(8, True, True)),
-        (8, 8, None, Boundary(16, True, True)),
-        (16, 8, None, Boundary(20, True, True)),
-        (5, 8, None, Boundary(8, True, True)),
-        (0, 8, 3, Boundary(3, False, True)),
-        (6, 8, 3, Boundary(8, True, False)),
-        (8, 8, 3, Boundary(9, False, True)),
-        (18, 100, 100, Boundary(20, True, True)),
+        (0, 8, None, SegmentEnd(8, True, True)),
+        (8, 8, None, SegmentEnd(16, True, True)),
+        (16, 8, None, SegmentEnd(20, True, True)),
+        (5, 8, None, SegmentEnd(8, True, True)),
+        (0, 8, 3, SegmentEnd(3, False, True)),
+        (6, 8, 3, SegmentEnd(8, True, False)),
+        (8, 8, 3, SegmentEnd(9, False, True)),
+        (18, 100, 100, SegmentEnd(20, True, True)),
     ],
 )
-def test_next_boundary(step: int, evaluate_every: int, save_every: int | None, expected: Boundary) -> None:
-    assert next_boundary(step, 20, evaluate_every=evaluate_every, save_every=save_every) == expected
+def test_next_boundary(step: int, evaluate_every: int, save_every: int | None, expected: SegmentEnd) -> None:
+    assert next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every) == expected
 
 
 class Pipeline:
@@ -101,7 +101,7 @@ class Numbered:
 
 
 @dataclasses.dataclass
-class Interruption:
+class StopSignal:
     """Asked to stop, or notified of a preemption, once so many batches are trained or scored."""
 
     pipeline: Pipeline
@@ -111,7 +111,7 @@ class Interruption:
     preempt_after_scored: float = np.inf
     told: bool = False
 
-    def seen(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         done, scored = len(self.pipeline.trained), self.pipeline.scored
         return done >= self.stop_at or self.urgent(), done >= self.preempt_at or scored >= self.preempt_after_scored
 
@@ -138,7 +138,7 @@ class Run:
         **changes: Any,
     ) -> None:
         """`stop`: the last step, of epochs of 20; `evaluation`: batches of an evaluation; `changes`: of the configuration,
-        or fields of the interruption."""
+        or fields of the stop signal."""
         self.evaluation = evaluation
         self.pipeline = Pipeline(ahead)
         self.saves: list[tuple[int, int, float | None, bool, bool]] = []
@@ -146,8 +146,8 @@ class Run:
         self.fields: list[dict[str, Any]] = []
         self.progress = progress or Progress(step=start, rows=10 * start)
         self.loader = Loader(start, stop)
-        names = {field.name for field in dataclasses.fields(Interruption)} & changes.keys()
-        self.interruption = Interruption(self.pipeline, **{name: changes.pop(name) for name in names})
+        names = {field.name for field in dataclasses.fields(StopSignal)} & changes.keys()
+        self.stop_signal = StopSignal(self.pipeline, **{name: changes.pop(name) for name in names})
         self.clock: StepClock = StepClock()
         self.first_steps: list[tuple[float, float]] = []
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **changes}
@@ -184,7 +184,7 @@ class Run:
             progress=self.progress,
             log=log,
             save=save,
-            interruption=self.interruption,
+            stop_signal=self.stop_signal,
             first_step=lambda blocked_s, elapsed_s: self.first_steps.append((blocked_s, elapsed_s)),
             pause_at=pause_at,
         )
@@ -447,7 +447,7 @@ def test_looks_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monke
     looked = slow_run(10.0, ahead=1, log_every=7)
     assert looked.run()
     blind = slow_run(10.0, ahead=1, log_every=7)
-    monkeypatch.setattr(Account, "_look", lambda self: False)
+    monkeypatch.setattr(StepAccounting, "_poll", lambda self: False)
     assert blind.run()
     assert (looked.events, looked.saves, looked.progress) == (blind.events, blind.saves, blind.progress)
     assert looked.told("step") == [7, 14, 20]

@@ -39,7 +39,7 @@ DELAY_S = 0.03
 
 @pytest.fixture(autouse=True)
 def _every_log_tells_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_log, "_LEAST_S", 0.0)
+    monkeypatch.setattr(step_log, "_MIN_EVENT_S", 0.0)
 
 
 def spin(seconds: float) -> None:
@@ -68,7 +68,7 @@ def train(
         progress=Progress(),
         log=log,
         save=save,
-        interruption=SimpleNamespace(seen=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
+        stop_signal=SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False),
     )
     loop.run(training)
     loader.close()

@@ -117,9 +117,9 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
     to NOTES."""
     monkeypatch.setattr(ray_launcher.connection, "connect", lambda *_, **__: None)
     monkeypatch.setattr(ray_launcher.connection, "ship_code", lambda *_: None)
-    monkeypatch.setattr(ray_launcher, "share_out", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
-    monkeypatch.setattr(ray_launcher, "wait_for_room", ray_launcher.share_out)
-    monkeypatch.setattr(ray_launcher, "start_ahead", lambda *_: None)  # a test before may have left a Ray
+    monkeypatch.setattr(ray_launcher, "allocate_resources", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
+    monkeypatch.setattr(ray_launcher, "wait_for_resources", ray_launcher.allocate_resources)
+    monkeypatch.setattr(ray_launcher, "prestart_workers", lambda *_: None)  # a test before may have left a Ray
     monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
 
     def fail(error: BaseException, *, wrong: bool = False, finishes: bool = False, **changes: Any) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class Evaluated:
                 torch.nn.init.constant_(self.model.weight, step)
                 save(saver, step, model_tensors(self.model))
         self.expected = RowTally()
-        self.interruption: Any = SimpleNamespace(seen=lambda: (False, False), urgent=lambda: False)
+        self.stop_signal: Any = SimpleNamespace(poll=lambda: (False, False), urgent=lambda: False)
         self.setup: Any = SimpleNamespace(
             model=self.model,
             pipeline=SimpleNamespace(progress=next, reset=lambda: None),
@@ -76,7 +76,7 @@ class Evaluated:
             evaluated_step=evaluated_step,
             expected=self.expected,
             log=lambda kind, fields: self.events.append((kind, fields)),
-            interruption=self.interruption,
+            stop_signal=self.stop_signal,
         )
 
 
@@ -145,7 +145,7 @@ def test_the_end_compares_the_rows_trained_with_those_of_the_log(
 
 def test_a_stop_ends_the_final_test(tmp_path: Path) -> None:
     run = Evaluated(tmp_path, sets=("validation", "test"))
-    run.interruption = SimpleNamespace(seen=lambda: (True, False), urgent=lambda: True)
+    run.stop_signal = SimpleNamespace(poll=lambda: (True, False), urgent=lambda: True)
     run.setup.eval_batches["test"] = lambda: iter([object()] * 10)
     run.setup.make_metrics = lambda: SimpleNamespace(update=lambda output: None, compute=dict)
     assert run.finish_or_stop(STOPPED_EARLY, evaluated_step=7) is None

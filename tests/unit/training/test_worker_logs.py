@@ -14,7 +14,7 @@ import pytest
 from rayrec.data.stage_times import BlockTimes, StageAccount
 from rayrec.training import step_log
 from rayrec.training import worker_logs as module
-from rayrec.training.step_log import DataReport, data_fields
+from rayrec.training.step_log import DataStats, data_fields
 from rayrec.training.worker_logs import worker_logs
 
 
@@ -111,7 +111,7 @@ def test_fields() -> None:
 def test_an_event_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[dict[str, Any]] = []
     account = StageAccount(cpus=1.0)
-    report = DataReport(SimpleNamespace(stages=account))
+    report = DataStats(SimpleNamespace(stages=account))
 
     def tell(step: int) -> None:
         report.tell(report.take(), step=step, log=lambda kind, fields: events.append({"kind": kind, **fields}))
@@ -119,17 +119,17 @@ def test_an_event_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     account.add(BlockTimes(10, {"read": 0.1}, {"read": 0.1}, {"read": 0.0}, time.time()))
     tell(1)
     assert events == []  # too soon, and not forgotten
-    monkeypatch.setattr(step_log, "_LEAST_S", 0.0)
+    monkeypatch.setattr(step_log, "_MIN_EVENT_S", 0.0)
     tell(2)
     assert [(event["kind"], event["step"], event["rows"]) for event in events] == [("data", 2, 10)]
     tell(3)
     assert len(events) == 1  # nothing happened since
-    monkeypatch.setattr(step_log, "_MOST_S", 0.0)
+    monkeypatch.setattr(step_log, "_MAX_EVENT_S", 0.0)
     tell(4)
     assert (events[1]["rows"], events[1]["stages"]) == (0, [])
 
 
 def test_a_loader_without_stages_is_passed_over() -> None:
-    report = DataReport(SimpleNamespace())
+    report = DataStats(SimpleNamespace())
     assert report.take() == []
     report.tell([], step=1, log=lambda kind, fields: pytest.fail("told"))

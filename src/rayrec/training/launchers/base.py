@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rayrec.checkpoint import write_token
 from rayrec.data.engine import StreamEngine
 from rayrec.observe.timing import Stopwatch
-from rayrec.training.stop_monitor import ControlChannel, Grace, Signals
+from rayrec.training.stop_monitor import ControlChannel, GracePeriod, Signals
 from rayrec.workloads.base import TrainConfig, WarmStart
 from rayrec.workloads.run_config import FailureConfig
 
@@ -69,7 +69,7 @@ class AttemptContext:
     """Weights that a run without a checkpoint starts with. None for start values."""
     pause_at: float | None = None
     """Share of the run's steps after which it pauses. None for all of them."""
-    begun_s: float = dataclasses.field(default_factory=time.time)
+    started_s: float = dataclasses.field(default_factory=time.time)
     """Start of the attempt, in seconds since 1970."""
 
     @classmethod
@@ -83,7 +83,7 @@ class AttemptContext:
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch for a worker's start, beginning after the driver's last stage."""
         stopwatch = Stopwatch(self.since_s)
-        stopwatch.lap("attempt", at_s=self.begun_s)
+        stopwatch.lap("attempt", at_s=self.started_s)
         return stopwatch
 
 
@@ -97,7 +97,7 @@ def follow_attempt(
     poll: Callable[[], str | None] = lambda: None,
 ) -> dict[str, Any] | None:
     """Run an attempt in a thread, and request a stop after a signal or when `poll` returns a reason. Returns None after a signal
-    if the workers do not save within their `Grace`."""
+    if the workers do not save within their `GracePeriod`."""
     future: Future[dict[str, Any]] = Future()
 
     def run() -> None:
@@ -107,12 +107,12 @@ def follow_attempt(
             future.set_exception(error)
 
     threading.Thread(target=run, name="attempt", daemon=True).start()
-    grace: Grace | None = None
+    grace: GracePeriod | None = None
     with signals.held():
         while not future.done():
             wait([future], timeout=_POLL_S)
             if signals.cause is not None:
-                grace = grace or Grace(failure, now_s=time.monotonic())
+                grace = grace or GracePeriod(failure, now_s=time.monotonic())
                 request_stop(signals.cause)
                 if not future.done() and grace.over(time.monotonic(), written_bytes=written_bytes()):
                     return None

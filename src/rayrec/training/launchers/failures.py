@@ -16,14 +16,14 @@ _LONGEST_PAUSE_S = 30.0
 
 
 @final
-class Tolerance:
+class FailurePolicy:
     """Limit of failed attempts, and the pauses between attempts."""
 
     def __init__(self, failure: FailureConfig) -> None:
         self._failure = failure
         self._failures = self._quick = 0
         self._repeatable: frozenset[str] | None = None
-        self._without_room_s = 0.0
+        self._waited_s = 0.0
 
     def pause_s(self, error: Exception, *, attempt_s: float, progressed: bool) -> float:
         """Return the seconds to wait before the next attempt, after one of `attempt_s` that failed. `progressed`: whether it made
@@ -32,15 +32,15 @@ class Tolerance:
         Raises `error` if failure.max_failures are exceeded, or if code or data failed twice in the same way from the same step;
         InputError if there was no room for the workers for failure.node_wait_s.
         """
-        if is_without_room(error):
-            self._without_room_s += attempt_s
-            if self._without_room_s > self._failure.node_wait_s:
+        if lacks_resources(error):
+            self._waited_s += attempt_s
+            if self._waited_s > self._failure.node_wait_s:
                 raise InputError(
-                    f"scaling: no room for the workers for {self._without_room_s:.0f} s: other jobs use the resources, or "
+                    f"scaling: no room for the workers for {self._waited_s:.0f} s: other jobs use the resources, or "
                     "scaling.placement_strategy cannot be met. Lower --scaling.num-workers, wait, or raise --failure.node-wait-s"
                 )
             return 0.0
-        self._without_room_s = 0.0
+        self._waited_s = 0.0
         before, self._repeatable = self._repeatable, errors_in_code(error)
         if before is not None and before == self._repeatable and not progressed:
             raise error
@@ -74,7 +74,7 @@ def is_preemption(error: BaseException) -> bool:
     )
 
 
-def is_without_room(error: BaseException) -> bool:
+def lacks_resources(error: BaseException) -> bool:
     """Return whether Ray Train timed out placing the workers, because other jobs use the resources."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from rayrec.cluster.connection import is_in_process
-from rayrec.cluster.layout import Launched
+from rayrec.cluster.layout import TorchrunEnv
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.training.launchers.base import Driver, PreparedRun
-from rayrec.training.preflight import layout_here
+from rayrec.training.preflight import local_layout
 from rayrec.training.stop_monitor import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _WORKER_MODULE: Final = "rayrec.training.launchers.process_worker"
 
 
-def fitted(config: TrainConfig, launched: Launched) -> TrainConfig:
+def fitted(config: TrainConfig, torchrun: TorchrunEnv) -> TrainConfig:
     """Return the configuration with one worker per process. Raises InputError for Ray-only settings."""
     scaling = config.scaling
     wanted = {
@@ -39,7 +39,7 @@ def fitted(config: TrainConfig, launched: Launched) -> TrainConfig:
     for reason, given in wanted.items():
         if given:
             raise InputError(f"{reason}: needs Ray, but torchrun has started this process. Omit one of the two")
-    return config.replace(scaling=scaling.replace(num_workers=launched.world_size))
+    return config.replace(scaling=scaling.replace(num_workers=torchrun.world_size))
 
 
 class ProcessLauncher:
@@ -49,7 +49,7 @@ class ProcessLauncher:
     def __init__(self, config: TrainConfig, rendezvous: StoreRendezvous | None = None, *, pause_at: float | None = None) -> None:
         """Create the launcher. `rendezvous`: of torchrun's processes; None to train alone."""
         self._config, self._rendezvous, self._pause_at = config, rendezvous, pause_at
-        self._env = Launched.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env
+        self._env = TorchrunEnv.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env
 
     def connect(self, folder: str, console: Console) -> None:
         if self._rendezvous is not None:
@@ -66,7 +66,7 @@ class ProcessLauncher:
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
         here = self._config.scaling.replace(num_workers=self._env.local_world_size)
-        return layout_here(self._config.replace(scaling=here), cpus=self._env.usable_cpus)
+        return local_layout(self._config.replace(scaling=here), cpus=self._env.usable_cpus)
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         # Other processes are idle meanwhile.

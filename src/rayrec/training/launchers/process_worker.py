@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from rayrec import storage
-from rayrec.cluster.layout import Launched
+from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import group_arguments, use_device
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import STOP_ASKED, ThreadEngine
@@ -27,21 +27,21 @@ from rayrec.training.worker import run_worker
 from rayrec.training.worker_logs import worker_logs
 from rayrec.workloads.base import TrainConfig, WorkerContext
 
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 _REQUESTS_S: Final = 1.0
 _JOIN: Final = timedelta(minutes=30)
 _LEAVE_S: Final = 30.0
 """Seconds that the first process, which may host the store, waits for the others to read the result."""
-_ATTEMPT, _TAKEN, _ENDED, _LEFT = "attempt", "taken", "ended", "left"
-_CAUSE, _WROTE, _REQUESTS = "cause", "wrote", "requests"
-_PIECE: Final = 4 << 20
+_ATTEMPT, _RECEIVED, _ENDED, _LEFT = "attempt", "taken", "ended", "left"
+_CAUSE, _WRITTEN, _REQUESTS = "cause", "wrote", "requests"
+_CHUNK: Final = 4 << 20
 
 
 @final
 class StoreRendezvous:
     """Messages between the processes of a run, in torch's key-value store."""
 
-    def __init__(self, env: Launched, store: distributed.Store) -> None:
+    def __init__(self, env: TorchrunEnv, store: distributed.Store) -> None:
         self.env = env
         # torchrun may keep the store, with earlier processes' values, across restarts.
         attempt = f"attempt_{env.restarts}"
@@ -51,7 +51,7 @@ class StoreRendezvous:
         self._closed = False
 
     @classmethod
-    def join(cls, env: Launched) -> Self:
+    def join(cls, env: TorchrunEnv) -> Self:
         """Join the other processes in the store of torchrun or the first process; a process that trains alone has its own. Raises
         RuntimeError if the first process does not appear within half an hour."""
         if not env.is_torchrun:
@@ -61,7 +61,7 @@ class StoreRendezvous:
 
     def publish(self, key: str, value: bytes) -> None:
         """Publish a value of any size. Torch's store rejects messages over 8 MiB, which a vocabulary may exceed."""
-        pieces = [value[start : start + _PIECE] for start in range(0, len(value), _PIECE)]
+        pieces = [value[start : start + _CHUNK] for start in range(0, len(value), _CHUNK)]
         with self._open():
             for number, piece in enumerate(pieces):
                 self._store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
@@ -116,10 +116,10 @@ class StoreControlChannel:
         return None if cause is None else cause.decode()
 
     def report_bytes_written(self, rank: int, written_bytes: int) -> None:
-        self._rendezvous.publish(f"{_WROTE}/{rank}", str(written_bytes).encode())
+        self._rendezvous.publish(f"{_WRITTEN}/{rank}", str(written_bytes).encode())
 
     def written_bytes(self) -> int:
-        return sum(int(self._found(f"{_WROTE}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
+        return sum(int(self._found(f"{_WRITTEN}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
 
     def send_profile_request(self, request: ProfileRequest) -> None:
         number = self._rendezvous.add(_REQUESTS, 1)
@@ -150,7 +150,7 @@ def train_first(
     run: PreparedRun, signals: Signals, rendezvous: StoreRendezvous, *, pause_at: float | None = None
 ) -> dict[str, Any] | None:
     """Train as the first process and publish the other processes' input. Returns `run_worker`'s result, or None if a signal ended
-    the run and the worker did not save within its `Grace`."""
+    the run and the worker did not save within its `GracePeriod`."""
     env, config = rendezvous.env, run.config
     threads = env.cpus if env.is_torchrun else max(1, int(run.layout.per_worker.max_cpus or 1))
     attempt = AttemptContext.of(run, _engine(config, threads), StoreControlChannel(rendezvous), pause_at=pause_at)
@@ -169,16 +169,16 @@ def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, A
             if given is not None:
                 # Trusted: pickled by the first process of this run, as in torch's object collectives.
                 values, shared = pickle.loads(given)
-                if rendezvous.add(_TAKEN, 1) == rendezvous.env.world_size - 1:
+                if rendezvous.add(_RECEIVED, 1) == rendezvous.env.world_size - 1:
                     rendezvous.remove(_ATTEMPT)  # all have read it, and torchrun's agent would keep it
                 config = config.updated(values)
                 engine, channel = _engine(config, rendezvous.env.cpus), StoreControlChannel(rendezvous)
                 attempt = dataclasses.replace(shared, config=config, engine=engine, channel=channel)
                 _train(attempt, rendezvous, signals)
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         while (ended := rendezvous.found(_ENDED)) is None:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
     rendezvous.add(_LEFT, 1)
     found: dict[str, Any] = json.loads(ended)
     return found
@@ -189,14 +189,14 @@ def end(rendezvous: StoreRendezvous, how: dict[str, Any]) -> None:
     rendezvous.publish(_ENDED, storage.json_text(how).encode())
     deadline_s = time.monotonic() + _LEAVE_S
     while rendezvous.add(_LEFT, 0) < rendezvous.env.world_size - 1 and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _engine(config: TrainConfig, threads: int) -> ThreadEngine:
     return ThreadEngine(threads, max_outage_s=config.failure.max_outage_s)
 
 
-def device_of(env: Launched, *, use_gpu: bool) -> torch.device:
+def device_of(env: TorchrunEnv, *, use_gpu: bool) -> torch.device:
     """Return the device of a process: the GPU of its local rank, or the current GPU if it trains alone. Raises InputError if it
     sees no such GPU."""
     if not use_gpu:
@@ -214,7 +214,7 @@ def device_of(env: Launched, *, use_gpu: bool) -> torch.device:
 
 def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signals) -> dict[str, Any] | None:
     """Run this process's worker in a thread, so that the main thread can pass on signals and, on rank 0, profile requests.
-    Returns None if a signal ended the run and the worker did not save within its `Grace`."""
+    Returns None if a signal ended the run and the worker did not save within its `GracePeriod`."""
     config, env, channel = attempt.config, rendezvous.env, StoreControlChannel(rendezvous)
     device = device_of(env, use_gpu=config.scaling.use_gpu)
     use_device(device)

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayrec.training.stop_monitor import ProfileRequest
 
 _ANSWER_S = 10.0
-_MOST_CALLS = 100_000
+_MAX_CALLS = 100_000
 """Maximum number of concurrent calls of the actor. Each worker has a permanently waiting one."""
 
 
@@ -88,7 +88,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_concurrency": _MOST_CALLS, "scheduling_strategy": here}
+        options = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "scheduling_strategy": here}
         self.channel = RayControlChannel(ray.remote(_Holder).options(**options).remote())
         self.cause: str | None = None
         self._written_bytes = 0

@@ -27,7 +27,7 @@ from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.observe.tracking.config import Makers
 from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun, follow_attempt
-from rayrec.training.launchers.failures import Tolerance, cause_of, is_without_room, worker_failures
+from rayrec.training.launchers.failures import FailurePolicy, cause_of, lacks_resources, worker_failures
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
 from rayrec.training.preflight import layout_of
@@ -39,17 +39,17 @@ _DATA_NODES_POLL_S = 5.0
 _DATA_NODES_S = 20.0
 """Seconds without a node for data tasks after which an attempt saves and ends."""
 _NODES_S = 2.0
-_START_AHEAD_S: Final = 600.0
+_PRESTART_S: Final = 600.0
 """Seconds for which prestarted processes of the first attempt are kept while data is prepared."""
 
 
-def share_out(config: TrainConfig, *, probe: bool = False, free: bool = False) -> Layout:
+def allocate_resources(config: TrainConfig, *, probe: bool = False, free: bool = False) -> Layout:
     """Allocate the current cluster to the run; `probe` and `free` as in `connection.alive_nodes`. Raises InputError if it does
     not fit."""
     return layout_of(config, connection.alive_nodes(probe=probe, free=free))
 
 
-def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> Layout:
+def wait_for_resources(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> Layout:
     """Wait until the run fits on the cluster (with `free`, on its unreserved resources) and allocate it. Raises InputError after
     failure.node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
@@ -57,7 +57,7 @@ def wait_for_room(config: TrainConfig, note: Callable[[str], None], *, free: boo
     said = False
     while True:
         try:
-            return share_out(config, probe=True, free=free)
+            return allocate_resources(config, probe=True, free=free)
         except InputError as error:
             if time.monotonic() > deadline_s:
                 raise InputError(f"waited {config.failure.node_wait_s:.0f} s for {awaited}; {error}") from None
@@ -75,7 +75,7 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
     """
     number, crowded = 0, False
     config, events, signals = run.config, driver.events, driver.signals
-    tolerance = Tolerance(config.failure)
+    tolerance = FailurePolicy(config.failure)
     groups = _placement_groups()
     while True:
         number += 1
@@ -85,7 +85,7 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
             outcome = _attempt(run, signals, crowded=crowded)
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             attempt_s = time.monotonic() - start_s
-            was_crowded, crowded = crowded, is_without_room(error)
+            was_crowded, crowded = crowded, lacks_resources(error)
             _free_workers(groups)
             if signals.cause is not None:
                 events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
@@ -110,9 +110,9 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
                 return outcome
             if signals.cause is not None:
                 return None
-            crowded, tolerance = False, Tolerance(config.failure)
+            crowded, tolerance = False, FailurePolicy(config.failure)
         since_s, before_text = time.time(), run.layout.text()
-        run = dataclasses.replace(run, since_s=since_s, layout=wait_for_room(config, driver.note, free=crowded))
+        run = dataclasses.replace(run, since_s=since_s, layout=wait_for_resources(config, driver.note, free=crowded))
         if run.layout.num_nodes > 1 and run.layout.text() != before_text:
             driver.note(run.layout.text())
 
@@ -142,13 +142,13 @@ def _abandon_workers(before: set[str]) -> None:
 
 
 def _attempt(run: PreparedRun, signals: Signals, *, crowded: bool) -> dict[str, Any] | None:
-    """Run one attempt. Returns None if a signal ended it and the workers did not save within their `Grace`. `crowded`: whether
+    """Run one attempt. Returns None after a signal if the workers do not save within their `GracePeriod`. `crowded`: whether
     other jobs use part of the cluster."""
     config, request, layout = run.config, StopRequest(), run.layout
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
     attempt = AttemptContext.of(run, engine, request.channel)
-    growth, data_nodes = _Growth(config, layout.num_workers, crowded=crowded), _DataNodes(config, layout)
+    growth, data_nodes = _ScaleUpDetector(config, layout.num_workers, crowded=crowded), _DataNodes(config, layout)
 
     def poll() -> str | None:
         return MORE_WORKERS if growth.possible() else NO_DATA_NODES if data_nodes.gone() else None
@@ -173,16 +173,16 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
     return variables
 
 
-def start_ahead(config: TrainConfig, shares: Layout) -> None:
+def prestart_workers(config: TrainConfig, shares: Layout) -> None:
     """Prestart the processes of the first attempt's workers if their node and environment are known, i.e. on a Ray of one
     node."""
     variables = worker_environment(config)
-    if not prestart.imports_ahead(variables):
+    if not prestart.preloads_modules(variables):
         return
     prestart.start_actors_of_data()
     if len(nodes := [node for node in ray.nodes() if node["Alive"]]) == 1:
         environment = prestart.of_train_workers(variables)
-        prestart.prestart(nodes[0], environment, num_processes=shares.num_workers, keep_s=_START_AHEAD_S)
+        prestart.prestart(nodes[0], environment, num_processes=shares.num_workers, keep_s=_PRESTART_S)
 
 
 def process_group(config: TrainConfig) -> ProcessGroup:
@@ -257,12 +257,12 @@ class _DataNodes:
 
     def _another_layout(self) -> bool:
         try:
-            return share_out(self._config).per_worker.label_selector != self._shares.per_worker.label_selector
+            return allocate_resources(self._config).per_worker.label_selector != self._shares.per_worker.label_selector
         except InputError:  # without room for the workers, the next attempt would wait
             return False
 
 
-class _Growth:
+class _ScaleUpDetector:
     """Detects room for more workers on nodes that joined, in two consecutive polls after the resize interval."""
 
     def __init__(self, config: TrainConfig, num_workers: int, *, crowded: bool) -> None:
@@ -281,7 +281,7 @@ class _Growth:
 
     def _num_workers(self) -> int:
         try:
-            return share_out(self._config).num_workers
+            return allocate_resources(self._config).num_workers
         except InputError:  # nodes were lost: the attempt is about to fail
             return 0
 
@@ -300,7 +300,7 @@ class _DriverEngine(ThreadEngine):
 
 
 @dataclass(frozen=True)
-class _NearEngine(RayEngine):
+class _SingleNodeEngine(RayEngine):
     """Data tasks of a driver on a running cluster with only its node. A few tasks run in a thread, because a process takes
     seconds to start; more run on Ray, which knows the load of other jobs."""
 
@@ -332,17 +332,17 @@ class RayLauncher:
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
         # Nodes may still be joining when a run resumes. A new run fails at once.
-        shares = wait_for_room(self._config, note) if resumes else share_out(self._config)
+        shares = wait_for_resources(self._config, note) if resumes else allocate_resources(self._config)
         if shares.num_nodes > 1:
             note(shares.text())
-        start_ahead(self._config, shares)
+        prestart_workers(self._config, shares)
         return shares
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
-        if connection.is_own():
+        if connection.is_local_ray():
             return _DriverEngine(machine.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
         placement = layout.driver.replace(max_outage_s=max_outage_s)
-        return _NearEngine(placement, max_outage_s=max_outage_s) if layout.num_nodes == 1 else RayEngine(placement)
+        return _SingleNodeEngine(placement, max_outage_s=max_outage_s) if layout.num_nodes == 1 else RayEngine(placement)
 
     def trackers(self) -> Makers:
         if not self._config.trackers.prometheus:

@@ -109,12 +109,12 @@ class PrometheusTracker:
 _logger = logging.getLogger(__name__)
 _POLL_S: Final = 3.0
 _TIMEOUT_S: Final = 5.0
-_MOST_FAILURES: Final = 10
+_MAX_FAILURES: Final = 10
 """Maximum number of consecutive failures before polling ends. A busy cluster answers again."""
 
 
 @final
-class StoreWatch:
+class ObjectStoreMonitor:
     """Thread that polls Ray's object store every few seconds. Its errors, ten in a row, only end the polling."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class StoreWatch:
 
     def _watch(self) -> None:
         num_failures = 0
-        while num_failures < _MOST_FAILURES:
+        while num_failures < _MAX_FAILURES:
             try:
                 self._latest = self._fields(_store_stats())
                 num_failures = 0

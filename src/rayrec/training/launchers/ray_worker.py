@@ -14,11 +14,11 @@ import ray.train.torch
 import torch
 
 from rayrec import machine, storage
-from rayrec.cluster.prestart import imports_ahead, prestart
+from rayrec.cluster.prestart import preloads_modules, prestart
 from rayrec.collectives import use_device
 from rayrec.observe.timing import process_age_s
 from rayrec.training.launchers.base import AttemptContext
-from rayrec.training.launchers.ray_metrics import StoreWatch
+from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
 from rayrec.training.worker import run_worker
 from rayrec.training.worker_logs import worker_logs
 from rayrec.workloads.base import WorkerContext
@@ -35,7 +35,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     attempt: AttemptContext = ray.get(arguments["attempt"])
     stopwatch = attempt.stopwatch()
     process_s = time.time() - (process_age_s() or 0.0)
-    if attempt.begun_s < process_s < entered_s:  # not prestarted
+    if attempt.started_s < process_s < entered_s:  # not prestarted
         stopwatch.lap("worker_process", at_s=process_s)
     stopwatch.lap("process_group", at_s=entered_s)
     stopwatch.lap("worker_imports")
@@ -65,7 +65,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
         within.enter_context(_standby(attempt.config.failure, node))
         object_store: Callable[[], dict[str, int]] = dict
         if rank == 0 and attempt.config.observe.times:
-            object_store = within.enter_context(contextlib.closing(StoreWatch())).latest
+            object_store = within.enter_context(contextlib.closing(ObjectStoreMonitor())).latest
         preemption = ray.train.get_preemption_info
         return run_worker(attempt, worker, stopwatch=stopwatch, preemption=preemption, object_store=object_store)
 
@@ -81,7 +81,7 @@ def _standby(failure: FailureConfig, node: Mapping[str, Any]) -> Iterator[None]:
             prestart(node, runtime_env, num_processes=1, keep_s=_STANDBY_S)
             wait_s = _STANDBY_S
 
-    if failure.standby_after_s is not None and failure.max_failures != 0 and node and imports_ahead(os.environ):
+    if failure.standby_after_s is not None and failure.max_failures != 0 and node and preloads_modules(os.environ):
         threading.Thread(target=keep, args=(failure.standby_after_s,), name="standby", daemon=True).start()
     try:
         yield

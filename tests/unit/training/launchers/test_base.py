@@ -146,7 +146,7 @@ def test_how_the_driver_prepares_data_on_ray(monkeypatch: pytest.MonkeyPatch, ow
         by_ray.append(items)
         return map(function, items)
 
-    monkeypatch.setattr(connection, "is_own", lambda: own)
+    monkeypatch.setattr(connection, "is_local_ray", lambda: own)
     monkeypatch.setattr(RayEngine, "run", on_cluster)
     monkeypatch.setattr(ray_launcher.ray, "put", lambda value: ("in the object store", value))
     shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0), num_nodes=num_nodes)

@@ -14,7 +14,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from rayrec.config import InputError
-from rayrec.training.launchers.failures import Tolerance, cause_of, errors_in_code, is_preemption, is_without_room
+from rayrec.training.launchers.failures import FailurePolicy, cause_of, errors_in_code, is_preemption, lacks_resources
 from rayrec.workloads.run_config import FailureConfig
 
 DIED, GONE_WITH_ITS_NODE = (
@@ -40,7 +40,7 @@ NOT_STARTED = ControllerError(WorkerGroupStartupFailedError("a worker's node die
     ids=lambda value: type(value).__name__,
 )
 def test_what_an_attempt_failed_with(error: Exception, preemption: bool, without_room: bool, cause: str) -> None:
-    assert (is_preemption(error), is_without_room(error)) == (preemption, without_room)
+    assert (is_preemption(error), lacks_resources(error)) == (preemption, without_room)
     assert cause_of(error).startswith(cause)
     assert "\n" not in cause_of(error)
 
@@ -77,7 +77,7 @@ def wrong(message: str = "no column 'items'") -> WorkerGroupError:
 
 
 def test_the_same_error_in_code_twice_from_one_step_is_not_tried_again() -> None:
-    tolerance = Tolerance(FailureConfig(max_failures=100))
+    tolerance = FailurePolicy(FailureConfig(max_failures=100))
     tolerance.pause_s(wrong(), attempt_s=100.0, progressed=False)
     with pytest.raises(WorkerGroupError):
         tolerance.pause_s(wrong(), attempt_s=100.0, progressed=False)
@@ -87,7 +87,7 @@ def test_the_same_error_in_code_twice_from_one_step_is_not_tried_again() -> None
     ("between", "progressed"), [([wrong("another")], False), ([DIED], False), ([ANNOUNCED], False), ([], True)], ids=str
 )
 def test_other_errors_in_code_or_another_step_are_tried_again(between: list[Exception], progressed: bool) -> None:
-    tolerance = Tolerance(FailureConfig(max_failures=100))
+    tolerance = FailurePolicy(FailureConfig(max_failures=100))
     for error in [wrong(), *between]:
         tolerance.pause_s(error, attempt_s=100.0, progressed=False)
     assert tolerance.pause_s(wrong(), attempt_s=100.0, progressed=progressed) == 0.0
@@ -95,7 +95,7 @@ def test_other_errors_in_code_or_another_step_are_tried_again(between: list[Exce
 
 @pytest.fixture
 def after() -> Callable[..., float]:
-    tolerance = Tolerance(FailureConfig(max_failures=2, node_wait_s=100))
+    tolerance = FailurePolicy(FailureConfig(max_failures=2, node_wait_s=100))
 
     def pause(error: Exception = DIED, *, attempt_s: float = 100.0, progressed: bool = False) -> float:
         return tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
@@ -140,7 +140,7 @@ def test_no_room_is_no_failure_but_has_an_end(after: Callable[..., float]) -> No
 
 @pytest.mark.parametrize(("max_failures", "taken"), [(0, 0), (-1, 50)])
 def test_none_or_any_number(max_failures: int, taken: int) -> None:
-    tolerance = Tolerance(FailureConfig(max_failures=max_failures))
+    tolerance = FailurePolicy(FailureConfig(max_failures=max_failures))
     arguments: dict[str, Any] = {"attempt_s": 100.0, "progressed": True}
     for _ in range(taken):
         tolerance.pause_s(DIED, **{**arguments, "progressed": False})

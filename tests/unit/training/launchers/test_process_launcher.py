@@ -72,7 +72,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", never)
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
-    monkeypatch.setattr(process_worker, "_LOOK_S", 0.01)
+    monkeypatch.setattr(process_worker, "_POLL_S", 0.01)
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.01)
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
     monkeypatch.setattr(profiling, "_POLL_S", 0.02)

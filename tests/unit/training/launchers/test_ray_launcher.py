@@ -78,7 +78,7 @@ class Attempts:
         return next(self._outcomes)()
 
     def run(self) -> dict[str, Any] | None:
-        shares = ray_launcher.share_out(self._config)
+        shares = ray_launcher.allocate_resources(self._config)
         return ray_launcher.run_attempts(
             PreparedRun(self._config, self._folder, None, shares, 0.0),
             Driver(self.events, self.signals, self.notes.append),  # type: ignore[arg-type]
@@ -173,9 +173,9 @@ def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypat
             found.append(growth.possible())
         return found
 
-    alone = ray_launcher._Growth(config(), 1, crowded=False)
+    alone = ray_launcher._ScaleUpDetector(config(), 1, crowded=False)
     assert looks(alone) == [False, True]  # seen twice
-    crowded = ray_launcher._Growth(config(), 1, crowded=True)  # the second slot is there, but another's
+    crowded = ray_launcher._ScaleUpDetector(config(), 1, crowded=True)  # the second slot is there, but another's
     assert looks(crowded) == [False, False]
     nodes.slots.append((1, 1))
     assert looks(crowded) == [False, True]
@@ -252,7 +252,7 @@ def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_ta
     monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
-    shares = ray_launcher.share_out(wanted)
+    shares = ray_launcher.allocate_resources(wanted)
     monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
     watch = ray_launcher._DataNodes(wanted.replace(cluster={"data_nodes": "auto" if other_layout else "separate"}), shares)
@@ -269,7 +269,7 @@ def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(nodes: Cluster, 
     clock = [0.0]
     monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "data_nodes", fails(ray_launcher.ray.exceptions.RaySystemError("gone")))
-    watch = ray_launcher._DataNodes(config(), ray_launcher.share_out(config()))
+    watch = ray_launcher._DataNodes(config(), ray_launcher.allocate_resources(config()))
     monkeypatch.setattr(connection, "data_nodes", lambda shares: fails(ray_launcher.ray.exceptions.RaySystemError("gone"))())
     for now_s in range(0, 60):
         clock[0] = float(now_s)

@@ -9,19 +9,19 @@ import pytest
 from builders.faults import until
 
 from rayrec.training.launchers import ray_metrics
-from rayrec.training.launchers.ray_metrics import StoreWatch
+from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], Any]], StoreWatch]]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], Any]], ObjectStoreMonitor]]:
     """Starts one whose n-th question (from 0) is answered by a function."""
     monkeypatch.setattr(ray_metrics, "_POLL_S", 0.002)
-    started: list[StoreWatch] = []
+    started: list[ObjectStoreMonitor] = []
 
-    def start(answer: Callable[[int], Any]) -> StoreWatch:
+    def start(answer: Callable[[int], Any]) -> ObjectStoreMonitor:
         asked = iter(range(10**9))
         monkeypatch.setattr(ray_metrics, "_store_stats", lambda: answer(next(asked)))
-        started.append(StoreWatch())
+        started.append(ObjectStoreMonitor())
         return started[-1]
 
     yield start
@@ -34,13 +34,13 @@ def stats(number: int) -> Any:
     return SimpleNamespace(object_store_bytes_used=number, object_store_bytes_avail=1000, spilled_bytes_total=7 + number)
 
 
-def test_what_is_in_use_now_and_was_spilled_since(watch: Callable[..., StoreWatch]) -> None:
+def test_what_is_in_use_now_and_was_spilled_since(watch: Callable[..., ObjectStoreMonitor]) -> None:
     watched = watch(lambda number: stats(min(number, 5)))
     until(lambda: watched.latest().get("object_store_bytes") == 5)
     assert watched.latest() == {"object_store_bytes": 5, "object_store_limit_bytes": 1000, "spilled_bytes": 5}
 
 
-def test_nine_failures_in_a_row_are_waited_out(watch: Callable[..., StoreWatch]) -> None:
+def test_nine_failures_in_a_row_are_waited_out(watch: Callable[..., ObjectStoreMonitor]) -> None:
     seen: list[dict[str, int]] = []
 
     def answer(number: int) -> Any:
@@ -50,7 +50,7 @@ def test_nine_failures_in_a_row_are_waited_out(watch: Callable[..., StoreWatch])
             raise TimeoutError("the control store does not answer")
         return stats(number)
 
-    ready: list[StoreWatch] = []
+    ready: list[ObjectStoreMonitor] = []
     watched: Any = SimpleNamespace(latest=lambda: ready[0].latest() if ready else {})
     ready.append(watch(answer))
     until(lambda: len(seen) > 60)
@@ -60,7 +60,7 @@ def test_nine_failures_in_a_row_are_waited_out(watch: Callable[..., StoreWatch])
     until(lambda: bool(ready[0].latest()))
 
 
-def test_ten_failures_in_a_row_end_it(watch: Callable[..., StoreWatch], caplog: pytest.LogCaptureFixture) -> None:
+def test_ten_failures_in_a_row_end_it(watch: Callable[..., ObjectStoreMonitor], caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
 
     def answer(number: int) -> Any:

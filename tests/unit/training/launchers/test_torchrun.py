@@ -12,7 +12,7 @@ from builders.faults import until
 from torch.distributed import DistStoreError, HashStore
 
 from rayrec import recipes
-from rayrec.cluster.layout import Launched
+from rayrec.cluster.layout import TorchrunEnv
 from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.training import trainer
@@ -24,22 +24,22 @@ FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "
 
 
 def test_which_process_this_is() -> None:
-    assert Launched.of_environment({}) is None
-    assert Launched.of_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None  # nobody to meet
+    assert TorchrunEnv.from_environment({}) is None
+    assert TorchrunEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None  # nobody to meet
     of_torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "5"}
-    assert Launched.of_environment(FOUND | of_torchrun) == Launched(3, 4, 1, 2, 5)
-    assert Launched.of_environment(FOUND) == Launched(3, 4, 0, 1, 0)
+    assert TorchrunEnv.from_environment(FOUND | of_torchrun) == TorchrunEnv(3, 4, 1, 2, 5)
+    assert TorchrunEnv.from_environment(FOUND) == TorchrunEnv(3, 4, 0, 1, 0)
     for wrong, message in (
         ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4, .*: a rank must be below the number of processes. With srun"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1"),
         ({"LOCAL_WORLD_SIZE": "8(x2)"}, r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be integers"),
     ):
         with pytest.raises(InputError, match=message):
-            Launched.of_environment(FOUND | wrong)
+            TorchrunEnv.from_environment(FOUND | wrong)
 
 
 def test_a_run_has_as_many_workers_as_processes() -> None:
-    launched, config = Launched(0, 4, 0, 2, 0), recipes.criteo_demo()
+    launched, config = TorchrunEnv(0, 4, 0, 2, 0), recipes.criteo_demo()
     assert fitted(config, launched).scaling.num_workers == 4
     assert launched.cpus >= 1
     for changes, message in (
@@ -52,14 +52,14 @@ def test_a_run_has_as_many_workers_as_processes() -> None:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Launched:
+def alone(monkeypatch: pytest.MonkeyPatch) -> TorchrunEnv:
     with closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     found = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in found.items():
         monkeypatch.setenv(name, value)
-    launched = Launched.of_environment()
+    launched = TorchrunEnv.from_environment()
     assert launched is not None
     return launched
 
@@ -67,7 +67,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Launched:
 def meetings(*ranks: int) -> list[StoreRendezvous]:
     """Of these two processes' ranks, in a store of this one."""
     store = HashStore()
-    return [StoreRendezvous(Launched(rank, 2, 0, 1, 0), store) for rank in ranks]
+    return [StoreRendezvous(TorchrunEnv(rank, 2, 0, 1, 0), store) for rank in ranks]
 
 
 def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
         channel.stop_reason()
 
 
-def test_a_message_is_as_large_as_it_has_to_be(alone: Launched) -> None:
+def test_a_message_is_as_large_as_it_has_to_be(alone: TorchrunEnv) -> None:
     meeting = StoreRendezvous.join(alone)
     assert meeting.found("large") is None
     for value in (b"", b"small", bytes(range(256)) * (80 << 10)):  # the last one is 20 MiB; a message to the store is 8 at most
@@ -134,7 +134,7 @@ def test_one_process_trains_what_a_run_without_torchrun_does(
     assert stored == launched.summary
 
 
-def test_after_a_run_no_thread_of_it_uses_the_store(alone: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_run_no_thread_of_it_uses_the_store(alone: TorchrunEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.0)
     meeting = StoreRendezvous.join(alone)
     before = set(threading.enumerate())

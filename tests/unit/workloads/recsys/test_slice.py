@@ -70,7 +70,7 @@ def test_tables_are_judged_by_the_clusters_memory(config: TrainConfig, monkeypat
 def test_a_gpus_speed_that_is_given_is_not_measured(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     trained = Trained()
-    monkeypatch.setattr(forecasts, "train_here", trained)
+    monkeypatch.setattr(forecasts, "train_locally", trained)
     config = config.replace(scaling={"num_workers": 2})
     found = forecast(config, ClusterShape.parse("cpus=16,gpus=2,gpu_rows_per_s=250000"))
     assert not trained.num_embeddings
