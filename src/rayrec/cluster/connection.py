@@ -46,7 +46,7 @@ def is_connected() -> bool:
 
 
 def connect(
-    address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, ahead: Sequence[str] = ()
+    address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, preload: Sequence[str] = ()
 ) -> str:
     """Connect this process to Ray and return the address of its head: an existing connection, else the cluster at `address` or
     RAY_ADDRESS, else a new local Ray, which imports the modules `ahead` once for all processes that name them.
@@ -67,7 +67,7 @@ def connect(
     if address and address != "local":
         _join(address, source, log_to_driver=log_to_driver)
     else:
-        _start(num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver, ahead=ahead)
+        _start(num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver, preload=preload)
     import ray.data  # sets up its own logger, whose level is raised below
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -120,18 +120,18 @@ def _python_of_workers(environment: Mapping[str, str]) -> dict[str, str]:
     return {"py_executable": forked_worker.python_of_a_job()}
 
 
-def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, ahead: Sequence[str]) -> None:
+def _start(*, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, preload: Sequence[str]) -> None:
     global _fork_server
     if _fork_server is None:
-        _fork_server = ForkServer(ahead)  # imports while Ray starts
+        _fork_server = ForkServer(preload)  # imports while Ray starts
     import ray
 
     from rayrec.compat.ray_compat import local_node_with
 
     variables = {**_LOCAL_ENVIRONMENT, forked_worker.SOCKET: _fork_server.address}
-    own = {name: value for name, value in variables.items() if name not in os.environ}
+    added = {name: value for name, value in variables.items() if name not in os.environ}
     try:
-        with temporary_environment(own), local_node_with(worker_program=forked_worker.__file__, log_monitor=log_to_driver):
+        with temporary_environment(added), local_node_with(worker_program=forked_worker.__file__, log_monitor=log_to_driver):
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -227,7 +227,7 @@ def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
     ]
 
 
-def data_nodes(shares: Layout, *, probe: bool = False) -> list[Node]:
+def data_nodes(layout: Layout, *, probe: bool = False) -> list[Node]:
     """Return the nodes that can run data tasks of a run with this layout now, with the CPUs available to such tasks.
 
     A node counts if it is alive, not about to be drained, not reserved for workers, and has the CPUs of one task beyond all
@@ -239,7 +239,7 @@ def data_nodes(shares: Layout, *, probe: bool = False) -> list[Node]:
     """
     from ray.util.placement_group import placement_group_table
 
-    return nodes_for_tasks(alive_nodes(probe=probe), list(placement_group_table().values()), shares)
+    return nodes_for_tasks(alive_nodes(probe=probe), list(placement_group_table().values()), layout)
 
 
 def _answers(host: str, port: int) -> bool:
@@ -270,14 +270,14 @@ def require_head(address: str, *, source: str) -> None:
 
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     mode = os.environ.get("RAY_AUTH_MODE")
-    answer = _ask(target, source)
+    answer = _check_alive(target, source)
     if answer == "token rejected" and mode is None:
         if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
             raise InputError(
                 f"{source}: the Ray cluster requires a token, but this user has no token. Copy the cluster's token (`ray "
                 "get-auth-token` prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
             )
-        answer = _ask(target, source)
+        answer = _check_alive(target, source)
     if answer == "token rejected":
         if mode is not None and mode.lower() != "token":
             raise InputError(f"{source}: the Ray cluster requires a token. Unset RAY_AUTH_MODE={mode} to present one")
@@ -296,10 +296,10 @@ def _host_and_port(address: str, source: str) -> tuple[str, int]:
     from rayrec.compat.ray_compat import services
 
     try:
-        found = services.canonicalize_bootstrap_address(address)
-        if found is None:
+        head = services.canonicalize_bootstrap_address(address)
+        if head is None:
             raise ValueError(address)
-        host, _, port = found.rpartition(":")
+        host, _, port = head.rpartition(":")
         return host.strip("[]"), int(port)
     except ConnectionError:
         raise InputError(f"{source}: no Ray runs on this machine. Start one with `ray start --head`") from None
@@ -320,7 +320,7 @@ def _require_listener(host: str, port: int, source: str) -> None:
         ) from None
 
 
-def _ask(target: str, source: str) -> _Answer:
+def _check_alive(target: str, source: str) -> _Answer:
     import grpc
     import ray
     from ray.exceptions import AuthenticationError
@@ -333,8 +333,8 @@ def _ask(target: str, source: str) -> _Answer:
             request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # defined by protobuf at run time
             reply = stub.CheckAlive(request, timeout=_ANSWER_S)
     except grpc.RpcError as error:
-        refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-        return "token rejected" if refused else "not Ray"
+        is_rejected = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+        return "token rejected" if is_rejected else "not Ray"
     except AuthenticationError as error:  # RAY_AUTH_MODE=token without a token
         raise InputError(
             f"{source}: {str(error).splitlines()[0].rstrip('.')}. Name the token's file in RAY_AUTH_TOKEN_PATH"

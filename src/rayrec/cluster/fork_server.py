@@ -40,7 +40,7 @@ LIBRARIES: Final = (
 )  # fmt: skip
 """Modules that Ray, Ray Data and Ray Train import."""
 _FILES: Final = 4
-"""Number of file descriptors that `forked_worker.ask` sends with a request."""
+"""Number of file descriptors that `forked_worker.send_request` sends with a request."""
 _REQUEST_S: Final = 10.0
 _POLL_S: Final = 2.0
 _WAITING: Final = 1024
@@ -54,7 +54,7 @@ _Next = Callable[[], Any]
 class ForkServer:
     """Fork server of the local Rays that this process starts. Ends with `close` or with this process."""
 
-    def __init__(self, ahead: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES) -> None:
+    def __init__(self, preload: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES) -> None:
         """Start the server. `ahead`: modules of a template to create at once. `libraries`: modules that every process has
         imported."""
         self._folder = Scratch("fork")
@@ -62,7 +62,7 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(_WAITING)  # requests wait while the server imports
-            command = [sys.executable, "-m", __name__, str(listener.fileno()), "0", "0", ",".join(ahead), *libraries]
+            command = [sys.executable, "-m", __name__, str(listener.fileno()), "0", "0", ",".join(preload), *libraries]
             # In this session, but not in this process's group, which receives Ctrl-C.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0)
         self._owner = os.getpid()
@@ -82,14 +82,14 @@ def main() -> None:
     """Run a server. Arguments: file descriptors of the listening socket and of a file that becomes readable when the server must
     end; the idle time in seconds after which it ends (it then also ends if its socket file is gone; 0 disables both); the modules
     of a template to create at once; the libraries, by default `LIBRARIES`."""
-    _, listening, watched, idle_s, ahead, *libraries = sys.argv
+    _, listening, watched, idle_s, preload, *libraries = sys.argv
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     # Python 3.12 warns of OpenBLAS threads, which OpenBLAS stops before a fork and restarts after it.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     with socket.socket(fileno=int(listening)) as listener:
         imported = _Imported(libraries or LIBRARIES)
         server = _Server(listener, imported, watched=int(watched), idle_s=float(idle_s) or None)
-        following: _Next | None = server.run(ahead)
+        following: _Next | None = server.run(preload)
     while following is not None:
         following = following()
 
@@ -126,10 +126,10 @@ class _Imported:
 def _version(file: str) -> tuple[int, int, int] | None:
     """Return a file's modification time, size and inode (packages may have fixed times), or None if it does not exist."""
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 class _Server:
@@ -140,19 +140,19 @@ class _Server:
         self._watched, self._idle_s = watched, idle_s
         self._templates: dict[str, socket.socket] = {}
 
-    def run(self, ahead: str) -> _Next:
+    def run(self, preload: str) -> _Next:
         """Serve requests until the server must end. Returns only in a forked process, with its continuation."""
         with contextlib.suppress(OSError):  # the first request for the template then creates it
-            if ahead and (following := self._new_template(ahead)):
+            if preload and (following := self._new_template(preload)):
                 return following
-        asked_s = time.monotonic()
+        request_s = time.monotonic()
         while True:
             ready, _, _ = select.select([self._listener.fileno(), self._watched], [], [], self._idle_s and _POLL_S)
-            if self._watched in ready or (not ready and self._is_done(asked_s)) or self._imported.is_old():
+            if self._watched in ready or (not ready and self._is_done(request_s)) or self._imported.is_old():
                 self._end()
             if not ready:
                 continue
-            asked_s = time.monotonic()
+            request_s = time.monotonic()
             connection, _ = self._listener.accept()
             with connection:
                 connection.settimeout(_REQUEST_S)
@@ -175,10 +175,10 @@ class _Server:
             shutil.rmtree(os.path.dirname(self._listener.getsockname()), ignore_errors=True)
         os._exit(0)  # an orderly exit of all libraries takes seconds
 
-    def _is_done(self, asked_s: float) -> bool:
+    def _is_done(self, request_s: float) -> bool:
         """Return whether the server has been idle for too long or its socket file is gone."""
         assert self._idle_s is not None
-        return time.monotonic() - asked_s >= self._idle_s or not os.path.exists(self._listener.getsockname())
+        return time.monotonic() - request_s >= self._idle_s or not os.path.exists(self._listener.getsockname())
 
     def _answer(self, connection: int, files: list[int]) -> _Next | None:
         """Fork a process or pass on a request. Raises OSError if no process can be forked."""
@@ -258,23 +258,23 @@ def _raise_oom_score(environment: Mapping[str, str]) -> None:
 
 def _worker(connection: int, request: int, *standard: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    wanted = _request(request)
-    if wanted["leads_group"]:
+    request_fields = _request(request)
+    if request_fields["leads_group"]:
         os.setpgid(0, 0)
-    os.setpriority(os.PRIO_PROCESS, 0, wanted["niceness"])
-    _raise_oom_score(wanted["environment"])
+    os.setpriority(os.PRIO_PROCESS, 0, request_fields["niceness"])
+    _raise_oom_score(request_fields["environment"])
     for number, file in enumerate(standard):
         os.dup2(file, number)
     _close((request, *standard))
-    os.chdir(wanted["folder"])
+    os.chdir(request_fields["folder"])
     os.environ.clear()
-    os.environ.update(wanted["environment"])
-    os.environ.update(expanded(wanted["added"], os.environ))
+    os.environ.update(request_fields["environment"])
+    os.environ.update(expanded(request_fields["added"], os.environ))
     time.tzset()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # differs from its siblings
     os.write(connection, STARTED)  # the connection stays open until this process ends
-    program, *_ = sys.argv = wanted["arguments"]
+    program, *_ = sys.argv = request_fields["arguments"]
     sys.path[0] = os.path.dirname(program)
     runpy.run_path(program, run_name="__main__")
 
@@ -282,15 +282,15 @@ def _worker(connection: int, request: int, *standard: int) -> None:
 def expanded(added: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a runtime environment adds, with `${NAME}` expanded as in Ray: sequentially, and unknown names to
     nothing. Pure."""
-    known = dict(environment)
+    values = dict(environment)
 
-    def value_of(found: re.Match[str]) -> str:
-        unknown = "" if found[1] and re.fullmatch("[A-Z0-9_]+", found[1]) else found[0]
-        return known.get(found[1] or found[2], unknown)
+    def value_of(match: re.Match[str]) -> str:
+        unknown = "" if match[1] and re.fullmatch("[A-Z0-9_]+", match[1]) else match[0]
+        return values.get(match[1] or match[2], unknown)
 
     for name, value in added.items():
-        known[name] = re.sub(r"\$(?:\{(\w+)\}|(\w+))", value_of, value)
-    return {name: known[name] for name in added}
+        values[name] = re.sub(r"\$(?:\{(\w+)\}|(\w+))", value_of, value)
+    return {name: values[name] for name in added}
 
 
 def _request(file: int) -> dict[str, Any]:

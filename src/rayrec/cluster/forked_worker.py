@@ -32,7 +32,7 @@ _READ_AT_START = (
     "PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "KINETO_", "TORCH_", "PYTORCH_",
 )  # fmt: skip
 """Prefixes of variables that a process reads when it starts or imports libraries."""
-_COMMAND = r"""if [ -x {own} ] && [ -r {program} ]; then exec {own} -S {program} "$@"; fi
+_COMMAND = r"""if [ -x {python} ] && [ -r {program} ]; then exec {python} -S {program} "$@"; fi
 rays=$(tr '\0' '\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=//p')
 case $rays in '"'*) rays=${{rays#?}} rays=${{rays%%'"'*}} ;; *) rays=${{rays%% *}} ;; esac
 exec "$rays" "$@" """
@@ -49,7 +49,7 @@ def main() -> None:
     if not reason:
         try:
             with _server(arguments) as server:
-                ask(server, [each for each in arguments if not each.startswith((_CONTEXT, _LANGUAGE))], context)
+                send_request(server, [each for each in arguments if not each.startswith((_CONTEXT, _LANGUAGE))], context)
                 answer = server.recv(500)
                 if answer == STARTED:
                     server.recv(1)  # returns when the process has ended
@@ -64,8 +64,8 @@ def main() -> None:
 def python_of_a_job() -> str:
     """Return the `py_executable` of a runtime environment whose workers start through this program. Ray's agent passes it to
     bash. Nodes without this Python or program use Ray's own Python."""
-    own, program = (shlex.quote(path) for path in (sys.executable, os.path.abspath(__file__)))
-    return f"bash -c {shlex.quote(_COMMAND.format(own=own, program=program))} rayrec"
+    python, program = (shlex.quote(path) for path in (sys.executable, os.path.abspath(__file__)))
+    return f"bash -c {shlex.quote(_COMMAND.format(python=python, program=program))} rayrec"
 
 
 def unsupported_reason(context: dict[str, Any], environment: Mapping[str, str]) -> str:
@@ -90,7 +90,7 @@ def _modules(context: dict[str, Any], environment: Mapping[str, str]) -> str:
     return {**environment, **context.get("env_vars", {})}.get(MODULES, "")
 
 
-def ask(server: socket.socket, arguments: list[str], context: dict[str, Any]) -> None:
+def send_request(server: socket.socket, arguments: list[str], context: dict[str, Any]) -> None:
     """Send the state that the fork must copy from this process: a file with JSON, and the three standard files."""
     added = context.get("env_vars", {})
     request = {
@@ -144,8 +144,8 @@ def _private_folder(arguments: list[str]) -> str:
         raise FileNotFoundError("its arguments do not name the folder of Ray's session")
     folder = os.path.join(named["temp-dir"], named["session-name"], "rayrec")
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} must be accessible to this user only")
     return folder
 

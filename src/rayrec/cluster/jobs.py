@@ -195,8 +195,8 @@ def _job(fields: Mapping[str, Any]) -> Job:
 
 
 def _auth_error(url: str, error: Exception) -> InputError:
-    said = str(error).splitlines()[0].rstrip(".")
-    return InputError(f"{url}: {said}. Set the cluster's token with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH")
+    message = str(error).splitlines()[0].rstrip(".")
+    return InputError(f"{url}: {message}. Set the cluster's token with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH")
 
 
 def _why(error: requests.RequestException) -> str:

@@ -11,7 +11,7 @@ from rayrec.data.engine import TaskPlacement
 
 DataNodes = Literal["auto", "any", "separate"]
 """Placement of data tasks; see `layout`."""
-_OBJECT_STORE_SHARE = 0.25
+_OBJECT_STORE_FRACTION = 0.25
 """Fraction of the object store for prefetched training data; the rest is for vocabularies and slack."""
 _ENOUGH_CPUS = 4.0
 """CPUs per worker for data tasks that suffice to keep these off the workers' nodes."""
@@ -47,17 +47,17 @@ class TorchrunEnv:
         defaults = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
         names = ("RANK", "WORLD_SIZE", *defaults)
         try:
-            found = cls(*(int(environment.get(name, defaults.get(name, ""))) for name in names))
+            env = cls(*(int(environment.get(name, defaults.get(name, ""))) for name in names))
         except ValueError:
-            said = ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
-            raise InputError(f"{said}: variables of torchrun must be integers") from None
-        if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
+            values = ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
+            raise InputError(f"{values}: variables of torchrun must be integers") from None
+        if not 0 <= env.rank < env.world_size or not 0 <= env.local_rank < env.local_world_size:
             raise InputError(
-                f"RANK={found.rank} of WORLD_SIZE={found.world_size}, LOCAL_RANK={found.local_rank} of "
-                f"LOCAL_WORLD_SIZE={found.local_world_size}: a rank must be below the number of processes. With srun, export "
+                f"RANK={env.rank} of WORLD_SIZE={env.world_size}, LOCAL_RANK={env.local_rank} of "
+                f"LOCAL_WORLD_SIZE={env.local_world_size}: a rank must be below the number of processes. With srun, export "
                 "RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE"
             )
-        return found
+        return env
 
     @property
     def cpus(self) -> int:
@@ -99,9 +99,9 @@ class Layout:
     def text(self) -> str:
         reserved = ", ".join(f"{amount:g} {name}" for name, amount in self.worker_resources.items())
         num_data = self.num_nodes - len(self.workers_only)
-        where = f"{num_data} of {self.num_nodes} nodes, without workers" if self.workers_only else f"all {self.num_nodes} nodes"
+        nodes = f"{num_data} of {self.num_nodes} nodes, without workers" if self.workers_only else f"all {self.num_nodes} nodes"
         line = (
-            f"{self.num_workers} workers, each with {reserved}; data tasks on {where}, {self.per_worker.max_cpus or 0:.3g} CPUs "
+            f"{self.num_workers} workers, each with {reserved}; data tasks on {nodes}, {self.per_worker.max_cpus or 0:.3g} CPUs "
             "for each worker"
         )
         if self.idle_cpus:
@@ -126,41 +126,41 @@ def layout(
     other nodes if they have enough CPUs for each worker, separate always on the other nodes, any on all nodes. Raises InputError
     if the minimum number of workers does not fit or leaves data tasks no CPU, and for separate without other nodes.
     """
-    least, most = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
-    wanted = dict(resources_per_worker)
+    min_workers, max_workers = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
+    required = dict(resources_per_worker)
     if use_gpu:
-        wanted.setdefault("GPU", 1.0)
-    special = {name for name in wanted if name != "CPU"}
-    if least < most and not special and cpus_per_worker is None:
+        required.setdefault("GPU", 1.0)
+    special = {name for name in required if name != "CPU"}
+    if min_workers < max_workers and not special and cpus_per_worker is None:
         raise InputError(
-            f"scaling.num_workers {least} to {most}: how many fit depends on the resources of a worker. Set "
+            f"scaling.num_workers {min_workers} to {max_workers}: how many fit depends on the resources of a worker. Set "
             "--scaling.cpus-per-worker, --scaling.use-gpu or --scaling.resources-per-worker"
         )
-    training = [node for node in nodes if all(node.resources.get(name, 0) >= wanted[name] for name in special)]
+    training = [node for node in nodes if all(node.resources.get(name, 0) >= required[name] for name in special)]
     if not training:
         have = {name: sum(node.resources.get(name, 0) for node in nodes) for name in sorted(special)}
         raise InputError(
-            f"scaling: a worker needs {wanted}, but the cluster has {have}. Change scaling.use_gpu or resources_per_worker"
+            f"scaling: a worker needs {required}, but the cluster has {have}. Change scaling.use_gpu or resources_per_worker"
         )
-    others = [node for node in nodes if node not in training] if special else []
-    if data_nodes == "separate" and not _cpus(others):
+    other_nodes = [node for node in nodes if node not in training] if special else []
+    if data_nodes == "separate" and not _cpus(other_nodes):
         raise InputError(
             "cluster.data_nodes separate: every node with CPUs is suitable for workers. Add other nodes, or choose auto"
         )
     unfit_reason = None
-    for chosen in range(most, least - 1, -1):
-        apart = data_nodes == "separate" or (
+    for workers in range(max_workers, min_workers - 1, -1):
+        is_separate = data_nodes == "separate" or (
             data_nodes == "auto"
             and has_enough_cpus(
-                _cpus(others), all_cpus=_cpus(nodes), workers=chosen, cpus_per_worker=cpus_per_worker or float(use_gpu)
+                _cpus(other_nodes), all_cpus=_cpus(nodes), workers=workers, cpus_per_worker=cpus_per_worker or float(use_gpu)
             )
         )
-        usual = 1.0 if use_gpu or apart else min(1.0, _cpus(training) / (2 * most))
+        usual = 1.0 if use_gpu or is_separate else min(1.0, _cpus(training) / (2 * max_workers))
         each = usual if cpus_per_worker is None else cpus_per_worker
-        worker_resources = {"CPU": each, **wanted}
-        free = _cpus(others) if apart else _cpus(nodes) - each * chosen
-        unfit_reason = _unfit_reason(chosen, training, worker_resources) or (
-            f"scaling: {chosen} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks. "
+        worker_resources = {"CPU": each, **required}
+        free = _cpus(other_nodes) if is_separate else _cpus(nodes) - each * workers
+        unfit_reason = _unfit_reason(workers, training, worker_resources) or (
+            f"scaling: {workers} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks. "
             "Lower --scaling.cpus-per-worker or --scaling.num-workers"
             if free <= 0
             else None
@@ -169,36 +169,36 @@ def layout(
             break
     if unfit_reason is not None:
         raise InputError(unfit_reason)
-    share = free / chosen
-    takes_data = others if apart else nodes
+    data_cpus = free / workers
+    takes_data = other_nodes if is_separate else nodes
     store = sum(node.resources.get("object_store_memory", 0) for node in takes_data)
-    workers_only = frozenset(node.node_id for node in training) if apart else frozenset()
+    workers_only = frozenset(node.node_id for node in training) if is_separate else frozenset()
     # Excludes workers' nodes instead of listing the others, so that nodes that join later accept data tasks.
-    selector = {"ray.io/node-id": f"!in({','.join(sorted(workers_only))})"} if apart else None
+    selector = {"ray.io/node-id": f"!in({','.join(sorted(workers_only))})"} if is_separate else None
     return Layout(
-        num_workers=chosen,
+        num_workers=workers,
         cpus_per_worker=each,
         worker_resources=worker_resources,
         per_worker=TaskPlacement(
-            num_cpus=min(1.0, share),
-            max_cpus=share,
-            max_object_store_bytes=int(store * _OBJECT_STORE_SHARE / chosen) or None,
+            num_cpus=min(1.0, data_cpus),
+            max_cpus=data_cpus,
+            max_object_store_bytes=int(store * _OBJECT_STORE_FRACTION / workers) or None,
             label_selector=selector,
         ),
         driver=TaskPlacement(num_cpus=min(1.0, _cpus(takes_data)), label_selector=selector),
         workers_only=workers_only,
         num_nodes=len(nodes),
-        idle_cpus=0.0 if apart else _cpus(others),
+        idle_cpus=0.0 if is_separate else _cpus(other_nodes),
     )
 
 
-def has_enough_cpus(others: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
+def has_enough_cpus(other_nodes: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
     """Return whether `others` CPUs on nodes without workers suffice for the data tasks: 4 CPUs per worker, or half of its share
     if data tasks ran on all nodes. Pure."""
-    if others <= 0:
+    if other_nodes <= 0:
         return False
     shared = (all_cpus - cpus_per_worker * workers) / workers
-    return others / workers >= min(_ENOUGH_CPUS, shared / 2)
+    return other_nodes / workers >= min(_ENOUGH_CPUS, shared / 2)
 
 
 def _cpus(nodes: list[Node]) -> float:
@@ -214,20 +214,20 @@ def _unfit_reason(num_workers: int, nodes: list[Node], worker_resources: dict[st
                 f"scaling: {num_workers} workers need {each * num_workers:g} {name}, but the cluster has {have:g} for them. "
                 f"Lower --scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
             )
-    room = sum(
+    capacity = sum(
         min(int(node.resources.get(name, 0) / each + 1e-9) for name, each in worker_resources.items() if each) for node in nodes
     )
-    if room < num_workers:
+    if capacity < num_workers:
         return (
-            f"scaling: {num_workers} workers with {worker_resources} each do not fit on the nodes, only {room} do. "
+            f"scaling: {num_workers} workers with {worker_resources} each do not fit on the nodes, only {capacity} do. "
             "Lower --scaling.num-workers or the resources per worker, or add nodes"
         )
     return None
 
 
-def nodes_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], shares: Layout) -> list[Node]:
+def nodes_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], allocation: Layout) -> list[Node]:
     """Return the nodes that can run data tasks, with the resources that placement groups (as in Ray's table) leave. Pure."""
-    left = {node.node_id: dict(node.resources) for node in nodes if node.node_id not in shares.workers_only}
+    left = {node.node_id: dict(node.resources) for node in nodes if node.node_id not in allocation.workers_only}
     for group in placement_groups:
         if group["state"] == "REMOVED":
             continue
@@ -235,5 +235,5 @@ def nodes_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, A
             for name, amount in group["bundles"][bundle].items():
                 if node_id in left:
                     left[node_id][name] = left[node_id].get(name, 0.0) - amount
-    enough = shares.per_worker.num_cpus - _ROUNDING
+    enough = allocation.per_worker.num_cpus - _ROUNDING
     return [Node(node_id, resources) for node_id, resources in left.items() if resources.get("CPU", 0.0) >= enough]

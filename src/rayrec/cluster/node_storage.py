@@ -31,11 +31,11 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, Any] | None:
     appear in command lines, logs or the dashboard. All code on the cluster can read them. Raises InputError for other values, and
     without settings to send.
     """
-    asked = environment.get(SEND, "")
-    if asked in ("", "0"):
+    setting = environment.get(SEND, "")
+    if setting in ("", "0"):
         return None
-    if asked != "1":
-        raise InputError(f"{SEND}: must be 1, to send the store settings to the cluster, or 0, got {asked!r}")
+    if setting != "1":
+        raise InputError(f"{SEND}: must be 1, to send the store settings to the cluster, or 0, got {setting!r}")
     settings = {name: environment[name] for name in SENT_SETTINGS if environment.get(name)}
     if not settings:
         raise InputError(f"{SEND}: no store settings found in the environment. Set {', '.join(SENT_SETTINGS[:3])}")
@@ -59,21 +59,21 @@ def require_reachable(paths: Iterable[str | None]) -> None:
     if not urls or node is None or node.is_head():
         return
     urls = [url for url in urls if first_error([url], patience_s=0.0) is None]
-    found = _check_nodes(urls) if urls else []
-    for address, trouble in found:
-        if trouble is not None and first_error(urls, patience_s=0.0) is None:
-            raise InputError(refusal(address, trouble, os.environ))
+    errors = _check_nodes(urls) if urls else []
+    for address, error in errors:
+        if error is not None and first_error(urls, patience_s=0.0) is None:
+            raise InputError(refusal(address, error, os.environ))
 
 
-def refusal(address: str, trouble: str, environment: Mapping[str, str]) -> str:
+def refusal(address: str, error: str, environment: Mapping[str, str]) -> str:
     """Return the error line with the node, the problem there and its fix."""
     names = [name for name in SENT_SETTINGS if environment.get(name)]
-    trouble = trouble.partition(";")[0]  # without the fix, which is for this machine
+    error = error.partition(";")[0]  # without the fix, which is for this machine
     if environment.get(SEND) == "1":
-        return f"node {address} does not reach the store: {trouble}"
+        return f"node {address} does not reach the store: {error}"
     settings = f"set {', '.join(names)} as here when you start Ray there" if names else "give the nodes credentials"
     send = f", or have this command send them: {SEND}=1" if names else ""
-    return f"node {address} does not reach the store, which this machine does: {trouble}; {settings}{send}"
+    return f"node {address} does not reach the store, which this machine does: {error}; {settings}{send}"
 
 
 def first_error(urls: Sequence[str], *, patience_s: float) -> str | None:
@@ -91,7 +91,7 @@ def _folder(url: str) -> str:
     """Return the URL up to its first wildcard."""
     body, options = split_options(url)
     names = body.split("/")
-    plain = next((place for place, name in enumerate(names) if re.search(r"[*?\[]", name)), len(names))
+    plain = next((index for index, name in enumerate(names) if re.search(r"[*?\[]", name)), len(names))
     return "/".join(names[:plain]) + options
 
 
@@ -102,7 +102,7 @@ def _check_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:
 
     check: Callable[..., str | None] = first_error
     task = ray.remote(check)
-    asked = {
+    addresses = {
         # Without a CPU, so that busy clusters answer too.
         task.options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -110,13 +110,13 @@ def _check_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get("CPU", 0.0) > 0
     }
-    answers, pending = [], list(asked)
+    answers, pending = [], list(addresses)
     deadline_s = time.monotonic() + _ANSWER_S
     while pending and time.monotonic() < deadline_s:
         done, pending = ray.wait(pending, timeout=max(0.0, deadline_s - time.monotonic()))
         for reference in done:
             try:
-                answers.append((asked[reference], ray.get(reference)))
+                answers.append((addresses[reference], ray.get(reference)))
             except ray.exceptions.RayError:  # the node was lost
                 continue
             if answers[-1][1] is not None:  # one failure suffices

@@ -118,12 +118,12 @@ class _Supervisor:
         show: Callable[[str], None] | None,
     ) -> None:
         self._jobs, self._state_file, self._config, self._show = jobs, state_file, config, show
-        self._stop_wait_s, self._say = stop_wait_s, state_file.say
+        self._stop_wait_s, self._report = stop_wait_s, state_file.report
         self._entrypoint = "exec " + shlex.join([config.python, "-m", "rayrec", "train", *arguments])
         self._log: LogFollower | None = None
         self._own: str | None = None
         """Job that this process has submitted or reported as followed."""
-        self._outage = Outage(jobs, config.policy, say=state_file.say)
+        self._outage = Outage(jobs, config.policy, report=state_file.report)
         self._written = 0.0
         """Unix time of the last write for the time only."""
 
@@ -141,7 +141,7 @@ class _Supervisor:
                 cause = self._outage.wait(str(error))
                 if cause is None:
                     continue
-                self._say(f"gave up: {cause}")  # keeps the job's id: it may still run on an unreachable cluster
+                self._report(f"gave up: {cause}")  # keeps the job's id: it may still run on an unreachable cluster
                 return Outcome(self._state.name, 1, cause, self._state.tally.attempts)
             ending = _ending(job, self._state)
             tally, decision = judge(self._config.policy, self._state.tally, ending, jitter=random.random())
@@ -149,7 +149,7 @@ class _Supervisor:
             if isinstance(decision, Quit):
                 return self._quit(decision, job)
             why = f": {last_message(job.message)}" if job is not None and job.exit_status is None else ""
-            self._say(f"{self._state.submission_id} {describe(ending)}{why}; again in {decision:.0f} s")
+            self._report(f"{self._state.submission_id} {describe(ending)}{why}; again in {decision:.0f} s")
             self._state_file.write(tally=tally, **_NO_JOB)
             time.sleep(decision)
 
@@ -165,9 +165,9 @@ class _Supervisor:
                 # An earlier supervisor's job. A new job checks whether the finished run's data is unchanged.
                 self._state_file.write(tally=AttemptHistory(self._state.tally.attempts), **_NO_JOB)
             elif job is not None and job.metadata.get(RUN_KEY) == name:
-                return self._known(job)
+                return self._follow_job(job)
             elif self._state.submitted:
-                self._outage.over()
+                self._outage.end()
                 return None
             number = (
                 self._state.tally.attempts if job is None else 0
@@ -179,13 +179,13 @@ class _Supervisor:
         numbers = [_number(job.submission_id, name) for job in jobs]
         return self._submit(number or max(self._state.tally.attempts, *numbers, 0) + 1)
 
-    def _known(self, job: Job) -> Job:
-        self._outage.over()
+    def _follow_job(self, job: Job) -> Job:
+        self._outage.end()
         if not self._state.submitted:
             self._state_file.write(submitted=True)
         if self._own != job.submission_id:
             self._own = job.submission_id
-            self._say(f"following {job.submission_id} on {self._jobs.url}, which is {job.status.lower()}")
+            self._report(f"following {job.submission_id} on {self._jobs.url}, which is {job.status.lower()}")
             if job.live:
                 self._show_log(job.submission_id, skip=len(self._log_of(job.submission_id)))
         return job
@@ -199,7 +199,7 @@ class _Supervisor:
         number = _number(job.submission_id, self._state.name)
         tally = replace(self._state.tally, attempts=max(number, self._state.tally.attempts))
         self._state_file.write(tally=tally, **{**_NO_JOB, "submission_id": job.submission_id, "submitted": True})
-        return self._known(job)
+        return self._follow_job(job)
 
     def _submit(self, number: int) -> Job | None:
         """Submit a job, after storing its id so that it can be found if the answer is lost."""
@@ -217,26 +217,26 @@ class _Supervisor:
         metadata = {RUN_KEY: self._state.name, CONFIG_KEY: self._state.config_hash}
         self._jobs.submit(submission_id, self._entrypoint, runtime_env=runtime_env, metadata=metadata)
         self._state_file.write(submitted=True)
-        self._outage.over()
+        self._outage.end()
         self._own = submission_id
-        self._say(f"submitted {submission_id} to {self._jobs.url}")
+        self._report(f"submitted {submission_id} to {self._jobs.url}")
         self._show_log(submission_id, skip=0)
         return self._jobs.find(submission_id)
 
     def _follow(self, job: Job) -> Job | None:
-        found: Job | None = job
-        while found is not None and found.live:
-            if found.status == "RUNNING":
-                self._see(found)
+        current: Job | None = job
+        while current is not None and current.live:
+            if current.status == "RUNNING":
+                self._see(current)
             time.sleep(_POLL_S)
-            found = self._jobs.find(job.submission_id)
-        return found
+            current = self._jobs.find(job.submission_id)
+        return current
 
     def _see(self, job: Job) -> None:
         now, state = time.time(), self._state
         if state.running_since is None:
             self._state_file.write(running_since=now, seen=now)
-            self._say(f"{job.submission_id} is running")
+            self._report(f"{job.submission_id} is running")
         elif now - self._written >= _SEEN_EVERY_S:
             self._state_file.write(seen=now)
         else:
@@ -250,11 +250,11 @@ class _Supervisor:
         attempts = self._state.tally.attempts
         if decision.status == 0:
             assert job is not None
-            self._say(f"finished, as {job.submission_id}")
+            self._report(f"finished, as {job.submission_id}")
             return Outcome(self._state.name, 0, decision.cause, attempts, summary_of(self._log_of(job.submission_id)))
         users_error = job is not None and job.exit_status == 2
         cause = last_message(job.message) if job is not None and users_error else decision.cause
-        self._say(f"gave up: {decision.cause}" + (f": {cause}" if users_error else ""))
+        self._report(f"gave up: {decision.cause}" + (f": {cause}" if users_error else ""))
         self._state_file.write(tally=AttemptHistory(attempts), **_NO_JOB)  # running the same command again starts a new count
         return Outcome(self._state.name, decision.status, cause, attempts)
 
@@ -262,26 +262,26 @@ class _Supervisor:
         """Stop the job after a signal, or detach from it if configured."""
         submission_id = self._state.submission_id
         if submission_id is None:
-            self._say(f"{why}: ending, while no job is there")
+            self._report(f"{why}: ending, while no job is there")
             return
         if self._config.detach_on_signal:
-            self._say(f"{why}: ending; {submission_id} goes on, and the same command follows it again")
+            self._report(f"{why}: ending; {submission_id} goes on, and the same command follows it again")
             return
-        self._say(f"{why}: {submission_id} is told to save and end, which may take {span(self._stop_wait_s)}")
+        self._report(f"{why}: {submission_id} is told to save and end, which may take {span(self._stop_wait_s)}")
         deadline_s = time.monotonic() + self._stop_wait_s + _STOP_SLACK_S
         self._state_file.write(stopping=True)
         try:
             self._jobs.stop(submission_id)
             while (job := self._jobs.find(submission_id)) is not None and job.live:
                 if time.monotonic() > deadline_s:
-                    self._say(f"{submission_id} has not ended; see to it with `ray job stop`")
+                    self._report(f"{submission_id} has not ended; see to it with `ray job stop`")
                     return
                 time.sleep(_POLL_S / 2)
         except Unreachable as error:
-            self._say(f"{submission_id} may go on, for its head gives no good answer ({error})")
+            self._report(f"{submission_id} may go on, for its head gives no good answer ({error})")
             return
         self._end_log(job)
-        self._say(f"{submission_id} has ended; the same command resumes from its last checkpoint")
+        self._report(f"{submission_id} has ended; the same command resumes from its last checkpoint")
         self._state_file.write(tally=AttemptHistory(self._state.tally.attempts), **_NO_JOB)
 
     # The log -------------------------------------------------------------------------------------------------------
@@ -323,8 +323,8 @@ def _ending(job: Job | None, state: State) -> AttemptResult:
 
 def _number(submission_id: str, name: str) -> int:
     """Return the attempt number in a submission id, or 0 for another kind of job."""
-    found = re.fullmatch(re.escape(name) + r"-(\d{4,})", submission_id)
-    return int(found[1]) if found else 0
+    match = re.fullmatch(re.escape(name) + r"-(\d{4,})", submission_id)
+    return int(match[1]) if match else 0
 
 
 def summary_of(log: str) -> dict[str, Any] | None:
@@ -333,10 +333,10 @@ def summary_of(log: str) -> dict[str, Any] | None:
     if start < 0:
         return None
     try:
-        found, _ = json.JSONDecoder().raw_decode(log, start)
+        summary, _ = json.JSONDecoder().raw_decode(log, start)
     except ValueError:
         return None
-    return found if "weights_sha256" in found else None
+    return summary if "weights_sha256" in summary else None
 
 
 def last_message(message: str) -> str:
@@ -355,8 +355,8 @@ class Outage:
     """Outage of the head, from the first failed request until `over`. Successful probes do not end it, because a head may answer
     without accepting jobs."""
 
-    def __init__(self, jobs: Jobs, policy: Policy, *, say: Callable[[str], None]) -> None:
-        self._jobs, self._limit_s, self._say = jobs, policy.max_wait_s, say
+    def __init__(self, jobs: Jobs, policy: Policy, *, report: Callable[[str], None]) -> None:
+        self._jobs, self._limit_s, self._report = jobs, policy.max_wait_s, report
         self._since_s: float | None = None
         self._num_probes = 0
         self._report_s = 0.0
@@ -366,7 +366,7 @@ class Outage:
         if self._since_s is None:
             self._since_s, self._num_probes, self._report_s = time.monotonic(), 0, _FIRST_REPORT_S
             limit = span(self._limit_s)
-            self._say(f"head lost: {self._jobs.url} gives no good answer ({why}); waiting for it, {limit} at most")
+            self._report(f"head lost: {self._jobs.url} gives no good answer ({why}); waiting for it, {limit} at most")
         silent_s = time.monotonic() - self._since_s
         while True:
             self._num_probes += 1
@@ -376,7 +376,7 @@ class Outage:
             if silent_s >= self._limit_s:
                 return f"no head at {self._jobs.url} for {span(silent_s)} ({why})"
             if silent_s >= self._report_s:
-                self._say(f"head still lost ({why}), for {span(silent_s)} now")
+                self._report(f"head still lost ({why}), for {span(silent_s)} now")
                 self._report_s = 2 * silent_s
             try:
                 self._jobs.probe()
@@ -384,9 +384,9 @@ class Outage:
             except Unreachable as error:
                 why = str(error)
 
-    def over(self) -> None:
+    def end(self) -> None:
         if self._since_s is not None:
-            self._say(f"head is back after {span(time.monotonic() - self._since_s)}")
+            self._report(f"head is back after {span(time.monotonic() - self._since_s)}")
             self._since_s = None
 
 

@@ -70,7 +70,7 @@ class StateFile:
         self.remember(**changes)
         storage.write_json(self.path, dataclasses.asdict(self.state))
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {self.state.name}  {text}"
         self._note(line)
         self.keep(line)

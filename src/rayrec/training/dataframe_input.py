@@ -29,23 +29,23 @@ _GROUP_ROWS = 8192
 _FILE_ROWS = 64 * _GROUP_ROWS
 
 
-def with_paths(config: TrainConfig, folder: str, given: Mapping[str, Table]) -> TrainConfig:
+def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Table]) -> TrainConfig:
     """Return the configuration of a run in `folder` that reads the `given` data (keys "train_data" and "eval_data") from the
     output of `write`. Raises InputError if a path is set as well, for other data types, and for a recipe that does not train on
     tables."""
-    for field, data in given.items():
+    for field, data in tables.items():
         if not is_frame(data) and not is_dataset(data):
             raise InputError(f"{field}: must be a pandas DataFrame or a ray.data.Dataset, got {type(data).__name__}")
         if config.workload.table_schema is None:
             raise InputError(f"{field}: recipe {config.recipe} does not train on tables. Set train_data.path")
-        place, path = _folder_of(folder, field), getattr(config, field).path
-        if path not in (None, place):
+        target, path = _folder_of(folder, field), getattr(config, field).path
+        if path not in (None, target):
             raise InputError(f"{field}: cannot use both data and {field}.path {path}. Set one of them")
-        config = config.updated({field: {"path": place, "files": ()}})
+        config = config.updated({field: {"path": target, "files": ()}})
     return config
 
 
-def write(config: TrainConfig, folder: str, given: Mapping[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
+def write(config: TrainConfig, folder: str, tables: Mapping[str, Table], *, resumes: bool, note: Callable[[str], None]) -> None:
     """Write the columns of the workload's schema in row order; each table completely or not at all.
 
     If the run `resumes`, existing output is reused, and InputError is raised if the given data has a different number of rows, or
@@ -53,24 +53,24 @@ def write(config: TrainConfig, folder: str, given: Mapping[str, Table], *, resum
     type.
     """
     schema = config.workload.table_schema
-    for field, data in given.items():
+    for field, data in tables.items():
         assert schema is not None
-        place = _folder_of(folder, field)
-        manifest = storage.join(place, MANIFEST)
+        target = _folder_of(folder, field)
+        manifest = storage.join(target, MANIFEST)
         columns, types = _columns(data, schema, field)
         if resumes and storage.exists(manifest):
-            _compare(storage.read_json(manifest), columns=types, rows=_rows(data), place=place)
-            note(f"Resuming with the data in {place}; the given data is not read again")
+            _compare(storage.read_json(manifest), columns=types, rows=_rows(data), target=target)
+            note(f"Resuming with the data in {target}; the given data is not read again")
             continue
-        storage.remove_folder(place)
+        storage.remove_folder(target)
         if is_frame(data):
-            rows = _write_table(arrow_of(data[columns]), place, types)
+            rows = _write_table(arrow_of(data[columns]), target, types)
         else:
             assert is_dataset(data)
-            rows = _write_dataset(data.select_columns(columns), place, types)
+            rows = _write_dataset(data.select_columns(columns), target, types)
             if not data.context.execution_options.preserve_order:
-                note(f"preserve_order of Ray Data is off, so the order of row blocks may have changed in {place}")
-        note(f"Wrote {rows:,} rows to {place} as Parquet (once); the run reads its {field} from there")
+                note(f"preserve_order of Ray Data is off, so the order of row blocks may have changed in {target}")
+        note(f"Wrote {rows:,} rows to {target} as Parquet (once); the run reads its {field} from there")
 
 
 def _folder_of(folder: str, field: str) -> str:
@@ -84,12 +84,12 @@ def _columns(data: Table, schema: Schema, field: str) -> tuple[list[str], dict[s
         arrow_schema = arrow_of(data[columns]).schema
     else:
         assert is_dataset(data)
-        known = data.schema()
-        types = dict(zip(known.names, known.types, strict=True)) if known else {}
+        dataset_schema = data.schema()
+        types = dict(zip(dataset_schema.names, dataset_schema.types, strict=True)) if dataset_schema else {}
         columns = _present(list(types), schema, field)
         # Types unknown to Arrow fail when they are written.
-        known_types = {name: types[name] if isinstance(types[name], pa.DataType) else pa.null() for name in columns}
-        arrow_schema = pa.schema(known_types)
+        arrow_types = {name: types[name] if isinstance(types[name], pa.DataType) else pa.null() for name in columns}
+        arrow_schema = pa.schema(arrow_types)
     check_types(arrow_schema, schema, path=field)
     # Text from pandas (depending on its version) and Ray Data has 32-bit or 64-bit offsets.
     return columns, {name: str(arrow_schema.field(name).type).replace("large_", "") for name in columns}
@@ -107,18 +107,18 @@ def _rows(data: Table) -> int:
     return data.count()
 
 
-def _compare(stored: dict[str, Any], *, columns: dict[str, str], rows: int, place: str) -> None:
-    for what, old, new in (("columns", stored["columns"], columns), ("rows", stored["rows"], rows)):
+def _compare(stored: dict[str, Any], *, columns: dict[str, str], rows: int, target: str) -> None:
+    for name, old, new in (("columns", stored["columns"], columns), ("rows", stored["rows"], rows)):
         if old != new:
             raise InputError(
-                f"{place}: the run was started with other data ({what}: {old} -> {new}). Use the same, or choose another name"
+                f"{target}: the run was started with other data ({name}: {old} -> {new}). Use the same, or choose another name"
             )
 
 
-def _write_table(table: pa.Table, place: str, columns: dict[str, str]) -> int:
+def _write_table(table: pa.Table, target: str, columns: dict[str, str]) -> int:
     if not table.num_rows:
-        raise InputError(f"{place}: the DataFrame has no rows to train on")
-    with storage.writing_folder(place) as folder:
+        raise InputError(f"{target}: the DataFrame has no rows to train on")
+    with storage.writing_folder(target) as folder:
         for number, start in enumerate(range(0, table.num_rows, _FILE_ROWS)):
             part = table.slice(start, _FILE_ROWS)
             pq.write_table(part, storage.join(folder, f"part-{number:06}.parquet"), row_group_size=_GROUP_ROWS)
@@ -126,9 +126,9 @@ def _write_table(table: pa.Table, place: str, columns: dict[str, str]) -> int:
     return table.num_rows
 
 
-def _write_dataset(dataset: ray.data.Dataset, place: str, columns: dict[str, str]) -> int:
+def _write_dataset(dataset: ray.data.Dataset, target: str, columns: dict[str, str]) -> int:
     """Write with Ray Data's tasks; at a URL directly, because a folder without a manifest is ignored."""
-    with contextlib.nullcontext(place) if storage.is_url(place) else storage.writing_folder(place) as folder:
+    with contextlib.nullcontext(target) if storage.is_url(target) else storage.writing_folder(target) as folder:
         filesystem, inner = storage.resolve(folder)
         dataset.write_parquet(inner, filesystem=filesystem, row_group_size=_GROUP_ROWS)
         rows = 0

@@ -27,7 +27,7 @@ _TIMEOUT_S: Final = 300.0
 _STEPS_AT_ONCE: Final = 8
 """Steps between two clock readings. The first ones are not measured."""
 _MEASURED_S: Final = 4.0
-_RESERVED_SHARE: Final = 0.5
+_RESERVED_FRACTION: Final = 0.5
 """Reserved share of a pipeline's CPUs, if it has room for several tasks; see ingest/ray_engine.py."""
 _OPTIONAL: Final = ("memory_gb", "gpu_memory_gb", "gpu_rows_per_s", "network_gbit", "inside_gbit")
 """Optional fields of a cluster."""
@@ -72,13 +72,13 @@ class ClusterShape:
         if not values.get("cpus") or values.get("nodes", 1) < 1:
             raise InputError(f"--cluster: must have cpus=N, of each node, and at least one node, got {text!r}")
         gpus, nodes, cpu_nodes = values.get("gpus", 0.0), int(values.get("nodes", 1)), int(values.get("cpu_nodes", 0))
-        given = {name: values.get(name) for name in _OPTIONAL}
-        for name, value in given.items():
+        options = {name: values.get(name) for name in _OPTIONAL}
+        for name, value in options.items():
             if value == 0 or (value and name.startswith("gpu_") and not gpus):
                 raise InputError(f"--cluster: {name} must be more than 0, and gpu_ fields need gpus=N, got {text!r}")
         if not gpus:  # nodes beside those with GPUs are then nodes like all others
             nodes, cpu_nodes = nodes + cpu_nodes, 0
-        return cls(values["cpus"], gpus, nodes, cpu_nodes, **given)
+        return cls(values["cpus"], gpus, nodes, cpu_nodes, **options)
 
     def target(self, num_workers: int) -> Target:
         workers_per_node = -(-num_workers // self.nodes)
@@ -145,15 +145,15 @@ class Forecast:
 
     def text(self) -> str:
         measured_speed, shape = self.measured_speed, self.shape
-        what = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
-        what += f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
-        what += f", {shape.cpu_nodes} more without" if shape.cpu_nodes else ""
-        lines = [measured_speed.plan, "", f"On {what}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs."]
+        nodes_text = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
+        nodes_text += f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
+        nodes_text += f", {shape.cpu_nodes} more without" if shape.cpu_nodes else ""
+        lines = [measured_speed.plan, "", f"On {nodes_text}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs."]
         for name, wall_s in measured_speed.stage_wall_s.items():
             lines.append(f"  {name:8} {estimate_text(1 / wall_s)} rows/s a CPU")
         lines.append(f"  {'data':8} {estimate_text(self.data_rows_per_s)} rows/s in all")
-        given = ", by gpu_rows_per_s: given, not measured" if measured_speed.given else ""
-        lines.append(f"  {'model':8} {estimate_text(self.model_rows_per_s)} rows/s in all{given}")
+        note = ", by gpu_rows_per_s: given, not measured" if measured_speed.given else ""
+        lines.append(f"  {'model':8} {estimate_text(self.model_rows_per_s)} rows/s in all{note}")
         if self.cpu_rows_per_s is not None:
             lines.append(f"  {'CPUs':8} {estimate_text(self.cpu_rows_per_s)} rows/s, all work on a row counted")
         if measured_speed.traffic is not None:
@@ -191,7 +191,7 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
     none to measure.
     """
     config.workload.check(config)
-    config, shares = _layout_on(config, shape)
+    config, allocation = _layout_on(config, shape)
     if config.scaling.use_gpu:
         local_workers = 1
         if shape.gpu_rows_per_s is None and not _has_gpu():
@@ -201,16 +201,16 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
             )
     else:
         # Two workers show the cost of an exchange
-        per_node = max(-(-shares.num_workers // shape.nodes), min(2, shares.num_workers))
+        per_node = max(-(-allocation.num_workers // shape.nodes), min(2, allocation.num_workers))
         local_workers = min(per_node, machine.usable_cpus())
     measured_speed = config.workload.probe_speed(
         config,
-        target=shape.target(shares.num_workers),
+        target=shape.target(allocation.num_workers),
         local_workers=local_workers,
         cuda=config.scaling.use_gpu,
         train=train_locally,
     )
-    return extrapolate(measured_speed, shape, shares, threads_per_worker=config.scaling.threads_per_worker)
+    return extrapolate(measured_speed, shape, allocation, threads_per_worker=config.scaling.threads_per_worker)
 
 
 def train_locally(
@@ -227,11 +227,11 @@ def train_locally(
             for process in started:
                 process.start()
         deadline_s = time.monotonic() + _TIMEOUT_S
-        found: list[tuple[float, float, float]] = []
+        measured: list[tuple[float, float, float]] = []
         try:
-            while len(found) < workers:
+            while len(measured) < workers:
                 with contextlib.suppress(queue.Empty):
-                    found.append(results.get(timeout=1.0))
+                    measured.append(results.get(timeout=1.0))
                     continue
                 if time.monotonic() > deadline_s or any(process.exitcode for process in started):
                     raise InputError(
@@ -239,9 +239,9 @@ def train_locally(
                     )
         finally:
             for process in started:
-                process.join(timeout=10 if len(found) == workers else 0)
+                process.join(timeout=10 if len(measured) == workers else 0)
                 process.kill()
-    return found
+    return measured
 
 
 def _train_rank(
@@ -341,8 +341,8 @@ def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] 
     Args:
         tables: Rows of each table. None for the tables of the recipe's Preprocessor or preset.
     """
-    config, shares = _layout_on(config, shape)
-    return config.workload.plan(config, target=shape.target(shares.num_workers), tables=tables)
+    config, allocation = _layout_on(config, shape)
+    return config.workload.plan(config, target=shape.target(allocation.num_workers), tables=tables)
 
 
 def _layout_on(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, Layout]:
@@ -359,10 +359,10 @@ def _has_gpu() -> bool:
 
 
 def extrapolate(
-    measured_speed: MeasuredSpeed, shape: ClusterShape, shares: Layout, *, threads_per_worker: int | None
+    measured_speed: MeasuredSpeed, shape: ClusterShape, allocation: Layout, *, threads_per_worker: int | None
 ) -> Forecast:
     """Extrapolate local measurements to a cluster with equally fast CPUs or GPUs and the links of its shape. Pure."""
-    workers = shares.num_workers
+    workers = allocation.num_workers
     if measured_speed.device == "cuda":
         model = measured_speed.rows_per_s * workers / measured_speed.num_workers
     else:
@@ -371,20 +371,20 @@ def extrapolate(
         measured = measured_speed.num_workers * measured_speed.threads_per_worker
         model = measured_speed.rows_per_s * workers * threads / measured
     task_s, task_cpu_s = sum(measured_speed.stage_wall_s.values()), sum(measured_speed.stage_cpu_s.values())
-    placement = shares.per_worker
-    share = placement.max_cpus or placement.num_cpus
-    tasks = max(1, math.floor(share / placement.num_cpus + 1e-9))
-    at_once = max(1, math.ceil(tasks * _RESERVED_SHARE))
+    placement = allocation.per_worker
+    cpus_per_worker = placement.max_cpus or placement.num_cpus
+    tasks = max(1, math.floor(cpus_per_worker / placement.num_cpus + 1e-9))
+    at_once = max(1, math.ceil(tasks * _RESERVED_FRACTION))
     gpu_rows_per_s = model / workers if measured_speed.device == "cuda" else None
     return Forecast(
         shape=shape,
         num_workers=workers,
-        data_cpus=share * workers,
+        data_cpus=cpus_per_worker * workers,
         model_rows_per_s=model,
         data_rows_per_s=workers * at_once / task_s,
         cpu_rows_per_s=None
         if gpu_rows_per_s is not None
         else shape.cpus * shape.nodes / (measured_speed.cpu_s_per_row + task_cpu_s),
-        cpus_per_gpu=None if gpu_rows_per_s is None else gpu_rows_per_s * task_s / _RESERVED_SHARE,
+        cpus_per_gpu=None if gpu_rows_per_s is None else gpu_rows_per_s * task_s / _RESERVED_FRACTION,
         measured_speed=measured_speed,
     )

@@ -18,7 +18,7 @@ from rayrec.workloads.step_timer import StepClock
 
 _EVALUATION_POLL_S = 2.0
 """Seconds between two polls for a stop during an evaluation, rounded to full batches."""
-_EVALUATION_GRACE_SHARE = 0.25
+_EVALUATION_GRACE_FRACTION = 0.25
 """Share of `failure.grace_s` after which a running evaluation saves its step."""
 _ROUNDING = 1e-6
 """Tolerance in steps for floating-point rounding of a share of a run's steps."""
@@ -34,18 +34,18 @@ class SegmentEnd:
 def next_segment_end(step: int, end: int, *, evaluate_every: int, save_every: int | None) -> SegmentEnd:
     """Return the end of the segment that begins at `step`. Without a save interval, each evaluation also saves; the run's end
     always evaluates and saves. Pure."""
-    ahead = [evaluate_every - step % evaluate_every, end - step]
+    steps_left = [evaluate_every - step % evaluate_every, end - step]
     if save_every is not None:
-        ahead.append(save_every - step % save_every)
-    stop = step + min(ahead)
+        steps_left.append(save_every - step % save_every)
+    stop = step + min(steps_left)
     evaluate = stop % evaluate_every == 0 or stop == end
     save = (stop % save_every == 0 if save_every is not None else evaluate) or stop == end
     return SegmentEnd(stop, evaluate, save)
 
 
-def last_step(total: int, share: float | None) -> int:
+def last_step(total: int, fraction: float | None) -> int:
     """Return the first step at which `share` (None: all) of a run's `total` steps is done. Pure."""
-    return total if share is None else min(total, max(1, math.ceil(total * share - _ROUNDING)))
+    return total if fraction is None else min(total, max(1, math.ceil(total * fraction - _ROUNDING)))
 
 
 def run(training: Training) -> bool:
@@ -122,7 +122,7 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
             watch = EvaluationWatch(
                 training.stop_signal,
                 save=None if saved_step == progress.step else partial(save_now, needed=True, complete=False),
-                save_after_s=_EVALUATION_GRACE_SHARE * config.failure.grace_s,
+                save_after_s=_EVALUATION_GRACE_FRACTION * config.failure.grace_s,
             )
             metrics = evaluate(setup, "validation", watch)
             if metrics is None:  # evaluation_due is saved too
@@ -131,10 +131,10 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
                 return False
             saved_in_evaluation = watch.saved
             progress.evaluation_due, progress.metrics = False, metrics
-            own = progress.step != end or end == total or progress.step % evaluate_every == 0
-            score = config.workload.score(progress.metrics) if own else None
+            is_regular = progress.step != end or end == total or progress.step % evaluate_every == 0
+            score = config.workload.score(progress.metrics) if is_regular else None
             lowered = score is not None and _registered(progress, score, config)
-            training.log("evaluate", {"step": progress.step, "set": "validation", "counted": own, **progress.metrics})
+            training.log("evaluate", {"step": progress.step, "set": "validation", "counted": is_regular, **progress.metrics})
             if lowered:
                 training.log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
             setup.model.train()
@@ -188,16 +188,16 @@ class EvaluationWatch:
         if self._batches < self._poll_at:
             return False
         _, preemption_poll = self._stop_signal.poll()
-        (elapsed_s, *_), (_, asked, poll) = over_workers(
+        (elapsed_s, *_), (_, stop_requested, poll) = over_workers(
             time.perf_counter() - self._start_s, self._stop_signal.urgent(), preemption_poll
         )
-        ahead = int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6))
-        self._poll_at += max(1, min(ahead, self._batches))
+        steps_left = int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6))
+        self._poll_at += max(1, min(steps_left, self._batches))
         preempted = bool(poll) and self._stop_signal.preempted()
-        if self._save is not None and not asked and (preempted or elapsed_s >= self._save_after_s):
+        if self._save is not None and not stop_requested and (preempted or elapsed_s >= self._save_after_s):
             self._save()
             self._save, self.saved = None, True
-        return bool(asked)
+        return bool(stop_requested)
 
 
 @torch.no_grad()

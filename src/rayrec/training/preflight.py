@@ -27,13 +27,13 @@ def _check_storage(path: str) -> None:
     if storage.is_url(path):
         storage.resolve(path)
         return
-    place = storage.absolute(path)
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    if not os.path.isdir(place):
-        raise InputError(f"storage_path: must be a folder, got the file {place}")
-    if not os.access(place, os.W_OK):
-        raise InputError(f"storage_path: cannot write to {place}. Choose another folder or change its permissions")
+    existing = storage.absolute(path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise InputError(f"storage_path: must be a folder, got the file {existing}")
+    if not os.access(existing, os.W_OK):
+        raise InputError(f"storage_path: cannot write to {existing}. Choose another folder or change its permissions")
 
 
 def _check_resources(config: TrainConfig) -> None:

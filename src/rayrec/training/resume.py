@@ -53,7 +53,7 @@ class Change:
 class Changes:
     """Differences between the settings of a run's start and of its resume."""
 
-    refused: tuple[Change, ...]
+    rejected: tuple[Change, ...]
     accepted: tuple[Change, ...]
 
 
@@ -66,14 +66,14 @@ def compare_settings(stored: Mapping[str, Any], config: TrainConfig) -> Changes:
     """
     free = (*_FREE, *(f"workload.{name}" for name in config.workload.FREE_ON_RESUME))
     changes = [change for change in _changes(stored, config, "") if not _within(change.field, _OUTSIDE)]
-    refused = [
+    rejected = [
         change
         for change in changes
         if not _within(change.field, free)
         and not (change.field in LENGTHS and _longer(change.old, change.new))
         and not (change.field == "batch_size" and _global_batch(stored) == _global_batch(config.to_dict()))
     ]
-    return Changes(tuple(refused), tuple(change for change in changes if change not in refused))
+    return Changes(tuple(rejected), tuple(change for change in changes if change not in rejected))
 
 
 def with_old(config: TrainConfig, changes: tuple[Change, ...]) -> TrainConfig:
@@ -88,13 +88,13 @@ def with_old(config: TrainConfig, changes: tuple[Change, ...]) -> TrainConfig:
     return config
 
 
-def _changes(stored: Mapping[str, Any], config: Config, where: str) -> Iterator[Change]:
+def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator[Change]:
     plain = config.to_dict()
     if CLASS in stored and CLASS in plain and not same_class(stored[CLASS], plain[CLASS]):
-        yield Change(f"{where}{CLASS}", stored[CLASS], plain[CLASS])
+        yield Change(f"{prefix}{CLASS}", stored[CLASS], plain[CLASS])
     for field in dataclasses.fields(config):
         value, new, old = getattr(config, field.name), plain[field.name], stored.get(field.name, _ABSENT)
-        name = f"{where}{field.name}"
+        name = f"{prefix}{field.name}"
         if isinstance(value, Config) and isinstance(old, Mapping):
             yield from _changes(old, value, f"{name}.")
         elif _are_items(old, value):
@@ -103,7 +103,7 @@ def _changes(stored: Mapping[str, Any], config: Config, where: str) -> Iterator[
         elif not _equal(old, new) and not (old == _ABSENT and value == _default(field)):
             yield Change(name, old, new)
     for name in stored.keys() - plain.keys():
-        yield Change(f"{where}{name}", stored[name], _ABSENT)
+        yield Change(f"{prefix}{name}", stored[name], _ABSENT)
 
 
 def _are_items(old: Any, value: Any) -> bool:
@@ -135,9 +135,9 @@ def _longer(old: Any, new: Any) -> bool:
 def _global_batch(settings: Mapping[str, Any]) -> int | None:
     """Return the rows per step with the maximum number of workers, or None if unknown."""
     workers = settings.get("scaling", {}).get("num_workers", 1)
-    most = workers[-1] if isinstance(workers, list) else workers
+    max_workers = workers[-1] if isinstance(workers, list) else workers
     size = settings.get("batch_size")
-    return size * most if isinstance(size, int) and isinstance(most, int) else None
+    return size * max_workers if isinstance(size, int) and isinstance(max_workers, int) else None
 
 
 def _text(value: Any) -> str:
@@ -149,9 +149,9 @@ def data_versions(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
     Files are identified by name, partitions, size and time, not by folder. Raises InputError for a path without files.
     """
-    given = {"train_data": config.train_data, "eval_data": config.eval_data}
+    inputs = {"train_data": config.train_data, "eval_data": config.eval_data}
     list_data = config.workload.list_data
-    return {name: _version(list_data(data.path, data.files)) for name, data in given.items() if data.path is not None}
+    return {name: _version(list_data(data.path, data.files)) for name, data in inputs.items() if data.path is not None}
 
 
 def _version(files: Sequence[storage.File]) -> dict[str, Any]:
@@ -224,18 +224,18 @@ def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: C
 
     path = storage.join(folder, SUMMARY)
     if not storage.exists(path):
-        if changes.refused and latest(folder) is not None:
-            raise _other_settings(folder, changes.refused)
-        if changes.refused:
-            note(f"Starting {folder} again with other settings, because no step was saved ({_listed(changes.refused)})")
+        if changes.rejected and latest(folder) is not None:
+            raise _other_settings(folder, changes.rejected)
+        if changes.rejected:
+            note(f"Starting {folder} again with other settings, because no step was saved ({_listed(changes.rejected)})")
         if changes.accepted:
             note(f"Resuming {folder} with changed settings ({_listed(changes.accepted)})")
         return None
     summary = storage.read_json(path)
-    lengths = tuple(change for change in changes.refused if change.field in LENGTHS)
-    refused = tuple(change for change in changes.refused if change.field not in LENGTHS)
-    if refused:
-        raise _other_settings(folder, refused)
+    lengths = tuple(change for change in changes.rejected if change.field in LENGTHS)
+    rejected = tuple(change for change in changes.rejected if change.field not in LENGTHS)
+    if rejected:
+        raise _other_settings(folder, rejected)
     free = tuple(change for change in changes.accepted if change.field not in LENGTHS)
     before = with_old(config, free)
     if summary["config_hash"] == run_hash(before):
@@ -244,10 +244,10 @@ def finished_summary(folder: str, config: TrainConfig, changes: Changes, note: C
         note(f"{folder} is {FINISHED}; its result follows (choose another --name to train again){changed}")
         return summary
     if not is_longer(before, summary):
-        told = f" ({_listed(lengths)})" if lengths else ""
+        changed_lengths = f" ({_listed(lengths)})" if lengths else ""
         raise InputError(
             f"{folder}: finished with another configuration (see its config.yaml). Only steps and epochs can be "
-            f"raised{told}. Choose another --name"
+            f"raised{changed_lengths}. Choose another --name"
         )
     note(f"Resuming {folder}, which was finished at step {summary['steps']:,}")
     return None
@@ -263,24 +263,24 @@ def listed_data(config: TrainConfig) -> dict[str, Any]:
 
 def _check_same_data(folder: str, config: TrainConfig, summary: Mapping[str, Any]) -> None:
     """Check that the data of a finished run is unchanged, by its listing only. Raises InputError."""
-    known = summary.get("data")  # None: written by an earlier version, which compared nothing
-    if known == {}:
+    stored = summary.get("data")  # None: written by an earlier version, which compared nothing
+    if stored == {}:
         return
     try:
         now = data_versions(config)
     except InputError as error:
         difference: str | None = str(error)
     else:
-        difference = None if known is None else data_difference(known, now)
+        difference = None if stored is None else data_difference(stored, now)
     if difference is not None:
         raise InputError(
             f"{folder}: {FINISHED}, with other data: {difference}. Choose another --name to train again, such as one with a date"
         )
 
 
-def _other_settings(folder: str, refused: Sequence[Change]) -> InputError:
+def _other_settings(folder: str, rejected: Sequence[Change]) -> InputError:
     return InputError(
-        f"{folder}: was trained with other settings ({_listed(refused)}). Use its config.yaml, or choose another --name"
+        f"{folder}: was trained with other settings ({_listed(rejected)}). Use its config.yaml, or choose another --name"
     )
 
 

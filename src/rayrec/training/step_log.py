@@ -49,7 +49,7 @@ class DataStats:
         workers."""
         return [] if self._account is None else self._account.take()
 
-    def tell(self, means: Sequence[float], *, step: int, log: Callable[[str, dict[str, Any]], None]) -> None:
+    def log_means(self, means: Sequence[float], *, step: int, log: Callable[[str, dict[str, Any]], None]) -> None:
         """Log a data event if one is due."""
         if self._account is None:
             return
@@ -133,15 +133,15 @@ def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
 
 def _shortest_of(products: list[Callable[[], torch.Tensor]]) -> float:
     """Return the seconds of the fastest product. Raises the last error if no product works."""
-    found: list[float] = []
+    times_s: list[float] = []
     for number, product in enumerate(products, start=1):
         try:
-            found.append(_shortest_s(product))
+            times_s.append(_shortest_s(product))
         except Exception as error:  # e.g. another torch's private operation, a dtype without CPU product
-            if number == len(products) and not found:
+            if number == len(products) and not times_s:
                 raise
             _logger.info("Skipping an unsupported matrix product (%s)", error)
-    return min(found)
+    return min(times_s)
 
 
 def _shortest_s(product: Callable[[], torch.Tensor]) -> float:
@@ -241,34 +241,36 @@ class StepAccounting:
             return False
         self._clock.cut()
         # The only device synchronization between two logs
-        mine = torch.stack(self._losses).mean().item()
+        loss_mean = torch.stack(self._losses).mean().item()
         now_s = time.perf_counter()
         times_s = self._clock.read()
-        held = [machine.resident_bytes(), *_device_bytes()]
-        own = [mine, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values(), *held]
+        memory = [machine.resident_bytes(), *_device_bytes()]
+        values = [loss_mean, batches.blocked_s, now_s - self._start_s, self._num_rows, *times_s.values(), *memory]
         data = self._data.take() if self._data else []
-        means, maxima = over_workers(*own, *data, *self._stop_signal.poll())
-        *_, asked, look = maxima
+        means, maxima = over_workers(*values, *data, *self._stop_signal.poll())
+        *_, stop_requested, poll_preemption = maxima
         mean, blocked_s, elapsed_s, num_rows = means[:4]
         times_max_s = dict(zip(times_s, maxima[4:], strict=False))
         times_s = dict(zip(times_s, means[4:], strict=False))
-        most_held = maxima[len(own) - len(held) : len(own)]
-        self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s, most_held)
+        max_memory = maxima[len(values) - len(memory) : len(values)]
+        self._log_steps(mean, num_rows, blocked_s, sum(times_s.values()) or elapsed_s, times_s, times_max_s, max_memory)
         if self._data:
-            self._data.tell(means[len(own) : len(own) + len(data)], step=progress.step, log=self._log)
+            self._data.log_means(means[len(values) : len(values) + len(data)], step=progress.step, log=self._log)
         self._schedule_poll(elapsed_s)
         self._losses, self._start_s, self._num_rows, batches.blocked_s = [], now_s, 0, 0.0
         if due:
-            self._handle_stop_request(asked, look)
+            self._handle_stop_request(stop_requested, poll_preemption)
         return progress.step < stop and self.cut != "none"
 
     def _poll(self) -> bool:
         """Poll between two logs and return whether the cut changed; collective. Exchanges three numbers. NCCL then waits for the
         device, once every `_POLL_S`."""
-        (elapsed_s, *_), (_, asked, look) = over_workers(time.perf_counter() - self._start_s, *self._stop_signal.poll())
+        (elapsed_s, *_), (_, stop_requested, poll_preemption) = over_workers(
+            time.perf_counter() - self._start_s, *self._stop_signal.poll()
+        )
         before = self.cut
         self._schedule_poll(elapsed_s)
-        self._handle_stop_request(asked, look)
+        self._handle_stop_request(stop_requested, poll_preemption)
         return self.cut != before
 
     def _schedule_poll(self, elapsed_s: float) -> None:
@@ -278,10 +280,10 @@ class StepAccounting:
         so_far = self._progress.step - self._first_step
         self._next_poll_step = self._progress.step + max(1, min(int(self._poll_s / max(step_s, 1e-6)), so_far))
 
-    def _handle_stop_request(self, asked: float, look: float) -> None:
-        if asked:
+    def _handle_stop_request(self, stop_requested: float, poll_preemption: float) -> None:
+        if stop_requested:
             self.cut = "stop"
-        elif look and self._stop_signal.preempted():
+        elif poll_preemption and self._stop_signal.preempted():
             self._poll_s, self._next_poll_step = _PREEMPTED_POLL_S, self._progress.step + 1
             self.cut = "save" if self.cut == "none" else self.cut
 
@@ -293,7 +295,7 @@ class StepAccounting:
         elapsed_s: float,
         times_s: dict[str, float],
         times_max_s: dict[str, float],
-        most_held: Sequence[float],
+        max_memory: Sequence[float],
     ) -> None:
         progress = self._progress
         if progress.trained is None:  # count as the loader reports
@@ -311,7 +313,7 @@ class StepAccounting:
             "rows_per_s": rows / elapsed_s,
             "blocked_fraction": blocked_s / elapsed_s,
             "learning_rate": max(learning_rates(self._optimizer), default=0.0),
-            **{name: int(size) for name, size in zip(_MEMORY_FIELDS, most_held, strict=False) if size},
+            **{name: int(size) for name, size in zip(_MEMORY_FIELDS, max_memory, strict=False) if size},
         }
         if times_s:
             fields["times_s"] = times_s
@@ -331,6 +333,6 @@ def _device_bytes() -> list[float]:
     """Return the peak memory of tensors on this worker's GPU since the last call."""
     if not torch.cuda.is_initialized():
         return []
-    most = float(torch.cuda.max_memory_allocated())
+    peak_bytes = float(torch.cuda.max_memory_allocated())
     torch.cuda.reset_peak_memory_stats()
-    return [most]
+    return [peak_bytes]

@@ -45,20 +45,20 @@ class StepProfiler:
         device: torch.device,
         memory: bool = True,
         stack: bool = False,
-        written: Callable[[Window], None],
-        failed: Callable[[Window, str], None],
+        on_saved: Callable[[Window], None],
+        on_failed: Callable[[Window, str], None],
     ) -> None:
         self._folder, self._rank, self._device = folder, rank, device
         self._memory, self._stack = memory, stack
-        self._written, self._failed = written, failed
-        self._asked: Window | None = None
+        self._written, self._failed = on_saved, on_failed
+        self._requested: Window | None = None
         self._active: _Recording | None = None
         self._writers: list[threading.Thread] = []
 
-    def ask(self, window: Window) -> None:
+    def request(self, window: Window) -> None:
         """Record these steps, 200 at most, or equally many from the next step if they are past. Any thread may call it. Only the
         last request waits; the one before is reported as failed."""
-        before, self._asked = self._asked, window
+        before, self._requested = self._requested, window
         if before is not None:
             self._failed(before, "another profile was requested before this one began")
 
@@ -70,12 +70,12 @@ class StepProfiler:
                 self._finish(active)
             else:
                 self._mark(active, step)
-        elif self._asked is not None and step >= self._asked.first:
-            self._begin(self._asked, step)
+        elif self._requested is not None and step >= self._requested.first:
+            self._begin(self._requested, step)
 
     def close(self) -> None:
         """End an active recording and wait until all recordings are written. A waiting request fails."""
-        waiting, self._asked = self._asked, None
+        waiting, self._requested = self._requested, None
         if waiting is not None:
             self._failed(waiting, f"training ended, or was interrupted, before step {waiting.first + 1:,}")
         if self._active is not None:
@@ -84,7 +84,7 @@ class StepProfiler:
             writer.join()
 
     def _begin(self, window: Window, step: int) -> None:
-        self._asked = None
+        self._requested = None
         if window.end - window.first > MOST_PROFILED_STEPS:
             self._failed(window, f"{window.end - window.first:,} steps; at most {MOST_PROFILED_STEPS} fit into memory")
             return
@@ -165,34 +165,40 @@ def make_profiler(
     workers their failures."""
     config = worker.config.profile
     target = profile_folder(folder)
-    place = storage.join(folder, "events.jsonl")
+    events_path = storage.join(folder, "events.jsonl")
 
-    def written(window: Window) -> None:
+    def on_saved(window: Window) -> None:
         if worker.rank == 0:
             _write_timeline(storage.join(target, window.name, TIMELINE))
             path = storage.join(target, window.name)
             fields = {"step": window.first, "end": window.end, "name": window.name, "path": path}
             log("profile", {**fields, "rank": 0, "ranks": worker.world_size})
 
-    def failed(window: Window, cause: str) -> None:
+    def on_failed(window: Window, cause: str) -> None:
         fields = {"step": window.first, "name": window.name, "rank": worker.rank, "cause": cause}
         if worker.rank == 0:
             log("profile_failed", fields)
             return
-        with EventWriter(place) as events:  # only worker 0's `log` writes events
+        with EventWriter(events_path) as events:  # only worker 0's `log` writes events
             events.write("profile_failed", **fields)
 
     profiler = StepProfiler(
-        target, rank=worker.rank, device=worker.device, memory=config.memory, stack=config.stack, written=written, failed=failed
+        target,
+        rank=worker.rank,
+        device=worker.device,
+        memory=config.memory,
+        stack=config.stack,
+        on_saved=on_saved,
+        on_failed=on_failed,
     )
     steps = config.window()
     if steps is not None:
         window = Window(f"step_{steps[0]:08d}", *steps)
         if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # recorded by an earlier attempt
-            profiler.ask(window)
+            profiler.request(window)
 
     def requested(request: ProfileRequest) -> None:
-        profiler.ask(Window(**request))
+        profiler.request(Window(**request))
 
     channel.subscribe(requested)
     return profiler

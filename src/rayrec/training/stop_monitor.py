@@ -13,19 +13,19 @@ from rayrec.workloads.run_config import FailureConfig
 
 
 class Signals:
-    """Context in which SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt; only in the main thread. Within `held` the
-    first signal is only noted, and the second raises. The event `asked`, set by another thread, counts as a noted SIGTERM."""
+    """Context in which SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt; only in the main thread. In `deferred` the
+    first signal is only noted, and the second raises. `stop_event`, set by another thread, counts as a noted SIGTERM."""
 
-    def __init__(self, asked: threading.Event | None = None) -> None:
-        self._asked = asked or threading.Event()
+    def __init__(self, stop_event: threading.Event | None = None) -> None:
+        self._stop_event = stop_event or threading.Event()
         self._noted: str | None = None
-        self._held = False
+        self._deferred = False
         self._before: dict[int, Any] = {}
 
     @property
     def cause(self) -> str | None:
         """Noted cause: SIGTERM, SIGINT or a request to stop."""
-        return self._noted or ("a request to stop" if self._asked.is_set() else None)
+        return self._noted or ("a request to stop" if self._stop_event.is_set() else None)
 
     @cause.setter
     def cause(self, noted: str | None) -> None:
@@ -45,7 +45,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self._noted is None
         self._noted = self._noted or signal.Signals(number).name
-        if not (first and self._held):
+        if not (first and self._deferred):
             self.throw()
 
     def throw(self) -> None:
@@ -54,13 +54,13 @@ class Signals:
         raise SystemExit(143)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Note the first signal within the context instead of raising."""
-        self._held = True
+        self._deferred = True
         try:
             yield
         finally:
-            self._held = False
+            self._deferred = False
 
 
 _WRITE_MARGIN: Final = 1.5
@@ -79,7 +79,7 @@ class GracePeriod:
         self._deadline_s = now_s + failure.grace_s
         self._written_bytes: int | None = None
 
-    def over(self, now_s: float, *, written_bytes: int) -> bool:
+    def expired(self, now_s: float, *, written_bytes: int) -> bool:
         """Return whether to stop waiting for the workers. `written_bytes`: by all saves of the attempt so far."""
         if self._written_bytes is not None and written_bytes > self._written_bytes:
             self._deadline_s = now_s + self._grace_s
@@ -155,8 +155,8 @@ class StopMonitor:
         self._preemption = preemption
         self.write_s: Callable[[], float] = lambda: 0.0
         self._first = rank == 0
-        self._looked_s = time.monotonic()
-        self._seen_s: float | None = self._looked_s
+        self._polled_preemption_s = time.monotonic()
+        self._polled_s: float | None = self._polled_preemption_s
         self._between_s = 0.0
         self._deadline_s: float | None = None
         """Unix time of a node's preemption."""
@@ -178,26 +178,26 @@ class StopMonitor:
 
     def poll(self) -> tuple[bool, bool]:
         now_s = time.monotonic()
-        if self._seen_s is not None:
-            self._between_s = now_s - self._seen_s
-        self._seen_s = now_s
+        if self._polled_s is not None:
+            self._between_s = now_s - self._polled_s
+        self._polled_s = now_s
         if not self._first:
             return self.cause is not None, False
         if self.cause in (None, MORE_WORKERS) and self._is_last_moment():
             self.cause = NODE_PREEMPTED
-        return self.cause is not None, now_s - self._looked_s >= PREEMPTION_POLL_S
+        return self.cause is not None, now_s - self._polled_preemption_s >= PREEMPTION_POLL_S
 
     def urgent(self) -> bool:
         """Return whether to stop before an evaluation ends. Only scaling up can wait."""
         return self.cause is not None and self.cause != MORE_WORKERS
 
     def preempted(self) -> bool:
-        self._looked_s = time.monotonic()
+        self._polled_preemption_s = time.monotonic()
         info = self._preemption()
         new = set(info.preempted_node_ids) - self._known if info else set()
         self._known |= new
         if new and info is not None:
-            self._seen_s = None  # the following save does not count as a poll interval
+            self._polled_s = None  # the following save does not count as a poll interval
             self._deadline_s = info.deadline_ms / 1000 if info.deadline_ms else self._deadline_s
         return bool(new)
 

@@ -141,9 +141,9 @@ def train(
     differ, but does not detect changed values. A run without a saved step writes its data again.
     """
     console, stopwatch = console or Console(), stopwatch or Stopwatch()
-    tables = {"train_data": data, "eval_data": eval_data}
-    given = {name: table for name, table in tables.items() if table is not None}
-    drive = functools.partial(_drive, given=given, console=console, stopwatch=stopwatch, stop=stop)
+    inputs = {"train_data": data, "eval_data": eval_data}
+    tables = {name: table for name, table in inputs.items() if table is not None}
+    drive = functools.partial(_drive, tables=tables, console=console, stopwatch=stopwatch, stop=stop)
     torchrun = TorchrunEnv.from_environment()
     result = drive(config, launcher_of) if torchrun is None else _drive_torchrun(fitted(config, torchrun), torchrun, drive)
     assert result is not None, "only `train_until` pauses a run"
@@ -151,15 +151,15 @@ def train(
 
 
 def train_until(
-    config: TrainConfig, share: float, *, console: Console | None = None, stop: threading.Event | None = None
+    config: TrainConfig, fraction: float, *, console: Console | None = None, stop: threading.Event | None = None
 ) -> Result | None:
     """Train a run in this process as `train` does, but only until `share`, in (0, 1], of its steps are done. Returns None if it
     paused there, after an evaluation and a save; the next call resumes from it. Otherwise returns the finished run.
 
     Learning rates and row order are those for the full run, so pauses do not change the final weights.
     """
-    launcher = functools.partial(ProcessLauncher, pause_at=share)
-    return _drive(config, launcher, given={}, console=console or Console(), stopwatch=Stopwatch(), stop=stop)
+    launcher = functools.partial(ProcessLauncher, pause_at=fraction)
+    return _drive(config, launcher, tables={}, console=console or Console(), stopwatch=Stopwatch(), stop=stop)
 
 
 def launcher_of(config: TrainConfig) -> Launcher:
@@ -174,12 +174,12 @@ def launcher_of(config: TrainConfig) -> Launcher:
 def trains_in_process(config: TrainConfig) -> bool:
     """Return whether the run needs no Ray: one worker, no Ray-only settings, and no address. Raises InputError for the address
     `none` with Ray-only settings."""
-    wanted = {
+    requires_ray = {
         f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
         "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),
         "cluster.object_store_bytes": config.cluster.object_store_bytes is not None,
     }
-    reasons = [reason for reason, given in wanted.items() if given]
+    reasons = [reason for reason, is_set in requires_ray.items() if is_set]
     if config.cluster.address == IN_PROCESS and reasons:
         raise InputError(f"{reasons[0]}: needs Ray, but --cluster.address is {IN_PROCESS}. Omit one of the two")
     return not reasons and is_in_process(config.cluster.address)
@@ -193,10 +193,10 @@ def _drive_torchrun(
 
     with contextlib.closing(StoreRendezvous.join(torchrun)) as rendezvous:
         if torchrun.rank:
-            found = train_other(config, rendezvous)
-            if "status" in found:
-                raise SystemExit(found["status"])
-            return Result(**found)
+            outcome = train_other(config, rendezvous)
+            if "status" in outcome:
+                raise SystemExit(outcome["status"])
+            return Result(**outcome)
         how: dict[str, Any] = {}
         try:
             result = drive(config, functools.partial(ProcessLauncher, rendezvous=rendezvous))
@@ -214,7 +214,7 @@ def _drive(
     config: TrainConfig,
     make_launcher: Callable[[TrainConfig], Launcher],
     *,
-    given: Mapping[str, Table],
+    tables: Mapping[str, Table],
     console: Console,
     stopwatch: Stopwatch,
     stop: threading.Event | None,
@@ -224,7 +224,7 @@ def _drive(
     config = config.replace(name=config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     root = storage.absolute(config.storage_path)
     folder = storage.join(root, str(config.name))
-    config, changes = _checked(config, folder, given, console.note)
+    config, changes = _checked(config, folder, tables, console.note)
     if (finished := finished_summary(folder, config, changes, console.note)) is not None:
         return Result(folder, CheckpointPath(finished["checkpoint"]), finished)
     preflight(config)
@@ -242,14 +242,14 @@ def _drive(
         with storage.patience(patience_s):
             storage.make_folder(folder)
             if not goes_on:
-                if changes.refused:
+                if changes.rejected:
                     config.workload.discard(folder)
                 _write_config(folder, config)
-        place = storage.join(folder, "events.jsonl")
+        events_path = storage.join(folder, "events.jsonl")
         with (
             _finalize_run(folder, note=console.note),
-            tracking(config.trackers.build(folder, config) | launcher.trackers(), place, note=console.note),
-            EventWriter(place) as events,
+            tracking(config.trackers.build(folder, config) | launcher.trackers(), events_path, note=console.note),
+            EventWriter(events_path) as events,
             _record_failure(events, signals, launcher),
         ):
             events.write(
@@ -259,7 +259,7 @@ def _drive(
                 config_hash=run_hash(config),
                 versions=versions(),
                 **origin(),
-                changed={change.field: [change.old, change.new] for change in (*changes.accepted, *changes.refused)},
+                changed={change.field: [change.old, change.new] for change in (*changes.accepted, *changes.rejected)},
             )
             stopwatch.lap("folder")
             with console.preparing(), storage.patience(patience_s):
@@ -275,7 +275,7 @@ def _drive(
             if goes_on:  # only after all checks
                 with storage.patience(patience_s):
                     _write_config(folder, config)
-            with console.training(lambda over: follow(place, stop=over)):
+            with console.training(lambda stopped: follow(events_path, stop=stopped)):
                 finish = launcher.run(
                     PreparedRun(config, folder, prepared, layout, stopwatch.last_s, start), Driver(events, signals, console.note)
                 )
@@ -302,17 +302,17 @@ def _connected(launcher: Launcher, root: str, console: Console, stopwatch: Stopw
 
 
 def _checked(
-    config: TrainConfig, folder: str, given: Mapping[str, Table], note: Callable[[str], None]
+    config: TrainConfig, folder: str, tables: Mapping[str, Table], note: Callable[[str], None]
 ) -> tuple[TrainConfig, Changes]:
     """Return the configuration with the paths of given data, after writing it, and the changes from an earlier start. Raises
     InputError for invalid settings and data before anything is written."""
 
-    config = dataframe_input.with_paths(config, folder, given)
+    config = dataframe_input.with_paths(config, folder, tables)
     config = config.workload.adapted(config)
     check_settings(config)
     changes = changes_since(folder, config)
-    if given:
-        dataframe_input.write(config, folder, given, resumes=latest(folder) is not None, note=note)
+    if tables:
+        dataframe_input.write(config, folder, tables, resumes=latest(folder) is not None, note=note)
     return config, changes
 
 
@@ -382,13 +382,13 @@ def _write_config(folder: str, config: TrainConfig) -> None:
     storage.write_bytes(storage.join(folder, "config.yaml"), (head + config.to_yaml()).encode())
 
 
-def _events(place: str, *, note: Callable[[str], None]) -> list[dict[str, Any]]:
+def _events(events_path: str, *, note: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return the run's events. Damaged ones are skipped with a note, because a finished run must still get its summary."""
     try:
-        return read_events(place)
+        return read_events(events_path)
     except (InputError, OSError) as error:
         note(f"Computing the summary from the readable events ({error})")
-        return readable_events(place)
+        return readable_events(events_path)
 
 
 def summarize(
@@ -407,7 +407,7 @@ def summarize(
     """
 
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
-    found = verdict(run)
+    diagnosis = verdict(run)
     of_workload = config.workload.summarize(prepared, finish["metrics"])
     train_rows = of_workload.get("rows_of_sets", {}).get("train")
     summary = {
@@ -428,8 +428,8 @@ def summarize(
         "validation": finish["validation"],
         "checkpoint": finish["checkpoint"],
         **run.costs(train_s=finish["train_s"]),
-        "verdict": found and found.text,
-        "bottleneck": found and found.bottleneck,
+        "verdict": diagnosis and diagnosis.text,
+        "bottleneck": diagnosis and diagnosis.bottleneck,
         "weights_sha256": finish["weights_sha256"],
         "data": data or {},
         **of_workload,

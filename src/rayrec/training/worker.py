@@ -66,7 +66,7 @@ def run_worker(
     config, folder = attempt.config, attempt.folder
     keep_freed_memory()
     if worker.device.type == "cpu":
-        torch.set_num_threads(threads_of_worker(config.scaling, share=worker.cpus))
+        torch.set_num_threads(threads_of_worker(config.scaling, node_cpus=worker.cpus))
     else:
         allow_tf32(config.tf32)
     torch.manual_seed(config.seed)
@@ -98,11 +98,11 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-def threads_of_worker(scaling: ScalingConfig, *, share: int) -> int:
+def threads_of_worker(scaling: ScalingConfig, *, node_cpus: int) -> int:
     """Return the number of threads for CPU operators: threads_per_worker, else the CPUs reserved by cpus_per_worker, else the
     worker's `share` of the node's CPUs. Pure."""
     reserved = None if scaling.cpus_per_worker is None else int(scaling.cpus_per_worker)
-    return scaling.threads_per_worker or max(1, share if reserved is None else min(share, reserved))
+    return scaling.threads_per_worker or max(1, node_cpus if reserved is None else min(node_cpus, reserved))
 
 
 def _train(
@@ -119,7 +119,7 @@ def _train(
     with storage.patience(config.failure.max_outage_s):  # a start may wait as long as a save
         check_shared(attempt.storage_token, Ranks.all())
         # Retries like saves: a full disk may have room again.
-        mine = (
+        lease = (
             persisted(partial(acquire_lease, folder), place=folder, max_outage_s=config.failure.max_outage_s)
             if worker.rank == 0
             else None
@@ -132,9 +132,9 @@ def _train(
     setup.begin_step = profiled(with_lowered_rates(setup, progress, config.plateau), profiler)
     saver = Saver(
         folder,
-        lease=mine,
+        lease=lease,
         retention=Retention(config.checkpoint.num_to_keep, config.checkpoint.keep_best, config.checkpoint.keep_every),
-        extra_files=_extra_files(attempt) if mine else {},
+        extra_files=_extra_files(attempt) if lease else {},
         max_outage_s=config.failure.max_outage_s,
         log=saver_log(folder, log, grace_s=config.failure.grace_s),
         damaged=damaged,
@@ -184,13 +184,13 @@ def _train(
         saver.close()
         loader.close()
     try:
-        told = finished and finish(
+        result = finished and finish(
             attempt, setup, progress, evaluated_step=evaluated_step, expected=loader.rows_behind(), log=log, stop_signal=watch
         )
     finally:
         watch.close()
-    if told:
-        return told
+    if result:
+        return result
     return _stopped(watch.cause, progress.step, log)
 
 
@@ -284,30 +284,30 @@ def _resume(
     at least on rank 0."""
     config, folder = worker.config, attempt.folder
     stopwatch.lap("storage")
-    passed: dict[str, DamagedError] = {}
+    skipped: dict[str, DamagedError] = {}
     repaired: set[str] = set()
     setup: WorkerSetup | None = None
 
-    def tell(kind: str, fields: dict[str, Any]) -> None:
+    def log_damaged(kind: str, fields: dict[str, Any]) -> None:
         damaged.add(step_of(fields["path"]))
         log(kind, fields)
 
-    def pass_over(checkpoint: Checkpoint, error: DamagedError) -> None:
-        tell("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
-        passed[checkpoint.path] = type(error)(str(error))  # without the stack frames, which reference the model
+    def skip(checkpoint: Checkpoint, error: DamagedError) -> None:
+        log_damaged("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
+        skipped[checkpoint.path] = type(error)(str(error))  # without the stack frames, which reference the model
 
     def repair_it(checkpoint: Checkpoint) -> bool:
         return _repaired(checkpoint, attempt, log)
 
     while True:
-        checkpoint = newest_good(folder, log=tell, exclude=passed.keys(), repair=repair_it)
+        checkpoint = newest_good(folder, log=log_damaged, exclude=skipped.keys(), repair=repair_it)
         if checkpoint is None:
-            _raise_unreadable(passed.values())
+            _raise_unreadable(skipped.values())
         try:
             state = _state_of(checkpoint) if checkpoint else None
         except DamagedError as error:
             assert checkpoint is not None
-            pass_over(checkpoint, error)
+            skip(checkpoint, error)
             continue
         progress = Progress.from_state(state["progress"], rank=worker.rank) if state else Progress()
         loader = config.workload.make_loader(
@@ -330,10 +330,10 @@ def _resume(
             restore_all(checkpoint, setup.model, setup.optimizer)
         except DamagedError as error:
             loader.close()
-            again = checkpoint.path not in repaired and Ranks.all().from_first(partial(repair_it, checkpoint))
+            is_repaired = checkpoint.path not in repaired and Ranks.all().from_first(partial(repair_it, checkpoint))
             repaired.add(checkpoint.path)
-            if not again:
-                pass_over(checkpoint, error)
+            if not is_repaired:
+                skip(checkpoint, error)
             continue
         finally:
             stopwatch.lap("restore")
@@ -376,13 +376,13 @@ def _extra_files(attempt: AttemptContext) -> dict[str, bytes | str]:
     return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(attempt.prepared)}
 
 
-def _restore_best(chosen: Checkpoint, model: torch.nn.Module, attempt: AttemptContext, log: Log) -> None:
+def _restore_best(best: Checkpoint, model: torch.nn.Module, attempt: AttemptContext, log: Log) -> None:
     try:
-        restore_model(chosen, model)
+        restore_model(best, model)
     except DamagedError:
-        if not Ranks.all().from_first(lambda: _repaired(chosen, attempt, log)):
+        if not Ranks.all().from_first(lambda: _repaired(best, attempt, log)):
             raise
-        restore_model(chosen, model)
+        restore_model(best, model)
 
 
 def accounted(progress: Progress, expected: RowTally) -> dict[str, int | None]:
@@ -412,10 +412,10 @@ def finish(
     step, validation = progress.step, progress.metrics
     if config.early_stopping.patience and progress.best_step is not None:
         step, validation = progress.best_step, progress.best_metrics
-    chosen = Checkpoint(folder_of(attempt.folder, step))
+    best = Checkpoint(folder_of(attempt.folder, step))
     if step != progress.step:
         try:
-            _restore_best(chosen, setup.model, attempt, log)
+            _restore_best(best, setup.model, attempt, log)
         except DamagedError as error:
             raise InputError(f"{error}. These were the best weights of the run. Train it again under another --name") from None
     names = [name for name in setup.eval_batches if name != "validation"]
@@ -427,23 +427,23 @@ def finish(
         if metrics is None:
             return None
         tested[name] = metrics
-    told = {
+    result = {
         "step": progress.step,
         "rows": progress.rows,
         **accounted(progress, expected),
         "train_s": progress.train_s,
         "blocked_fraction": progress.blocked_fraction(),
         "chosen_step": step,
-        "checkpoint": chosen.path,
+        "checkpoint": best.path,
         "metrics": tested.get("test", validation),
         "validation": validation,
     }
     if Ranks.all().first:  # not collective: reading the files of large tables takes long
         with storage.patience(config.failure.max_outage_s):
-            told["weights_sha256"] = weights_sha256(chosen)
-    log("finish", told)
+            result["weights_sha256"] = weights_sha256(best)
+    log("finish", result)
     setup.model.eval()  # without an evaluation above, it is in training mode
     samples = setup.make_samples()
     if samples:
         log("samples", {"samples": samples})
-    return told
+    return result

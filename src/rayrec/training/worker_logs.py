@@ -24,7 +24,7 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
     """Write this process's Python logs and warnings to a local file of the run within the context; to standard error if `path` is
     a URL or cannot be opened. Existing handlers still receive their records. Output of native code always goes to standard
     error."""
-    handler, trouble = _handler(path)
+    handler, error = _handler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
@@ -38,8 +38,8 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
         logger.handlers, logger.propagate = [], True
     shown = warnings.showwarning
     warnings.showwarning = _log_warning  # logging.captureWarnings would not restore the caller's function
-    if trouble is not None:
-        _logger.warning("Cannot open %s, logging to standard error instead (%s)", path, trouble)
+    if error is not None:
+        _logger.warning("Cannot open %s, logging to standard error instead (%s)", path, error)
     try:
         yield
     finally:

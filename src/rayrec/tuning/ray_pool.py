@@ -37,7 +37,7 @@ def ray_pool(wanted: ClusterConfig, options: TuneConfig, config: TrainConfig, *,
         wanted.address, num_cpus=wanted.num_cpus, object_store_bytes=wanted.object_store_bytes, log_to_driver=console.verbose
     )
     connection.ship_code(config)
-    with Signals() as signals, signals.held():
+    with Signals() as signals, signals.deferred():
         pool = RayPool(options, signals, max_failures=config.failure.max_failures, note=console.note)
         try:
             yield pool

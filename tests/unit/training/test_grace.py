@@ -27,7 +27,7 @@ def test_a_save_that_makes_progress_is_waited_for(written: dict[int, int], over_
     so_far = 0
     for second in range(1000):
         so_far = written.get(second, so_far)
-        if grace.over(1000.0 + second, written_bytes=so_far):
+        if grace.expired(1000.0 + second, written_bytes=so_far):
             assert second == over_at
             return
     raise AssertionError("it was waited for without an end")
@@ -35,8 +35,8 @@ def test_a_save_that_makes_progress_is_waited_for(written: dict[int, int], over_
 
 def test_no_grace_is_no_grace() -> None:
     grace = GracePeriod(FailureConfig(grace_s=0.0, max_grace_s=0.0), now_s=10.0)
-    assert not grace.over(10.0, written_bytes=0)
-    assert grace.over(10.1, written_bytes=1)
+    assert not grace.expired(10.0, written_bytes=0)
+    assert grace.expired(10.1, written_bytes=1)
 
 
 @pytest.mark.parametrize("write_s", [0.0, 0.1, 3.0, 40.0])
@@ -112,7 +112,7 @@ def test_signals(number: signal.Signals, error: type[BaseException]) -> None:
         signal.raise_signal(number)
     assert getattr(caught.value, "code", None) == (143 if number is signal.SIGTERM else None)
     with Signals() as signals:
-        with signals.held():
+        with signals.deferred():
             signal.raise_signal(number)
             assert signals.cause == number.name
             with pytest.raises(error):  # the second

@@ -109,7 +109,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
                 profiler = step_profiler.make_profiler(
                     worker(rank), str(tmp_path), SimpleNamespace(subscribe=id), lambda kind, fields, log=log: log(kind, **fields)
                 )
-                profiler.ask(profiling.Window(**wish))
+                profiler.request(profiling.Window(**wish))
                 for step in range(40, 50):
                     profiler.begin_step(step)
                 profiler.close()

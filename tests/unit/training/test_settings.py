@@ -82,7 +82,7 @@ def stored(config: TrainConfig) -> dict[str, Any]:
 def test_what_may_change(changes: dict[str, Any], refused: list[str], accepted: list[str]) -> None:
     first, then = config(), config(**changes)
     found = compare_settings(stored(first), then)
-    assert [str(change) for change in found.refused] == refused
+    assert [str(change) for change in found.rejected] == refused
     assert [change.field for change in found.accepted] == accepted
     free = with_old(then, found.accepted)
     assert [change.field for change in compare_settings(stored(first), free).accepted] == []
@@ -93,7 +93,7 @@ def test_fields_of_another_version() -> None:
     del settings["min_steps_per_epoch"], settings["workload"]["dense_optimizer"]["momentum"]
     settings["gone"] = settings["workload"]["gone"] = 3
     found = compare_settings(settings, config(min_steps_per_epoch=2))
-    assert found.refused == (
+    assert found.rejected == (
         Change("workload.gone", 3, "not set"), Change("min_steps_per_epoch", "not set", 2), Change("gone", 3, "not set")
     )  # fmt: skip
     assert found.accepted == ()
@@ -103,21 +103,21 @@ def test_models_of_an_ensemble_are_compared_one_by_one() -> None:
     first = recipes.criteo_ensemble("log")
     settings = stored(first)
     del settings["workload"]["model"]["models"][1]["tower_losses"]  # added by a later version
-    assert compare_settings(settings, first).refused == ()
+    assert compare_settings(settings, first).rejected == ()
     settings["workload"]["model"]["models"][1]["first_dropout"] = 0.3
-    (change,) = compare_settings(settings, first).refused
+    (change,) = compare_settings(settings, first).rejected
     assert str(change) == "workload.model.models[1].first_dropout: 0.3 -> 0.1"
 
 
 def test_another_model_with_the_same_settings_is_refused() -> None:
     widedeep, deepfm = (config(workload={"model": {"class": name}}) for name in ("widedeep", "deepfm"))
-    (change,) = compare_settings(stored(widedeep), deepfm).refused
+    (change,) = compare_settings(stored(widedeep), deepfm).rejected
     assert change.field == "workload.model.class"
 
 
 def test_a_workload_says_which_of_its_fields_are_free() -> None:
     first = data_parallel.config(1).replace(workload=Own())
     found = compare_settings(stored(first), first.replace(workload={"workers_note": "b"}))
-    assert (found.refused, found.accepted) == ((), (Change("workload.workers_note", "a", "b"),))
+    assert (found.rejected, found.accepted) == ((), (Change("workload.workers_note", "a", "b"),))
     found = compare_settings(stored(first), first.replace(workload={"optimizer": {"kind": "sgd"}}))
-    assert [change.field for change in found.refused] == ["workload.optimizer.kind"]
+    assert [change.field for change in found.rejected] == ["workload.optimizer.kind"]

@@ -28,13 +28,13 @@ class Recorded:
             rank=rank,
             device=torch.device("cpu"),
             memory=memory,
-            written=self.written.append,
-            failed=lambda window, cause: self.failed.append(cause),
+            on_saved=self.written.append,
+            on_failed=lambda window, cause: self.failed.append(cause),
         )
 
     def record(self, window: Window, first: int, end: int) -> Recorded:
         """Ask for a window, train some steps, and end."""
-        self.profiler.ask(window)
+        self.profiler.request(window)
         train(self.profiler, first, end)
         self.profiler.close()
         return self
@@ -72,7 +72,7 @@ def test_a_window_of_steps(tmp_path: Path) -> None:
 def test_what_is_asked_for_late_slides_on_and_another_may_follow(tmp_path: Path) -> None:
     run = Recorded(tmp_path, rank=3, memory=False)
     train(run.profiler, 0, 5)
-    run.profiler.ask(Window("late", 2, 4))
+    run.profiler.request(Window("late", 2, 4))
     train(run.profiler, 5, 9)
     run.record(Window("end", 20, 40), 19, 23)  # and no step more
     assert set(run.names()) == {"late", "end"}  # a thread of its own wrote each
@@ -89,7 +89,7 @@ def test_a_window_of_a_run_that_goes_on_keeps_its_end(tmp_path: Path) -> None:
 def test_nothing_is_recorded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.training.step_profiler.profile", None)
     run = Recorded(tmp_path)
-    run.profiler.ask(Window("never", 100, 110))
+    run.profiler.request(Window("never", 100, 110))
     train(run.profiler, 0, 3)
     assert not run.failed
     run.profiler.close()
@@ -99,7 +99,7 @@ def test_nothing_is_recorded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_wish_that_another_takes_the_place_of_is_told(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
-    run.profiler.ask(Window("first", 1, 2))
+    run.profiler.request(Window("first", 1, 2))
     run.record(Window("second", 1, 2), 0, 3)
     assert (run.failed, run.names()) == (["another profile was requested before this one began"], ["second"])
 
@@ -163,7 +163,7 @@ def test_a_mark_that_fails_ends_the_recording(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(step_profiler, "record_function", mark)
     run = Recorded(tmp_path)
-    run.profiler.ask(Window("marked", 0, 9))
+    run.profiler.request(Window("marked", 0, 9))
     train(run.profiler, 0, 3)
     run.record(Window("next", 3, 4), 3, 5)
     assert (len(run.failed), run.names()) == (1, ["next"])  # torch's profiler was let go
@@ -171,7 +171,7 @@ def test_a_mark_that_fails_ends_the_recording(tmp_path: Path, monkeypatch: pytes
 
 def test_no_thread_to_write_with_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Recorded(tmp_path)
-    run.profiler.ask(Window("unwritten", 0, 1))
+    run.profiler.request(Window("unwritten", 0, 1))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
         train(run.profiler, 0, 2)

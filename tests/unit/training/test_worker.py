@@ -232,7 +232,7 @@ def test_a_peak_counts_where_every_worker_has_one(
     ],
 )
 def test_threads_keep_to_what_the_worker_was_given(settings: dict[str, Any], share: int, threads: int) -> None:
-    assert worker.threads_of_worker(ScalingConfig(**settings), share=share) == threads
+    assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
 
 
 # -- the device's arithmetic

@@ -114,7 +114,7 @@ def test_an_event_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     report = DataStats(SimpleNamespace(stages=account))
 
     def tell(step: int) -> None:
-        report.tell(report.take(), step=step, log=lambda kind, fields: events.append({"kind": kind, **fields}))
+        report.log_means(report.take(), step=step, log=lambda kind, fields: events.append({"kind": kind, **fields}))
 
     account.add(BlockTimes(10, {"read": 0.1}, {"read": 0.1}, {"read": 0.0}, time.time()))
     tell(1)
@@ -132,4 +132,4 @@ def test_an_event_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loader_without_stages_is_passed_over() -> None:
     report = DataStats(SimpleNamespace())
     assert report.take() == []
-    report.tell([], step=1, log=lambda kind, fields: pytest.fail("told"))
+    report.log_means([], step=1, log=lambda kind, fields: pytest.fail("told"))

@@ -108,7 +108,7 @@ def follow_attempt(
 
     threading.Thread(target=run, name="attempt", daemon=True).start()
     grace: GracePeriod | None = None
-    with signals.held():
+    with signals.deferred():
         while not future.done():
             wait([future], timeout=_POLL_S)
             if signals.cause is not None:

@@ -31,13 +31,13 @@ _WORKER_MODULE: Final = "rayrec.training.launchers.process_worker"
 def fitted(config: TrainConfig, torchrun: TorchrunEnv) -> TrainConfig:
     """Return the configuration with one worker per process. Raises InputError for Ray-only settings."""
     scaling = config.scaling
-    wanted = {
+    requires_ray = {
         f"cluster.address {config.cluster.address}": not is_in_process(config.cluster.address),
         "scaling.resources_per_worker": bool(scaling.resources_per_worker),
         "cluster.object_store_bytes": config.cluster.object_store_bytes is not None,
     }
-    for reason, given in wanted.items():
-        if given:
+    for reason, is_set in requires_ray.items():
+        if is_set:
             raise InputError(f"{reason}: needs Ray, but torchrun has started this process. Omit one of the two")
     return config.replace(scaling=scaling.replace(num_workers=torchrun.world_size))
 
@@ -65,8 +65,8 @@ class ProcessLauncher:
         threading.Thread(target=_load, args=(modules,), name="imports").start()
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
-        here = self._config.scaling.replace(num_workers=self._env.local_world_size)
-        return local_layout(self._config.replace(scaling=here), cpus=self._env.usable_cpus)
+        scaling = self._config.scaling.replace(num_workers=self._env.local_world_size)
+        return local_layout(self._config.replace(scaling=scaling), cpus=self._env.usable_cpus)
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         # Other processes are idle meanwhile.
@@ -80,8 +80,8 @@ class ProcessLauncher:
 
         signals, env = driver.signals, self._env
         driver.events.write("attempt", number=env.restarts + 1, num_workers=env.world_size)
-        with contextlib.ExitStack() as own:
-            rendezvous = self._rendezvous or own.enter_context(contextlib.closing(StoreRendezvous.join(env)))
+        with contextlib.ExitStack() as stack:
+            rendezvous = self._rendezvous or stack.enter_context(contextlib.closing(StoreRendezvous.join(env)))
             outcome = train_first(run, signals, rendezvous, pause_at=self._pause_at)
         if outcome is None:
             driver.events.write("failure", cause=unsaved_cause(signals.cause, run.config.failure), last=True)

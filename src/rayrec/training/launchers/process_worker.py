@@ -33,7 +33,7 @@ _JOIN: Final = timedelta(minutes=30)
 _LEAVE_S: Final = 30.0
 """Seconds that the first process, which may host the store, waits for the others to read the result."""
 _ATTEMPT, _RECEIVED, _ENDED, _LEFT = "attempt", "taken", "ended", "left"
-_CAUSE, _WRITTEN, _REQUESTS = "cause", "wrote", "requests"
+_CAUSE, _BYTES, _REQUESTS = "cause", "wrote", "requests"
 _CHUNK: Final = 4 << 20
 
 
@@ -46,8 +46,8 @@ class StoreRendezvous:
         # torchrun may keep the store, with earlier processes' values, across restarts.
         attempt = f"attempt_{env.restarts}"
         self.group_store = distributed.PrefixStore(f"{attempt}/group", store)
-        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
-        self._store, self._lock = distributed.PrefixStore(f"{attempt}/rayrec", own), threading.Lock()
+        cloned = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
+        self._store, self._lock = distributed.PrefixStore(f"{attempt}/rayrec", cloned), threading.Lock()
         self._closed = False
 
     @classmethod
@@ -61,13 +61,13 @@ class StoreRendezvous:
 
     def publish(self, key: str, value: bytes) -> None:
         """Publish a value of any size. Torch's store rejects messages over 8 MiB, which a vocabulary may exceed."""
-        pieces = [value[start : start + _CHUNK] for start in range(0, len(value), _CHUNK)]
+        chunks = [value[start : start + _CHUNK] for start in range(0, len(value), _CHUNK)]
         with self._open():
-            for number, piece in enumerate(pieces):
-                self._store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
-            self._store.set(key, str(len(pieces)))  # written last, after all pieces
+            for number, chunk in enumerate(chunks):
+                self._store.set(f"{key}/{number}", chunk)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
+            self._store.set(key, str(len(chunks)))  # written last, after all pieces
 
-    def found(self, key: str) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         """Return a published value, or None if there is none yet. Raises RuntimeError if the store is gone."""
         with self._open():
             if not self._store.check([key]):
@@ -77,8 +77,8 @@ class StoreRendezvous:
     def remove(self, key: str) -> None:
         """Remove a published value that no process needs."""
         with self._open():
-            pieces = int(self._store.get(key))
-            for name in (key, *(f"{key}/{number}" for number in range(pieces))):
+            chunks = int(self._store.get(key))
+            for name in (key, *(f"{key}/{number}" for number in range(chunks))):
                 self._store.delete_key(name)
 
     def add(self, key: str, amount: int) -> int:
@@ -112,14 +112,14 @@ class StoreControlChannel:
             self._rendezvous.publish(_CAUSE, cause.encode())
 
     def stop_reason(self) -> str | None:
-        cause = self._found(_CAUSE)
+        cause = self._get(_CAUSE)
         return None if cause is None else cause.decode()
 
     def report_bytes_written(self, rank: int, written_bytes: int) -> None:
-        self._rendezvous.publish(f"{_WRITTEN}/{rank}", str(written_bytes).encode())
+        self._rendezvous.publish(f"{_BYTES}/{rank}", str(written_bytes).encode())
 
     def written_bytes(self) -> int:
-        return sum(int(self._found(f"{_WRITTEN}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
+        return sum(int(self._get(f"{_BYTES}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
 
     def send_profile_request(self, request: ProfileRequest) -> None:
         number = self._rendezvous.add(_REQUESTS, 1)
@@ -132,16 +132,16 @@ class StoreControlChannel:
         seen = 0
         with contextlib.suppress(OSError):  # the run is over
             while True:
-                given = self._found(f"{_REQUESTS}/{seen + 1}")
-                if given is None:
+                value = self._get(f"{_REQUESTS}/{seen + 1}")
+                if value is None:
                     time.sleep(_REQUESTS_S)
                 else:
-                    requested(json.loads(given))
+                    requested(json.loads(value))
                     seen += 1
 
-    def _found(self, key: str) -> bytes | None:
+    def _get(self, key: str) -> bytes | None:
         try:
-            return self._rendezvous.found(key)
+            return self._rendezvous.get(key)
         except RuntimeError as error:
             raise OSError(f"the store of the run's processes is gone ({line_of(error)})") from None
 
@@ -164,11 +164,11 @@ def train_first(
 def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, Any]:
     """Train as another process than the first one. Returns the result that the first process passed to `end`."""
     with Signals() as signals:
-        while (ended := rendezvous.found(_ENDED)) is None:
-            given = rendezvous.found(_ATTEMPT)
-            if given is not None:
+        while (ended := rendezvous.get(_ENDED)) is None:
+            value = rendezvous.get(_ATTEMPT)
+            if value is not None:
                 # Trusted: pickled by the first process of this run, as in torch's object collectives.
-                values, shared = pickle.loads(given)
+                values, shared = pickle.loads(value)
                 if rendezvous.add(_RECEIVED, 1) == rendezvous.env.world_size - 1:
                     rendezvous.remove(_ATTEMPT)  # all have read it, and torchrun's agent would keep it
                 config = config.updated(values)
@@ -177,11 +177,11 @@ def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, A
                 _train(attempt, rendezvous, signals)
                 break
             time.sleep(_POLL_S)
-        while (ended := rendezvous.found(_ENDED)) is None:
+        while (ended := rendezvous.get(_ENDED)) is None:
             time.sleep(_POLL_S)
     rendezvous.add(_LEFT, 1)
-    found: dict[str, Any] = json.loads(ended)
-    return found
+    result: dict[str, Any] = json.loads(ended)
+    return result
 
 
 def end(rendezvous: StoreRendezvous, how: dict[str, Any]) -> None:

@@ -42,8 +42,10 @@ class _TorchBackend(Backend):
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         assert isinstance(backend_config, ProcessGroup)
         host, port = worker_group.execute_single(0, _free_address)
-        joined = [worker_group.execute_single_async(rank, _join, backend_config, host, port) for rank in range(len(worker_group))]
-        ray.get(joined)
+        pending = [
+            worker_group.execute_single_async(rank, _join, backend_config, host, port) for rank in range(len(worker_group))
+        ]
+        ray.get(pending)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         # Workers of a group with a killed worker may block; Ray ends their processes.

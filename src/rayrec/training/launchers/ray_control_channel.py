@@ -26,7 +26,7 @@ class _Holder:
         self._requested = asyncio.Condition()
         self._written: dict[int, int] = {}
 
-    async def wrote(self, rank: int, written_bytes: int) -> None:
+    async def report_bytes(self, rank: int, written_bytes: int) -> None:
         self._written[rank] = written_bytes
 
     async def written_bytes(self) -> int:
@@ -38,7 +38,7 @@ class _Holder:
     async def read(self) -> str | None:
         return self._cause
 
-    async def ask(self, request: ProfileRequest) -> None:
+    async def request_profile(self, request: ProfileRequest) -> None:
         async with self._requested:
             self._request = request
             self._requested.notify_all()
@@ -66,11 +66,11 @@ class RayControlChannel:
 
     def report_bytes_written(self, rank: int, written_bytes: int) -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # Ray ends the workers of a lost driver
-            self.actor.wrote.remote(rank, written_bytes)
+            self.actor.report_bytes.remote(rank, written_bytes)
 
     def send_profile_request(self, request: ProfileRequest) -> None:
         try:
-            self.actor.ask.remote(request)
+            self.actor.request_profile.remote(request)
         except ray.exceptions.RayError as error:
             raise ConnectionError(f"the workers' control channel does not answer ({type(error).__name__})") from None
 
@@ -87,8 +87,8 @@ class StopRequest:
     """Driver's end of the control channel of one attempt; its `channel` is sent to the workers."""
 
     def __init__(self) -> None:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "scheduling_strategy": here}
+        local_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "scheduling_strategy": local_node}
         self.channel = RayControlChannel(ray.remote(_Holder).options(**options).remote())
         self.cause: str | None = None
         self._written_bytes = 0

@@ -54,16 +54,16 @@ def wait_for_resources(config: TrainConfig, note: Callable[[str], None], *, free
     failure.node_wait_s."""
     deadline_s = time.monotonic() + config.failure.node_wait_s
     awaited = "resources in use by other jobs" if free else "nodes"
-    said = False
+    is_reported = False
     while True:
         try:
             return allocate_resources(config, probe=True, free=free)
         except InputError as error:
             if time.monotonic() > deadline_s:
                 raise InputError(f"waited {config.failure.node_wait_s:.0f} s for {awaited}; {error}") from None
-            if not said:
+            if not is_reported:
                 note(f"Waiting for {awaited}: {error}")
-                said = True
+                is_reported = True
             time.sleep(_NODES_S)
 
 
@@ -73,7 +73,7 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
     Raises InputError if the user can fix the problem (never retried), and the last attempt's error after failure.max_failures,
     which is not recorded as an event here.
     """
-    number, crowded = 0, False
+    number, is_shared = 0, False
     config, events, signals = run.config, driver.events, driver.signals
     tolerance = FailurePolicy(config.failure)
     groups = _placement_groups()
@@ -82,10 +82,10 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
         events.write("attempt", number=number, num_workers=run.layout.num_workers)
         start_s, before = time.monotonic(), _newest_step(config, run.folder)
         try:
-            outcome = _attempt(run, signals, crowded=crowded)
+            outcome = _attempt(run, signals, is_shared=is_shared)
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             attempt_s = time.monotonic() - start_s
-            was_crowded, crowded = crowded, lacks_resources(error)
+            was_shared, is_shared = is_shared, lacks_resources(error)
             _free_workers(groups)
             if signals.cause is not None:
                 events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
@@ -93,9 +93,9 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
             progressed = _newest_step(config, run.folder) > before
             # Raises errors that end the run.
             pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
-            if not crowded:
+            if not is_shared:
                 events.write("failure", cause=cause_of(error))
-            elif not was_crowded:  # the attempt never began
+            elif not was_shared:  # the attempt never began
                 driver.note(f"Waiting for resources for {run.layout.num_workers} workers, in use by other jobs")
             time.sleep(pause_s)
         except BaseException:  # e.g. a second signal
@@ -110,9 +110,9 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
                 return outcome
             if signals.cause is not None:
                 return None
-            crowded, tolerance = False, FailurePolicy(config.failure)
+            is_shared, tolerance = False, FailurePolicy(config.failure)
         since_s, before_text = time.time(), run.layout.text()
-        run = dataclasses.replace(run, since_s=since_s, layout=wait_for_resources(config, driver.note, free=crowded))
+        run = dataclasses.replace(run, since_s=since_s, layout=wait_for_resources(config, driver.note, free=is_shared))
         if run.layout.num_nodes > 1 and run.layout.text() != before_text:
             driver.note(run.layout.text())
 
@@ -141,17 +141,17 @@ def _abandon_workers(before: set[str]) -> None:
         _free_workers(before)
 
 
-def _attempt(run: PreparedRun, signals: Signals, *, crowded: bool) -> dict[str, Any] | None:
+def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str, Any] | None:
     """Run one attempt. Returns None after a signal if the workers do not save within their `GracePeriod`. `crowded`: whether
     other jobs use part of the cluster."""
     config, request, layout = run.config, StopRequest(), run.layout
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
     attempt = AttemptContext.of(run, engine, request.channel)
-    growth, data_nodes = _ScaleUpDetector(config, layout.num_workers, crowded=crowded), _DataNodes(config, layout)
+    growth, data_nodes = _ScaleUpDetector(config, layout.num_workers, is_shared=is_shared), _DataNodes(config, layout)
 
     def poll() -> str | None:
-        return MORE_WORKERS if growth.possible() else NO_DATA_NODES if data_nodes.gone() else None
+        return MORE_WORKERS if growth.possible() else NO_DATA_NODES if data_nodes.are_missing() else None
 
     try:
         with watched_requests(run.folder, request.channel):
@@ -173,7 +173,7 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
     return variables
 
 
-def prestart_workers(config: TrainConfig, shares: Layout) -> None:
+def prestart_workers(config: TrainConfig, allocation: Layout) -> None:
     """Prestart the processes of the first attempt's workers if their node and environment are known, i.e. on a Ray of one
     node."""
     variables = worker_environment(config)
@@ -182,7 +182,7 @@ def prestart_workers(config: TrainConfig, shares: Layout) -> None:
     prestart.start_actors_of_data()
     if len(nodes := [node for node in ray.nodes() if node["Alive"]]) == 1:
         environment = prestart.of_train_workers(variables)
-        prestart.prestart(nodes[0], environment, num_processes=shares.num_workers, keep_s=_PRESTART_S)
+        prestart.prestart(nodes[0], environment, num_processes=allocation.num_workers, keep_s=_PRESTART_S)
 
 
 def process_group(config: TrainConfig) -> ProcessGroup:
@@ -234,30 +234,30 @@ def _fit(attempt: AttemptContext, layout: Layout) -> dict[str, Any]:
 class _DataNodes:
     """Detects that no node can run an attempt's data tasks while another layout of the cluster has such nodes."""
 
-    def __init__(self, config: TrainConfig, shares: Layout) -> None:
-        self._config, self._shares = config, shares
+    def __init__(self, config: TrainConfig, allocation: Layout) -> None:
+        self._config, self._allocation = config, allocation
         self._next_poll_s = time.monotonic() + _DATA_NODES_POLL_S
-        self._gone_since_s: float | None = None
+        self._missing_since_s: float | None = None
 
-    def gone(self) -> bool:
+    def are_missing(self) -> bool:
         """Return whether the nodes have been missing for `_DATA_NODES_S`. Ray would queue the tasks forever."""
         now_s = time.monotonic()
         if now_s < self._next_poll_s:
             return False
         self._next_poll_s = now_s + _DATA_NODES_POLL_S
         try:
-            there = connection.data_nodes(self._shares) or not self._another_layout()
+            is_available = connection.data_nodes(self._allocation) or not self._another_layout()
         except ray.exceptions.RayError:  # no answer from the head
-            there = True
-        if there:
-            self._gone_since_s = None
+            is_available = True
+        if is_available:
+            self._missing_since_s = None
             return False
-        self._gone_since_s = self._gone_since_s or now_s
-        return now_s - self._gone_since_s >= _DATA_NODES_S
+        self._missing_since_s = self._missing_since_s or now_s
+        return now_s - self._missing_since_s >= _DATA_NODES_S
 
     def _another_layout(self) -> bool:
         try:
-            return allocate_resources(self._config).per_worker.label_selector != self._shares.per_worker.label_selector
+            return allocate_resources(self._config).per_worker.label_selector != self._allocation.per_worker.label_selector
         except InputError:  # without room for the workers, the next attempt would wait
             return False
 
@@ -265,10 +265,10 @@ class _DataNodes:
 class _ScaleUpDetector:
     """Detects room for more workers on nodes that joined, in two consecutive polls after the resize interval."""
 
-    def __init__(self, config: TrainConfig, num_workers: int, *, crowded: bool) -> None:
+    def __init__(self, config: TrainConfig, num_workers: int, *, is_shared: bool) -> None:
         """Start polling. With `crowded`, resources that other jobs use now do not count as new."""
         self._config = config
-        self._room = max(num_workers, self._num_workers()) if crowded else num_workers
+        self._room = max(num_workers, self._num_workers()) if is_shared else num_workers
         self._next_look_s = time.monotonic() + config.scaling.resize_interval_s
         self._seen = False
 
@@ -325,18 +325,18 @@ class RayLauncher:
             num_cpus=config.cluster.num_cpus,
             object_store_bytes=config.cluster.object_store_bytes,
             log_to_driver=console.verbose,
-            ahead=() if config.scaling.use_gpu else config.workload.WORKER_MODULES,
+            preload=() if config.scaling.use_gpu else config.workload.WORKER_MODULES,
         )
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         connection.ship_code(config)
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
         # Nodes may still be joining when a run resumes. A new run fails at once.
-        shares = wait_for_resources(self._config, note) if resumes else allocate_resources(self._config)
-        if shares.num_nodes > 1:
-            note(shares.text())
-        prestart_workers(self._config, shares)
-        return shares
+        allocation = wait_for_resources(self._config, note) if resumes else allocate_resources(self._config)
+        if allocation.num_nodes > 1:
+            note(allocation.text())
+        prestart_workers(self._config, allocation)
+        return allocation
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         if connection.is_local_ray():

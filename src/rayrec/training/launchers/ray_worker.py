@@ -44,7 +44,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     node_id = ray.get_runtime_context().get_node_id()
     node: dict[str, Any] = next((node for node in ray.nodes() if node["NodeID"] == node_id), {})
     resources: dict[str, float] = node.get("Resources", {})
-    taken = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
+    used_bytes = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
     store = int(resources.get("object_store_memory", 0))
     cpus = machine.usable_cpus(granted=float(resources.get("CPU", 0)))
     device = ray.train.torch.get_device() if attempt.config.scaling.use_gpu else torch.device("cpu")
@@ -57,7 +57,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
         attempt.engine,
         node=node_id,
         cpus=cpus // context.get_local_world_size(),
-        object_store_bytes=max(0, store - taken),
+        object_store_bytes=max(0, store - used_bytes),
     )
     log = storage.join(attempt.folder, "logs", f"worker_{rank}.log")
     with contextlib.ExitStack() as within:

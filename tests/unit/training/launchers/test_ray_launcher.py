@@ -173,9 +173,9 @@ def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypat
             found.append(growth.possible())
         return found
 
-    alone = ray_launcher._ScaleUpDetector(config(), 1, crowded=False)
+    alone = ray_launcher._ScaleUpDetector(config(), 1, is_shared=False)
     assert looks(alone) == [False, True]  # seen twice
-    crowded = ray_launcher._ScaleUpDetector(config(), 1, crowded=True)  # the second slot is there, but another's
+    crowded = ray_launcher._ScaleUpDetector(config(), 1, is_shared=True)  # the second slot is there, but another's
     assert looks(crowded) == [False, False]
     nodes.slots.append((1, 1))
     assert looks(crowded) == [False, True]
@@ -216,7 +216,7 @@ def test_control_channel_ends_with_the_attempt(monkeypatch: pytest.MonkeyPatch, 
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
         run = PreparedRun(wanted, str(tmp_path), None, shares, 0.0)  # type: ignore[arg-type]
-        assert ray_launcher._attempt(run, signals, crowded=False) is None
+        assert ray_launcher._attempt(run, signals, is_shared=False) is None
     assert request.closed
     ended.set()
 
@@ -236,7 +236,7 @@ def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
     shares = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
     run = PreparedRun(config(), str(tmp_path), None, shares, 0.0)  # type: ignore[arg-type]
-    ray_launcher._attempt(run, Signals(), crowded=False)
+    ray_launcher._attempt(run, Signals(), is_shared=False)
     assert (prestart.HOOK in ray_launcher.worker_environment(config())) is possible
     assert assigned[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
 
@@ -259,7 +259,7 @@ def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_ta
     ends = []
     for now_s in range(0, 60):
         clock[0] = float(now_s)
-        if watch.gone():
+        if watch.are_missing():
             ends.append(now_s)
     assert bool(ends) == expected
     assert not ends or ends[0] == 25
@@ -273,7 +273,7 @@ def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(nodes: Cluster, 
     monkeypatch.setattr(connection, "data_nodes", lambda shares: fails(ray_launcher.ray.exceptions.RaySystemError("gone"))())
     for now_s in range(0, 60):
         clock[0] = float(now_s)
-        assert not watch.gone()
+        assert not watch.are_missing()
 
 
 # -- the process group

@@ -99,12 +99,12 @@ def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_message_is_as_large_as_it_has_to_be(alone: TorchrunEnv) -> None:
     meeting = StoreRendezvous.join(alone)
-    assert meeting.found("large") is None
+    assert meeting.get("large") is None
     for value in (b"", b"small", bytes(range(256)) * (80 << 10)):  # the last one is 20 MiB; a message to the store is 8 at most
         meeting.publish("large", value)
-        assert meeting.found("large") == value
+        assert meeting.get("large") == value
     meeting.remove("large")
-    assert meeting.found("large") is None
+    assert meeting.get("large") is None
     assert meeting._store.num_keys() == 1  # no piece is left; one key is the store's own
 
 
@@ -144,4 +144,4 @@ def test_after_a_run_no_thread_of_it_uses_the_store(alone: TorchrunEnv, monkeypa
     watching.join(10)
     assert not watching.is_alive()
     with pytest.raises(OSError, match="over"):
-        meeting.found("anything")
+        meeting.get("anything")
