@@ -157,7 +157,7 @@ def supervised(begin: Begin) -> Supervised:
 
 @pytest.mark.extended
 @pytest.mark.exhaustive
-def test_success_ends_at_once_with_the_summary(supervised: Supervised) -> None:
+def test_success_returns_summary_at_once(supervised: Supervised) -> None:
     summary = json.loads(supervised.session.out)
     assert summary == json.loads(Path(supervised.path, "summary.json").read_text())
     assert "criteo_demo: finished" in supervised.session.err  # what the job printed
@@ -171,7 +171,7 @@ def test_success_ends_at_once_with_the_summary(supervised: Supervised) -> None:
     assert "submitted supervised-0002" in supervised.session.err  # a job that compares the data and ends
 
 
-def test_a_users_error_is_not_tried_again(begin: Begin) -> None:
+def test_user_error_is_not_retried(begin: Begin) -> None:
     run = begin("wrong", train_data={"path": "/no/such/log.txt"})
     assert run.exit_status(timeout_s=480) == 2
     assert "/no/such/log.txt" in run.session.err.splitlines()[-1]
@@ -183,7 +183,7 @@ def test_a_users_error_is_not_tried_again(begin: Begin) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
+def test_ctrl_c_stops_job_after_save(begin: Begin) -> None:
     run = begin("interrupted", steps=100_000)
     run.wait_for_step(60)
     run.session.process.send_signal(signal.SIGINT)
@@ -196,7 +196,7 @@ def test_ctrl_c_stops_the_job_which_saves_first(begin: Begin) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_another_supervisor_follows_the_same_job(begin: Begin, undisturbed: dict[str, Any]) -> None:
+def test_next_supervisor_follows_same_job(begin: Begin, undisturbed: dict[str, Any]) -> None:
     run = begin("orphan")
     run.wait_for_step(40)
     run.kill_driver()
@@ -209,9 +209,7 @@ def test_another_supervisor_follows_the_same_job(begin: Begin, undisturbed: dict
 
 
 @pytest.mark.extended
-def test_a_lost_head_costs_no_more_than_the_steps_since_the_checkpoint(
-    begin: Begin, head: Head, undisturbed: dict[str, Any]
-) -> None:
+def test_lost_head_loses_only_steps_since_checkpoint(begin: Begin, head: Head, undisturbed: dict[str, Any]) -> None:
     run = begin("lost")
     run.wait_for_step(60)
     until(lambda: any(saved.step >= 40 for saved in committed(run.path)), timeout_s=180)

@@ -77,7 +77,7 @@ def lines_of(click_log: Path) -> list[bytes]:
     return (click_log / "train.txt").read_bytes().splitlines(keepends=True)
 
 
-def test_a_run_leaves_its_folder_complete(finished: tuple[TrainConfig, Result]) -> None:
+def test_run_leaves_complete_folder(finished: tuple[TrainConfig, Result]) -> None:
     config, result = finished
     summary = json.loads(Path(result.folder, "summary.json").read_text())
     assert summary == result.summary
@@ -113,7 +113,7 @@ def test_a_run_leaves_its_folder_complete(finished: tuple[TrainConfig, Result]) 
     assert frame["validation_auroc"].dropna().tolist()[-1] == summary["validation"]["auroc"]
 
 
-def test_the_plan_tells_what_each_worker_holds(finished: tuple[TrainConfig, Result]) -> None:
+def test_plan_lists_tables_of_each_worker(finished: tuple[TrainConfig, Result]) -> None:
     config, result = finished
     assert isinstance(config.workload, ClickWorkload)
     preprocessor = Preprocessor.load(os.path.join(result.folder, "preprocessor"))
@@ -131,7 +131,7 @@ def test_the_plan_tells_what_each_worker_holds(finished: tuple[TrainConfig, Resu
     assert min(held) > 0
 
 
-def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result]) -> None:
+def test_finished_run_is_not_retrained(finished: tuple[TrainConfig, Result]) -> None:
     config, result = finished
     before = events_of(result.folder)
     assert train(config).summary == result.summary
@@ -147,7 +147,7 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[TrainConfig, Result
 
 @pytest.mark.extended
 @pytest.mark.exhaustive
-def test_contention_for_cpus_is_logged_and_keeps_bits(
+def test_cpu_contention_is_logged_and_keeps_bits(
     alone: tuple[TrainConfig, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = iter(range(10**9))
@@ -160,7 +160,7 @@ def test_contention_for_cpus_is_logged_and_keeps_bits(
     assert (event["rank"], event["waiting_share"]) == (0, 1.0)
 
 
-def test_a_finished_run_can_be_trained_for_longer(click_log: Path, tmp_path: Path) -> None:
+def test_finished_run_can_be_extended(click_log: Path, tmp_path: Path) -> None:
     """It resumes at the next row, and ends like a run that had this length from the start."""
     # A learning rate that decays towards the end would tell the two apart.
     changes = {"evaluate_every": 4, "log_every": 1, "workload": {"schedule": {"decay_fraction": 0.0}}}
@@ -177,7 +177,7 @@ def test_a_finished_run_can_be_trained_for_longer(click_log: Path, tmp_path: Pat
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_a_run_goes_on_with_the_rows_it_began_with_alone(click_log: Path, tmp_path: Path) -> None:
+def test_resumed_run_rejects_other_rows(click_log: Path, tmp_path: Path) -> None:
     config = small(click_log, tmp_path, name="run", steps=4, evaluate_every=4)
     folder = Path(train(config).folder)
     (folder / "summary.json").unlink()  # it was about to finish
@@ -210,9 +210,7 @@ def repeated_once(batches: Iterator[Batch]) -> Iterator[Batch]:
         before = batch
 
 
-def test_rows_that_are_lost_and_repeated_are_in_the_summary(
-    click_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_summary_counts_lost_and_repeated_rows(click_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small(click_log, tmp_path, steps=4, evaluate_every=4)
     assert isinstance(config.workload, ClickWorkload)
     # The configuration's own class; a subclass has all of its fields.
@@ -275,9 +273,7 @@ print("mixed cluster: ok", flush=True)  # at its end the process may lose its ra
 """Trains on a cluster of several Ray nodes on this machine, one of them with something that stands in for an accelerator."""
 
 
-def test_the_same_weights_on_a_cluster_with_nodes_for_workers_and_for_data_tasks(
-    finished: tuple[TrainConfig, Result], tmp_path: Path
-) -> None:
+def test_separate_data_nodes_keep_weights(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
     config, result = finished
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
@@ -295,9 +291,7 @@ def test_the_same_weights_on_a_cluster_with_nodes_for_workers_and_for_data_tasks
 
 
 @pytest.mark.extended
-def test_torchrun_trains_the_same_weights_also_when_a_process_is_killed(
-    finished: tuple[TrainConfig, Result], tmp_path: Path
-) -> None:
+def test_torchrun_matches_weights_after_killed_process(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
     """Two processes without Ray; torchrun starts both again, and they resume."""
     folder = finished[1].folder
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
@@ -322,15 +316,13 @@ def test_torchrun_trains_the_same_weights_also_when_a_process_is_killed(
     assert (summary["restarts"], summary["rows_lost"], summary["rows_repeated"]) == (1, 0, 0)
 
 
-def test_another_seed_gives_other_weights(alone: tuple[TrainConfig, Result], tmp_path: Path) -> None:
+def test_other_seed_changes_weights(alone: tuple[TrainConfig, Result], tmp_path: Path) -> None:
     config, result = alone
     other = train(config.replace(storage_path=str(tmp_path), name="other", seed=1, steps=4))
     assert losses(other.folder)[0] != losses(result.folder)[0]
 
 
-def test_one_worker_on_ray_trains_what_this_process_trains(
-    local_ray: None, alone: tuple[TrainConfig, Result], tmp_path: Path
-) -> None:
+def test_one_worker_on_ray_matches_in_process_run(local_ray: None, alone: tuple[TrainConfig, Result], tmp_path: Path) -> None:
     config, here = alone
     on_ray = train(config.replace(storage_path=str(tmp_path), cluster={"address": None}))
     was_on_ray = [
@@ -343,7 +335,7 @@ def test_one_worker_on_ray_trains_what_this_process_trains(
     assert losses(on_ray.folder) == losses(here.folder)
 
 
-def test_the_processes_of_a_local_ray_are_copies_that_share_no_identifiers(local_ray: None) -> None:
+def test_forked_ray_processes_share_no_identifiers(local_ray: None) -> None:
     import ray
 
     def seen() -> tuple[str, bool, int, str]:
@@ -366,7 +358,9 @@ def test_golden_loss_curves(finished: tuple[TrainConfig, Result], alone: tuple[T
     check_golden("criteo_demo_losses", measured, tolerance=1e-4)
 
 
-def test_two_logs_and_a_ready_preprocessor(alone: tuple[TrainConfig, Result], click_log: Path, tmp_path: Path) -> None:
+def test_train_accepts_two_logs_and_ready_preprocessor(
+    alone: tuple[TrainConfig, Result], click_log: Path, tmp_path: Path
+) -> None:
     """Training log and evaluation log of their own, gzip, with the Preprocessor of another run."""
     import gzip
 
@@ -389,7 +383,7 @@ def test_two_logs_and_a_ready_preprocessor(alone: tuple[TrainConfig, Result], cl
     assert run.summary["preprocessor"] == result.summary["preprocessor"]
 
 
-def test_faulty_rows_are_counted_or_refused(click_log: Path, tmp_path: Path) -> None:
+def test_invalid_rows_are_counted_or_rejected(click_log: Path, tmp_path: Path) -> None:
     lines = lines_of(click_log)[:3000]
     lines[10] = b"not a row\n"
     lines[20] = lines[20].replace(b"\t", b"\tx", 1)
@@ -404,7 +398,7 @@ def test_faulty_rows_are_counted_or_refused(click_log: Path, tmp_path: Path) -> 
     assert not os.path.exists(tmp_path / "runs" / "strict" / "summary.json")
 
 
-def test_saves_apart_from_evaluations_keep_the_best(click_log: Path, tmp_path: Path) -> None:
+def test_saves_between_evaluations_keep_best(click_log: Path, tmp_path: Path) -> None:
     """A save before the first evaluation, saves between evaluations, and early stopping on top."""
     config = small(click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18)
     summary = train(config).summary
@@ -415,7 +409,7 @@ def test_saves_apart_from_evaluations_keep_the_best(click_log: Path, tmp_path: P
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_validation_of_one_class_is_judged_by_logloss(click_log: Path, tmp_path: Path) -> None:
+def test_one_class_validation_uses_logloss(click_log: Path, tmp_path: Path) -> None:
     clicks = [line for line in lines_of(click_log) if line.startswith(b"1")][:300]
     (tmp_path / "only_clicks.txt").write_bytes(b"".join(clicks))
     config = small(click_log, tmp_path, steps=8, evaluate_every=4, early_stopping={"patience": 2})
@@ -426,7 +420,7 @@ def test_validation_of_one_class_is_judged_by_logloss(click_log: Path, tmp_path:
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_another_number_of_workers_goes_on_without_loss(click_log: Path, tmp_path: Path) -> None:
+def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path) -> None:
     """Two workers train to a checkpoint, one finishes the epoch: every row counted once."""
     fields = {"steps": None, "epochs": 2, "evaluate_every": 300, "checkpoint": {"every": 40}, "batch_size": 96}
     config = small(click_log, tmp_path, **fields, scaling={"num_workers": 2})

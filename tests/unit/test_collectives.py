@@ -14,7 +14,7 @@ from rayrec.config import InputError
 from rayrec.training.launchers.process_worker import device_of
 
 
-def test_nccl_is_bound_to_the_workers_gpu() -> None:
+def test_nccl_group_is_bound_to_worker_gpu() -> None:
     found = group_arguments(torch.device("cuda", 5), timeout_s=60.0)
     assert (found["backend"], found["device_id"], found["timeout"].total_seconds()) == ("nccl", torch.device("cuda", 5), 60)
     found = group_arguments(torch.device("cpu"), timeout_s=60.0)
@@ -24,19 +24,19 @@ def test_nccl_is_bound_to_the_workers_gpu() -> None:
 @pytest.mark.parametrize(
     ("backends", "expected"), [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cpu")]
 )
-def test_group_device_is_the_cpu_if_a_backend_serves_it(monkeypatch: pytest.MonkeyPatch, backends: str, expected: str) -> None:
+def test_group_device_prefers_supported_cpu(monkeypatch: pytest.MonkeyPatch, backends: str, expected: str) -> None:
     monkeypatch.setattr(distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert group_device() == torch.device(expected)
 
 
-def test_a_process_has_the_gpu_of_its_number_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_uses_gpu_of_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     last = TorchrunEnv(rank=31, world_size=32, local_rank=7, local_world_size=8, restarts=0)
     assert device_of(last, use_gpu=True) == torch.device("cuda", 7)
     assert device_of(last, use_gpu=False) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Slurm has bound one GPU to each process
-    with pytest.raises(InputError, match=r"LOCAL_RANK=7 on .*: this process sees 1 GPUs; .*--gpu-bind=none"):
+    with pytest.raises(InputError, match=r"LOCAL_RANK=7 on .*: this process sees 1 GPUs\. .*--gpu-bind=none"):
         device_of(last, use_gpu=True)
 
 
@@ -45,7 +45,7 @@ def test_gathered_rows_sum_gradients_in_rank_order(size: int, tmp_path: Path) ->
     run_ranks(gathered_rows_of_ranks, size, str(tmp_path))
 
 
-def test_gathered_rows_of_one_worker_are_its_own() -> None:
+def test_gathered_rows_of_one_worker_are_unchanged() -> None:
     values = torch.ones(2, 3, requires_grad=True)
     rows, own = gathered_rows(values)
     rows[own].sum().backward()

@@ -31,13 +31,13 @@ def shared(*resources: dict[str, float], **changes: Any) -> Layout:
     return layout(nodes, **{**fields, **changes})
 
 
-def test_workers_on_cpus_take_half() -> None:
+def test_cpu_workers_reserve_half() -> None:
     shares = shared({"CPU": 2.0})
     assert (shares.num_workers, shares.cpus_per_worker, shares.worker_resources) == (2, 0.5, {"CPU": 0.5})
     assert (shares.per_worker.max_cpus, shares.per_worker.label_selector) == (0.5, None)
 
 
-def test_data_tasks_keep_off_the_nodes_of_workers() -> None:
+def test_data_tasks_avoid_worker_nodes() -> None:
     shares = shared({"CPU": 4.0}, {"CPU": 2.0, "GPU": 2.0}, use_gpu=True)
     assert shares.worker_resources == {"CPU": 1.0, "GPU": 1.0}
     assert shares.per_worker.max_cpus == 2.0
@@ -59,7 +59,7 @@ GPU_NODES = [{"CPU": 96.0, "GPU": 8.0}] * 4
         ([], "auto", False, 11.0),
     ],
 )
-def test_data_tasks_are_separated_if_the_other_nodes_have_enough_cpus(
+def test_data_tasks_separate_if_other_nodes_suffice(
     others: list[dict[str, float]], data_nodes: str, apart: bool, cpus_each: float
 ) -> None:
     shares = shared(*others, *GPU_NODES, num_workers=32, use_gpu=True, data_nodes=data_nodes)
@@ -69,14 +69,14 @@ def test_data_tasks_are_separated_if_the_other_nodes_have_enough_cpus(
     assert f"{cpus_each:.3g} CPUs for each worker" in shares.text()
 
 
-def test_with_fewer_workers_the_other_nodes_may_be_enough() -> None:
+def test_fewer_workers_need_fewer_other_nodes() -> None:
     """An elastic run decides for the number of workers that fit."""
     nodes: tuple[dict[str, float], ...] = ({"CPU": 16.0}, *GPU_NODES)
     assert not shared(*nodes, num_workers=(1, 32), use_gpu=True).workers_only
     assert shared(*nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True).workers_only == {"1"}
 
 
-def test_the_layout_is_printed_in_a_line() -> None:
+def test_layout_text_is_one_line() -> None:
     shares = shared({"CPU": 8.0}, *GPU_NODES, num_workers=32, use_gpu=True)
     assert shares.text() == (
         "32 workers, each with 1 CPU, 1 GPU; data tasks on all 5 nodes, 11.2 CPUs for each worker (nodes without workers have "
@@ -101,7 +101,7 @@ SLOTS = {"resources_per_worker": {"slot": 1.0}, "cpus_per_worker": 0.5, "num_wor
         ([{"CPU": 1.0, "slot": 4.0}], 1),  # a second would leave data tasks nothing
     ],
 )
-def test_as_many_workers_as_there_is_room_for(nodes: list[dict[str, float]], expected: int) -> None:
+def test_layout_uses_as_many_workers_as_fit(nodes: list[dict[str, float]], expected: int) -> None:
     assert shared(*nodes, **SLOTS).num_workers == expected
 
 
@@ -119,12 +119,12 @@ def test_as_many_workers_as_there_is_room_for(nodes: list[dict[str, float]], exp
         ([{"CPU": 1.0, "slot": 1.0}], {**SLOTS, "num_workers": (2, 3)}, "2 workers need 2 slot"),
     ],
 )
-def test_what_does_not_fit_is_refused(nodes: list[dict[str, float]], changes: dict[str, Any], message: str) -> None:
+def test_layout_rejects_unfit_workers(nodes: list[dict[str, float]], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         shared(*nodes, **changes)
 
 
-def test_nodes_that_are_to_go_are_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray places nothing on a node that is being drained, though it lives on till then."""
     import ray
 
@@ -152,20 +152,22 @@ WORKERS = {"state": "CREATED", "bundles": {0: {"CPU": 2.0}, 1: {"CPU": 2.0}}, "b
         ([{"CPU": 2.0}, {"CPU": 4.0}], {**WORKERS, "bundles_to_node_id": {}}, {"0": 2.0, "1": 4.0}),  # not placed yet
     ],
 )
-def test_nodes_with_room_for_data_tasks(nodes: list[dict[str, float]], group: dict[str, Any], expected: dict[str, float]) -> None:
+def test_nodes_for_tasks_subtracts_placement_groups(
+    nodes: list[dict[str, float]], group: dict[str, Any], expected: dict[str, float]
+) -> None:
     found = [Node(str(number), each) for number, each in enumerate(nodes)]
     left = nodes_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
     assert {node.node_id: node.resources["CPU"] for node in left} == expected
 
 
-def test_data_tasks_of_a_mixed_cluster_have_only_the_nodes_without_workers() -> None:
+def test_nodes_for_tasks_excludes_worker_nodes() -> None:
     workers, data, joined = (Node(name, {"CPU": 8.0}) for name in "012")
     shares = shared({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}, use_gpu=True)
     assert nodes_for_tasks([workers, data, joined], [], shares) == [data, joined]
     assert nodes_for_tasks([workers], [], shares) == []  # the data node is gone
 
 
-def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_model_reaches_processes_without_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if only a configuration nested in rayrec's own, here the model's, comes from the user's file."""
     shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
     recipe = function_in_file(f"{file}:own_model", returns=TrainConfig)
@@ -188,12 +190,12 @@ def test_the_users_model_reaches_processes_that_lack_its_file(tmp_path: Path, mo
     ("submitted", "forked"),
     [(None, True), ({"working_dir": "gcs://x.zip", "env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)],
 )
-def test_which_jobs_have_their_processes_forked(submitted: dict[str, object] | None, *, forked: bool) -> None:
+def test_python_of_workers_depends_on_job(submitted: dict[str, object] | None, *, forked: bool) -> None:
     environment = {} if submitted is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": submitted})}
     assert bool(connection._python_of_workers(environment)) is forked
 
 
-def test_train_workers_have_no_variable_that_ray_train_does_not_hand_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_environment_matches_ray_train_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else no process that was started ahead is taken for a worker."""
     monkeypatch.setattr(connection, "is_local_ray", lambda: True)
     assert connection.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}

@@ -64,7 +64,7 @@ def started(program: Path, address: str, *, added: dict[str, str] | None = None)
     return json.loads(done.stdout), done.stderr
 
 
-def test_a_forked_process_is_as_one_that_was_started(server: ForkServer, program: Path) -> None:
+def test_forked_process_matches_started_process(server: ForkServer, program: Path) -> None:
     found, said = started(program, server.address)
     assert not said
     assert found["arguments"] == [str(program), "--one"]
@@ -76,7 +76,7 @@ def test_a_forked_process_is_as_one_that_was_started(server: ForkServer, program
     assert found["files"] == ["socket"], "beside the standard ones: what the process that asked waits for"
 
 
-def test_processes_that_name_the_same_modules_share_them(server: ForkServer, program: Path) -> None:
+def test_processes_with_same_modules_share_template(server: ForkServer, program: Path) -> None:
     names = {"FROM_HERE": "from ${HERE}${NOWHERE}", MODULES: "sndhdr,no_such_module"}
     (one, _), (again, _), (other, _), (plain, _) = (
         started(program, server.address, added=each)
@@ -95,7 +95,7 @@ def test_processes_that_name_the_same_modules_share_them(server: ForkServer, pro
 
 
 @pytest.mark.parametrize("added", [{}, {MODULES: "sndhdr,no_such_module"}])
-def test_linux_kills_forked_processes_first(
+def test_forked_processes_have_high_oom_score(
     server: ForkServer, program: Path, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If memory is short, as it does with the processes that Ray's node manager starts."""
@@ -108,7 +108,7 @@ def test_linux_kills_forked_processes_first(
     assert found["oom_score"] == (1000 if added else own + 1), "never below its own"
 
 
-def test_a_forked_process_has_its_time_zone(server: ForkServer, program: Path) -> None:
+def test_forked_process_has_own_time_zone(server: ForkServer, program: Path) -> None:
     found, _ = started(program, server.address, added={"TZ": "ABC-3"})
     assert found["zone"] == "ABC"
 
@@ -125,7 +125,7 @@ os.fork = failing_fork
 
 
 @pytest.mark.parametrize("added", [{}, {MODULES: "chunk"}])
-def test_a_server_outlasts_a_fork_that_fails(
+def test_fork_server_survives_failed_fork(
     program: Path, tmp_path: Path, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "failing_fork.py").write_text(FAILING_FORK)
@@ -143,7 +143,7 @@ def test_a_server_outlasts_a_fork_that_fails(
     assert imported == [[], ["chunk", "colorsys"] if added else ["colorsys"]] * 2
 
 
-def test_modules_replaced_with_the_same_time_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_modules_with_same_time_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by packages whose files all have one time."""
     file = tmp_path / "replaced_module.py"
     file.write_text("A = 1")
@@ -159,13 +159,13 @@ def test_modules_replaced_with_the_same_time_are_old(tmp_path: Path, monkeypatch
     assert imported.is_old()
 
 
-def test_without_a_server_ray_starts_a_process_as_ever(program: Path, tmp_path: Path) -> None:
+def test_worker_starts_normally_without_fork_server(program: Path, tmp_path: Path) -> None:
     found, said = started(program, str(tmp_path / "none"))
     assert "rayrec: this worker imports its modules itself: the fork server does not answer" in said
     assert (found["arguments"], found["imported"]) == ([str(program), "--one"], [])
 
 
-def test_a_closed_server_ends_with_its_templates(program: Path) -> None:
+def test_closed_fork_server_ends_templates(program: Path) -> None:
     server = ForkServer(libraries=["colorsys"])
     found, _ = started(program, server.address, added={MODULES: "chunk"})
     server.close()
@@ -173,7 +173,7 @@ def test_a_closed_server_ends_with_its_templates(program: Path) -> None:
     wait_until_gone(found["parent"])  # when the template has read the end of its requests
 
 
-def test_a_server_whose_owner_was_killed_leaves_nothing() -> None:
+def test_fork_server_of_killed_owner_leaves_nothing() -> None:
     server = ForkServer(libraries=["colorsys"])
     assert server._process.stdin is not None
     server._process.stdin.close()  # as the kernel does for a process that is killed
@@ -240,7 +240,7 @@ def wait_until_gone(process: int) -> None:
     until(lambda: not Path(f"/proc/{process}").exists())
 
 
-def test_a_node_has_one_server_that_ends_with_its_ray(node_manager: NodeManager, tmp_path: Path) -> None:
+def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_path: Path) -> None:
     program, module = tmp_path / "program.py", tmp_path / "changes.py"
     program.write_text(SMALL)
     module.write_text("SAID = 'old'")
@@ -273,7 +273,7 @@ def test_a_node_has_one_server_that_ends_with_its_ray(node_manager: NodeManager,
     wait_until_gone(other)
 
 
-def test_a_node_keeps_the_newest_servers(tmp_path: Path) -> None:
+def test_node_keeps_newest_fork_servers(tmp_path: Path) -> None:
     files = [f"7-{number:08x}" for number in range(4)]
     for age_s, name in enumerate([*files, "7-00000000.lock", "7-00000000.log", "8-00000000"]):
         (tmp_path / name).touch()
@@ -283,12 +283,12 @@ def test_a_node_keeps_the_newest_servers(tmp_path: Path) -> None:
     assert left == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
 
 
-def test_a_node_without_this_python_runs_its_own(node_manager: NodeManager, program: Path) -> None:
+def test_node_without_this_python_uses_ray_python(node_manager: NodeManager, program: Path) -> None:
     elsewhere = forked_worker.python_of_a_job().replace(sys.executable, "/nowhere/python")
     assert node_manager.start(program, elsewhere).startswith(str(program)), "the echo of its arguments"
 
 
-def test_paths_of_pythons_may_have_any_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that mean something to the shell to which Ray gives them."""
     folder = tmp_path / "a b $(touch ran) 'c'"
     folder.mkdir()
@@ -308,7 +308,7 @@ def test_paths_of_pythons_may_have_any_letters(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_server_that_others_could_listen_to_is_not_asked(node_manager: NodeManager, tmp_path: Path) -> None:
+def test_insecure_fork_server_folder_is_rejected(node_manager: NodeManager, tmp_path: Path) -> None:
     (tmp_path / "session_1" / "rayrec").mkdir(mode=0o755)
     (tmp_path / "program.py").write_text(SMALL)
     found = json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))
@@ -316,9 +316,7 @@ def test_a_server_that_others_could_listen_to_is_not_asked(node_manager: NodeMan
     assert "rayrec must be accessible to this user only" in node_manager.errors()
 
 
-def test_workers_of_other_languages_start_as_without_rayrec(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ray's own program, with the arguments that the node manager gave."""
     java = tmp_path / "java"
     java.write_text('#!/bin/sh\necho "$A $@"\n')
@@ -352,12 +350,12 @@ def test_workers_of_other_languages_start_as_without_rayrec(
         ({"env_vars": {"GOMP_SPINCOUNT": "100"}}, "its runtime environment sets GOMP_SPINCOUNT"),
     ],
 )
-def test_which_runtime_environments_need_a_new_process(context: dict[str, Any], reason: str) -> None:
+def test_unsupported_reason_of_runtime_environments(context: dict[str, Any], reason: str) -> None:
     assert forked_worker.unsupported_reason(context, {MODULES: "torch"}) == reason
 
 
 @pytest.mark.parametrize("modules", ["", "torch"])
-def test_kinetos_daemon_needs_a_process_that_imports_torch(modules: str) -> None:
+def test_kineto_daemon_requires_unforked_process(modules: str) -> None:
     """Its thread is started by the import; a running Ray has added the variables of the runtime environment."""
     reason = "KINETO_USE_DAEMON makes torch start a thread when imported, which a fork would lose" if modules else ""
     assert forked_worker.unsupported_reason({}, {"KINETO_USE_DAEMON": "1", MODULES: modules}) == reason

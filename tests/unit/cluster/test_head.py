@@ -72,7 +72,7 @@ def served() -> Iterator[tuple[Head, str]]:
     server.stop(None)
 
 
-def test_a_cluster_without_a_token_is_sent_none(user: Path, served: tuple[Head, str]) -> None:
+def test_cluster_without_token_receives_no_token(user: Path, served: tuple[Head, str]) -> None:
     service, address = served
     user.write_text(TOKEN)
     require_head(address, source=address)
@@ -80,7 +80,7 @@ def test_a_cluster_without_a_token_is_sent_none(user: Path, served: tuple[Head, 
     assert "RAY_AUTH_MODE" not in os.environ
 
 
-def test_a_cluster_that_asks_for_a_token_is_sent_the_users(user: Path, served: tuple[Head, str]) -> None:
+def test_cluster_with_token_receives_user_token(user: Path, served: tuple[Head, str]) -> None:
     service, address = served
     service.token = TOKEN
     user.write_text(TOKEN)
@@ -99,7 +99,7 @@ def test_a_cluster_that_asks_for_a_token_is_sent_the_users(user: Path, served: t
         ({"RAY_AUTH_MODE": "token"}, None, "Name the token's file in RAY_AUTH_TOKEN_PATH"),
     ],
 )
-def test_a_refused_token_is_reported_as_that(
+def test_rejected_token_is_reported(
     user: Path,
     served: tuple[Head, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -121,7 +121,7 @@ def test_a_refused_token_is_reported_as_that(
     assert (token or "f" * 64) not in str(raised.value)
 
 
-def test_another_version_of_ray_is_refused(user: Path, served: tuple[Head, str]) -> None:
+def test_other_ray_version_is_rejected(user: Path, served: tuple[Head, str]) -> None:
     service, address = served
     service.version = "2.9.0"
     with pytest.raises(InputError, match=r"runs Ray 2\.9\.0, but this environment has Ray 2\."):
@@ -129,7 +129,7 @@ def test_another_version_of_ray_is_refused(user: Path, served: tuple[Head, str])
 
 
 @pytest.mark.usefixtures("user")
-def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_without_listener_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_ports(1)}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process share a Ray
@@ -141,7 +141,7 @@ def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("user")
-def test_what_is_no_address_is_refused() -> None:
+def test_invalid_address_is_rejected() -> None:
     for address, message in (
         ("127.0.0.1:70000", "no Ray cluster answers there"),
         ("6379", "must be the address of a Ray cluster"),
@@ -152,7 +152,7 @@ def test_what_is_no_address_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("user")
-def test_rays_client_server_is_refused_by_every_command(
+def test_commands_reject_ray_client_server(
     click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where something listens, before anything is read or started."""
@@ -181,14 +181,14 @@ def test_rays_client_server_is_refused_by_every_command(
     assert not os.path.exists(out)
 
 
-def test_a_connection_through_rays_client_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_through_client_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
     monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
     with pytest.raises(InputError, match=r"^ray\.init: must be reached directly, got Ray's client server \(ray://\)\."):
         connection.connect(None, num_cpus=None, object_store_bytes=None, log_to_driver=False)
 
 
-def test_a_listener_that_is_no_head_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listener_without_ray_head_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_ANSWER_S", 0.3)
     with socket.create_server(("0.0.0.0", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -197,7 +197,7 @@ def test_a_listener_that_is_no_head_is_named_as_that(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("user")
-def test_a_local_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     timed_out = Exception("The current node timed out during startup.\nThis could happen because")  # Ray's own class
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", raising(timed_out))

@@ -20,7 +20,7 @@ def test_credentials_are_sent_only_on_request() -> None:
     assert runtime_env({**S3, "RAYREC_SEND_CREDENTIALS": "0"}) is None
 
 
-def test_sent_credentials_are_in_the_hook_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sent_credentials_are_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray pickles the hook and keeps it with the job's functions; what else is in a runtime environment it logs and shows."""
     sent = runtime_env({**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
     assert sent is not None
@@ -42,12 +42,12 @@ def test_sent_credentials_are_in_the_hook_alone(monkeypatch: pytest.MonkeyPatch)
         ({"RAYREC_SEND_CREDENTIALS": "1"}, "no store settings found in the environment. Set AWS_ACCESS_KEY_ID"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused(environment: dict[str, str], message: str) -> None:
+def test_runtime_env_rejects_invalid_request(environment: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         runtime_env(environment)
 
 
-def test_the_refusal_names_the_node_and_the_settings_but_no_value() -> None:
+def test_refusal_contains_node_and_settings_without_values() -> None:
     line = refusal("10.0.0.2", "s3://logs: access denied (HTTP status 403); set AWS_PROFILE", S3)
     assert line == (
         "node 10.0.0.2 does not reach the store, which this machine does: s3://logs: access denied (HTTP status 403); set "
@@ -74,14 +74,14 @@ class Asked:
         return self._answers
 
 
-def test_a_node_that_does_not_reach_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_reachable_rejects_node_without_store(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch, ("10.0.0.1", None), ("10.0.0.2", "s3://b: access denied"))
     with pytest.raises(InputError, match=r"node 10\.0\.0\.2 does not reach the store"):
         require_reachable(("s3://b/log/day_*/x.tsv?region=eu", None, "/local", "s3://a/runs/"))
     assert asked.urls == ["s3://a/runs/", "s3://b/log?region=eu"]
 
 
-def test_nodes_are_not_asked_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_reachable_skips_needless_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch, ("10.0.0.2", "s3://b: access denied"))
     require_reachable(("/local", None))
     monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(is_head=lambda: True))
@@ -89,13 +89,13 @@ def test_nodes_are_not_asked_without_need(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked.urls == []
 
 
-def test_a_store_that_is_out_for_all_is_left_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_reachable_ignores_general_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch, ("10.0.0.2", "the store was out"), here="the store was out")
     require_reachable(("s3://b/log",))
     assert asked.urls == []
 
 
-def test_a_process_without_a_store_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_error_describes_unreachable_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)

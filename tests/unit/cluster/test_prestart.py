@@ -10,7 +10,7 @@ from hosts.ports import free_ports
 from rayrec.cluster import prestart
 
 
-def test_the_hook_imports_what_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hook_imports_available_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "breaks_when_imported.py").write_text("raise RuntimeError('broken')")
     (tmp_path / "imported_ahead.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -23,7 +23,7 @@ def test_the_hook_imports_what_can_be_imported(tmp_path: Path, monkeypatch: pyte
     assert "breaks_when_imported" not in sys.modules
 
 
-def test_which_processes_import_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preloads_modules_depends_on_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prestart, "train_environment", dict)
     monkeypatch.setattr(prestart, "_of_job", lambda: {"py_executable": "python"})
     of_workers = prestart.of_train_workers({"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])})
@@ -37,7 +37,7 @@ def test_which_processes_import_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prestart.for_tasks_of({prestart.HOOK: "the job's own"}) == {}
 
 
-def test_a_node_that_does_not_answer_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prestart_returns_false_without_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     class Context:

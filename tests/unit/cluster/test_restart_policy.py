@@ -25,7 +25,7 @@ def ended(status: int | None, *, duration_s: float = 1.0) -> AttemptResult:
         (ended(126), 2),
     ],
 )
-def test_some_endings_are_final_at_once(ending: AttemptResult, status: int) -> None:
+def test_judge_quits_after_final_results(ending: AttemptResult, status: int) -> None:
     tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
     assert isinstance(decision, Quit)
     assert decision.status == status
@@ -34,13 +34,13 @@ def test_some_endings_are_final_at_once(ending: AttemptResult, status: int) -> N
 
 @pytest.mark.parametrize("status", [1, 137, 139, 143, 255, None])
 @pytest.mark.parametrize(("duration_s", "wait_s", "short_lived"), [(1.0, 5.0, 1), (99.9, 5.0, 1), (100.0, 0.0, 0)])
-def test_others_lead_to_another_attempt(status: int | None, duration_s: float, wait_s: float, short_lived: int) -> None:
+def test_judge_retries_other_results(status: int | None, duration_s: float, wait_s: float, short_lived: int) -> None:
     tally, decision = judge(POLICY, AttemptHistory(attempts=3), ended(status, duration_s=duration_s), jitter=0.5)
     assert decision == wait_s
     assert tally == AttemptHistory(attempts=3, short_lived=short_lived, accepted=status is not None or not short_lived)
 
 
-def test_a_lost_head_counts_only_where_the_attempt_was_short_lived() -> None:
+def test_lost_head_counts_only_after_short_attempt() -> None:
     lost = AttemptResult("lost", duration_s=5000.0, ran=True)
     assert judge(POLICY, AttemptHistory(1, short_lived=2), lost, jitter=0.0) == (AttemptHistory(1, 0, True), 0.0)
     short = AttemptResult("lost", duration_s=5.0, ran=True)
@@ -49,7 +49,7 @@ def test_a_lost_head_counts_only_where_the_attempt_was_short_lived() -> None:
     assert judge(POLICY, AttemptHistory(1), unborn, jitter=0.5)[0] == AttemptHistory(1, 1, accepted=False)
 
 
-def test_a_stop_that_a_supervisor_asked_for_is_nobodys_wish_any_more() -> None:
+def test_stop_of_earlier_supervisor_is_retried() -> None:
     stopped = AttemptResult("stopped", duration_s=5.0, ran=True, stop_requested=True)
     assert judge(POLICY, AttemptHistory(3, short_lived=2), stopped, jitter=0.5) == (AttemptHistory(3), 0.0)
     failed = AttemptResult("failed", status=1, duration_s=5.0, ran=True, stop_requested=True)
@@ -66,7 +66,7 @@ def run_through(policy: Policy, endings: list[AttemptResult]) -> tuple[int, Quit
     return len(endings), None
 
 
-def test_short_lived_attempts_in_a_row_are_too_many_at_some_point() -> None:
+def test_judge_quits_after_max_short_attempts() -> None:
     attempts, decision = run_through(POLICY, [ended(1)] * 10)
     assert attempts == 3
     failed = "ran for less than 100 s or ended with an error of yours"
@@ -75,12 +75,12 @@ def test_short_lived_attempts_in_a_row_are_too_many_at_some_point() -> None:
     assert run_through(Policy(max_failures=-1), [ended(1)] * 1000) == (1000, None)
 
 
-def test_a_healthy_attempt_in_between_begins_the_count_anew() -> None:
+def test_healthy_attempt_resets_count() -> None:
     healthy, short = ended(1, duration_s=200.0), ended(1)
     assert run_through(POLICY, [short, short, healthy] * 50) == (150, None)
 
 
-def test_flags_that_were_good_once_are_tried_again() -> None:
+def test_accepted_flags_are_retried() -> None:
     """A cluster that is coming back may lack nodes or file systems, which ends an attempt as a wrong flag does."""
     attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
     assert attempts == 4
@@ -89,12 +89,12 @@ def test_flags_that_were_good_once_are_tried_again() -> None:
     assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
 
 
-def test_other_data_of_a_finished_run_is_final() -> None:
+def test_judge_quits_if_finished_run_has_other_data() -> None:
     changed = AttemptResult("failed", status=2, duration_s=500.0, ran=True, run_finished=True)
     assert judge(POLICY, AttemptHistory(attempts=2, accepted=True), changed, jitter=0.5)[1] == Quit(2, describe(changed))
 
 
-def test_an_attempt_that_lived_long_had_good_flags_but_not_for_ever() -> None:
+def test_long_attempt_accepts_flags_up_to_max_failures() -> None:
     """Whatever is to be fixed then, a full disk say, either passes or ends every attempt after hours of training."""
     late = ended(2, duration_s=500.0)
     tally, decision = judge(POLICY, AttemptHistory(attempts=1), late, jitter=0.5)
@@ -104,7 +104,7 @@ def test_an_attempt_that_lived_long_had_good_flags_but_not_for_ever() -> None:
     assert run_through(POLICY, [late, late, ended(1, duration_s=500.0)] * 5) == (15, None)
 
 
-def test_pauses_double_to_a_limit_and_are_spread() -> None:
+def test_pauses_double_to_limit_with_jitter() -> None:
     def pauses(jitter: float) -> list[float]:
         return [pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter) for times in range(9)]
 
@@ -115,7 +115,7 @@ def test_pauses_double_to_a_limit_and_are_spread() -> None:
     assert pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
 
 
-def test_exit_statuses_are_told_as_a_shell_and_a_person_would() -> None:
+def test_exit_statuses_are_described() -> None:
     assert [shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [None, 0, 2, 137, 143, 143]
     assert describe(ended(137)) == "was killed by SIGKILL"
     assert describe(ended(143)) == "was preempted (exit status 143)"
@@ -124,7 +124,7 @@ def test_exit_statuses_are_told_as_a_shell_and_a_person_would() -> None:
     assert describe(AttemptResult("lost")) == "was lost with the head"
 
 
-def test_a_policy_that_means_nothing_is_refused() -> None:
+def test_policy_rejects_invalid_limits() -> None:
     for wrong in ({"max_failures": -2}, {"healthy_after_s": -1.0}, {"max_wait_s": -1.0}):
         with pytest.raises(InputError):
             Policy(**wrong)

@@ -153,7 +153,7 @@ def supervise(head: FakeHead, tmp_path: Path) -> Supervise:
     return run
 
 
-def test_success_ends_it_and_gives_the_summary(head: FakeHead, supervise: Supervise) -> None:
+def test_supervise_returns_summary_after_success(head: FakeHead, supervise: Supervise) -> None:
     head.ends = [SUCCESS]
     head.logs["run-0001"] = f"step 1\n{{\n  a table\n{json.dumps(SUMMARY, indent=2)}\nsome thread died"
     assert supervise() == Outcome("run", 0, "finished", 1, SUMMARY)
@@ -164,7 +164,7 @@ def test_success_ends_it_and_gives_the_summary(head: FakeHead, supervise: Superv
     assert any("finished, as run-0001" in note for note in head.notes)
 
 
-def test_supervise_after_success_submits_a_job_that_checks_the_data(head: FakeHead, supervise: Supervise) -> None:
+def test_supervise_after_success_submits_data_check(head: FakeHead, supervise: Supervise) -> None:
     """Its supervisor cannot see the data: the run may have finished on others. A refusal is not tried again."""
     head.ends = [SUCCESS, SUCCESS]
     assert (supervise().attempts, supervise().attempts) == (1, 2)
@@ -176,7 +176,7 @@ def test_supervise_after_success_submits_a_job_that_checks_the_data(head: FakeHe
     assert (supervise().status, len(head.submitted)) == (2, 5)
 
 
-def test_failures_are_tried_again_and_a_users_error_is_not(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
+def test_supervise_retries_failures_but_not_user_errors(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
     head.ends = [failure(2, "a table\nrayrec train: steps: -1 makes no sense; give more\nException ignored in a thread")]
     outcome = supervise()
     assert (outcome.status, outcome.cause) == (2, "steps: -1 makes no sense; give more")
@@ -188,7 +188,7 @@ def test_failures_are_tried_again_and_a_users_error_is_not(head: FakeHead, super
     assert "run-0004 was killed by SIGKILL" in log
 
 
-def test_it_gives_up_by_its_policy(head: FakeHead, supervise: Supervise) -> None:
+def test_supervise_gives_up_after_max_failures(head: FakeHead, supervise: Supervise) -> None:
     head.ends = [failure(1)] * 9
     outcome = supervise(policy=Policy(max_failures=2))
     assert (outcome.status, outcome.attempts) == (1, 3)
@@ -196,7 +196,7 @@ def test_it_gives_up_by_its_policy(head: FakeHead, supervise: Supervise) -> None
     assert supervise().status == 130
 
 
-def test_a_job_whose_record_is_gone_is_submitted_again(head: FakeHead, supervise: Supervise) -> None:
+def test_job_without_record_is_resubmitted(head: FakeHead, supervise: Supervise) -> None:
     head.ends = [{"forget": True}, SUCCESS]
     assert supervise().attempts == 2
     head.jobs.clear()
@@ -205,13 +205,13 @@ def test_a_job_whose_record_is_gone_is_submitted_again(head: FakeHead, supervise
     assert any("run-0001 was lost with the head" in note for note in head.notes)
 
 
-def test_a_lost_answer_makes_no_second_job(head: FakeHead, supervise: Supervise) -> None:
+def test_lost_answer_creates_no_second_job(head: FakeHead, supervise: Supervise) -> None:
     head.lose_answers, head.ends = 1, [SUCCESS]
     assert supervise() == Outcome("run", 0, "finished", 1)
     assert len(head.submitted) == 1
 
 
-def test_a_head_that_is_out_of_sorts_is_waited_for(head: FakeHead, supervise: Supervise) -> None:
+def test_supervise_waits_for_unhealthy_head(head: FakeHead, supervise: Supervise) -> None:
     head.busy, head.ends = 3, [SUCCESS]
     assert supervise().status == 0
     assert len(head.submitted) == 1
@@ -219,7 +219,7 @@ def test_a_head_that_is_out_of_sorts_is_waited_for(head: FakeHead, supervise: Su
     assert any("head is back" in note for note in head.notes)
 
 
-def test_a_head_that_stays_away_is_given_up_and_the_job_remembered(head: FakeHead, supervise: Supervise) -> None:
+def test_lost_head_is_given_up_and_job_is_remembered(head: FakeHead, supervise: Supervise) -> None:
     head.busy = 1_000_000
     outcome = supervise(policy=Policy(max_wait_s=0.2))
     assert outcome.status == 1
@@ -229,13 +229,13 @@ def test_a_head_that_stays_away_is_given_up_and_the_job_remembered(head: FakeHea
     assert len(head.submitted) == 1
 
 
-def test_a_dead_address_is_found_so_at_once(supervise: Supervise) -> None:
+def test_dead_address_is_detected_at_once(supervise: Supervise) -> None:
     start_s = time.monotonic()
     assert supervise(address="http://127.0.0.1:9", policy=Policy(max_wait_s=0.1)).status == 1
     assert time.monotonic() - start_s < 30
 
 
-def test_a_live_job_of_the_run_is_followed_without_any_memory_of_it(head: FakeHead, supervise: Supervise) -> None:
+def test_live_job_is_followed_without_state_file(head: FakeHead, supervise: Supervise) -> None:
     head.add("run-0006", status="FAILED")
     head.add("run-0007")
     head.add("other-0001", run="other")
@@ -244,21 +244,21 @@ def test_a_live_job_of_the_run_is_followed_without_any_memory_of_it(head: FakeHe
     assert [job["submission_id"] for job in head.submitted] == ["run-0008"]
 
 
-def test_a_live_job_of_other_flags_is_refused(head: FakeHead, supervise: Supervise) -> None:
+def test_live_job_with_other_flags_is_rejected(head: FakeHead, supervise: Supervise) -> None:
     head.add("run-0001", config_hash="another")
     with pytest.raises(InputError, match="job run-0001 trains run run with other flags"):
         supervise()
     assert head.submitted == []
 
 
-def test_other_flags_begin_anew(head: FakeHead, supervise: Supervise) -> None:
+def test_other_flags_start_new_state(head: FakeHead, supervise: Supervise) -> None:
     head.ends = [SUCCESS, SUCCESS]
     supervise()
     assert supervise(config_hash="another").attempts == 2
     assert len(head.submitted) == 2
 
 
-def test_two_supervisors_of_a_run_are_one_too_many(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
+def test_second_supervisor_is_rejected(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
     notebook = StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
     try:
         with pytest.raises(InputError, match="another supervisor of run run is running"):
@@ -267,7 +267,7 @@ def test_two_supervisors_of_a_run_are_one_too_many(head: FakeHead, supervise: Su
         notebook.close()
 
 
-def test_variables_are_passed_and_never_told(
+def test_environment_variables_are_passed_but_not_logged(
     head: FakeHead, supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match="--env SECRET: not set"):
@@ -281,7 +281,7 @@ def test_variables_are_passed_and_never_told(
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_ctrl_c_stops_the_job_unless_told_otherwise(
+def test_ctrl_c_stops_job_unless_detached(
     head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, detach: bool
 ) -> None:
     def interrupt(self: Any, job: Any) -> None:
@@ -296,9 +296,7 @@ def test_ctrl_c_stops_the_job_unless_told_otherwise(
     assert supervise().attempts == (1 if detach else 2)
 
 
-def test_a_supervisor_that_was_cut_short_while_it_stopped_its_job_goes_on_all_the_same(
-    head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_stop_resubmits_job(head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: Any, *_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -314,13 +312,13 @@ def test_a_supervisor_that_was_cut_short_while_it_stopped_its_job_goes_on_all_th
     assert (outcome.status, outcome.attempts) == (130, 2)  # the second job was stopped by someone
 
 
-def test_a_file_that_is_no_state_is_refused(supervise: Supervise, tmp_path: Path) -> None:
+def test_invalid_state_file_is_rejected(supervise: Supervise, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"steps": 3}')
     with pytest.raises(InputError, match="must be a supervisor's state file"):
         supervise()
 
 
-def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_url_accepts_and_rejects_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     assert dashboard_url(None) == "http://127.0.0.1:8265"
     assert dashboard_url("head:8265") == "http://head:8265"
@@ -332,11 +330,11 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
             dashboard_url(wrong)
 
 
-def test_the_state_lies_with_what_else_is_kept_outside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_path_is_in_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", "/there")
     assert state_path("run") == "/there/supervise/run.json"
 
 
 @pytest.mark.parametrize("log", ["", "no braces", "\n{\n cut short", '{\n  "other": 1\n}\n'])
-def test_a_log_without_a_summary_has_none(log: str) -> None:
+def test_summary_of_returns_none_without_summary(log: str) -> None:
     assert summary_of(log) is None

@@ -50,7 +50,7 @@ def write(config: TrainConfig, data: Any, *, resumes: bool = False) -> list[str]
     return notes
 
 
-def test_a_run_on_a_frame_is_the_run_on_its_parquet_file(tmp_path: Path) -> None:
+def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
     small = config(tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}).updated(
         {"trackers": {"tensorboard": False, "prometheus": False}, "evaluate_every": 4}
     )
@@ -71,7 +71,7 @@ def test_a_run_on_a_frame_is_the_run_on_its_parquet_file(tmp_path: Path) -> None
     assert (resumed.summary["steps"], resumed.summary["rows_lost"], resumed.summary["rows_repeated"]) == (6, 0, 0)
 
 
-def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataframe_is_written_as_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataframe_input, "_GROUP_ROWS", 100)
     monkeypatch.setattr(dataframe_input, "_FILE_ROWS", 200)
     (note,) = write(config(tmp_path), ratings())
@@ -86,7 +86,7 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert storage.read_json(str(place / "written.json")) == {"rows": 600, "columns": COLUMNS}
 
 
-def test_a_run_that_resumes_has_the_data_it_began_with(tmp_path: Path) -> None:
+def test_resumed_run_keeps_written_data(tmp_path: Path) -> None:
     write(config(tmp_path), ratings())
     written = next((tmp_path / "run" / "data" / "train").glob("*.parquet"))
     before = written.read_bytes()
@@ -103,7 +103,7 @@ def test_a_run_that_resumes_has_the_data_it_began_with(tmp_path: Path) -> None:
     assert pq.read_metadata(written).num_rows == 601
 
 
-def test_data_without_its_manifest_is_written_again(tmp_path: Path) -> None:
+def test_data_without_manifest_is_rewritten(tmp_path: Path) -> None:
     place = tmp_path / "run" / "data" / "train"
     place.mkdir(parents=True)
     (place / "a.parquet").write_bytes(b"half")
@@ -111,7 +111,7 @@ def test_data_without_its_manifest_is_written_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in place.iterdir()) == ["part-000000.parquet", "written.json"]
 
 
-def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -131,18 +131,18 @@ def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (ratings(0), {}, "data/train: the DataFrame has no rows to train on"),
     ],
 )
-def test_data_that_is_refused(tmp_path: Path, data: Any, changes: dict[str, Any], message: str) -> None:
+def test_dataframe_input_rejects_invalid_data(tmp_path: Path, data: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         write(config(tmp_path, **changes), data)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_recipe_that_trains_on_other_data(tmp_path: Path) -> None:
+def test_dataframe_input_rejects_other_recipes(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="train_data: recipe mnist_resnet18 does not train on tables"):
         rayrec.train(recipes.mnist_resnet18().replace(storage_path=str(tmp_path)), data=ratings())
 
 
-def test_criteo(tmp_path: Path) -> None:
+def test_dataframe_input_accepts_criteo_columns(tmp_path: Path) -> None:
     """Categories of 8 hexadecimal digits, and integers that pandas holds as floats since some are missing."""
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
@@ -155,7 +155,7 @@ def test_criteo(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_a_dataset(local_ray: None, tmp_path: Path) -> None:
+def test_dataset_is_written_as_parquet(local_ray: None, tmp_path: Path) -> None:
     import ray.data
 
     frame = ratings().drop(columns="unused").reset_index(drop=True)

@@ -116,7 +116,7 @@ def test_finished_run_reads_no_data(finished: Path, monkeypatch: pytest.MonkeyPa
     assert train(finished) == 0
 
 
-def test_summary_without_data_is_of_an_earlier_version(finished: Path) -> None:
+def test_summary_without_data_versions_is_accepted(finished: Path) -> None:
     path = finished / "run" / "summary.json"
     summary = json.loads(path.read_text())
     del summary["data"]

@@ -38,7 +38,7 @@ def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
     return extrapolate(measured, shape, shares, threads_per_worker=None)
 
 
-def test_a_model_that_is_the_limit() -> None:
+def test_forecast_names_model_bottleneck() -> None:
     found = of(MEASURED, "cpus=2")
     assert (found.bottleneck, found.rows_per_s) == ("model", 40_000)
     assert found.data_rows_per_s == pytest.approx(2 / 5e-6)
@@ -49,29 +49,29 @@ def test_a_model_that_is_the_limit() -> None:
     assert "slice of the log" in replace(found, measured_speed=replace(MEASURED, sampled_vocabulary=True)).text()
 
 
-def test_more_cores_and_nodes_train_faster() -> None:
+def test_forecast_scales_with_cores_and_nodes() -> None:
     assert of(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
     assert of(MEASURED, "cpus=8,nodes=4", workers=8).model_rows_per_s == pytest.approx(16 * 40_000)
 
 
-def test_without_gpus_all_nodes_are_alike() -> None:
+def test_cluster_shape_without_gpus_merges_cpu_nodes() -> None:
     found, same = of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8), of(MEASURED, "cpus=8,nodes=4", workers=8)
     assert found == same
     assert found.cpu_rows_per_s == pytest.approx(32 / 49.5e-6)
     assert "On 4 nodes of 8 CPUs:" in found.text()
 
 
-def test_slow_data_tasks_are_the_limit() -> None:
+def test_forecast_names_data_bottleneck() -> None:
     found = of(replace(MEASURED, stage_wall_s={"read": 100e-6}, stage_cpu_s={"read": 1e-6}), "cpus=2")
     assert (found.bottleneck, found.rows_per_s) == ("data", pytest.approx(20_000))
 
 
-def test_cpus_that_workers_and_data_tasks_share_are_the_limit() -> None:
+def test_forecast_names_shared_cpu_bottleneck() -> None:
     found = of(replace(MEASURED, stage_wall_s={"parse": 40e-6}, stage_cpu_s={"parse": 40e-6}), "cpus=2")
     assert (found.bottleneck, found.rows_per_s) == ("cpus", pytest.approx(2 / 85e-6))
 
 
-def test_links_between_nodes_slow_the_model_or_are_the_limit() -> None:
+def test_forecast_includes_network_between_nodes() -> None:
     names: tuple[Exchange, ...] = ("ids", "embeddings", "gradients", "all_reduce")
     flows = {name: Flow(2, 1) for name in names}
     flows["embeddings"].add_all_to_all([500_000.0] * 2, to_owner=False)  # 4 Mbit from each node
@@ -88,7 +88,7 @@ def test_links_between_nodes_slow_the_model_or_are_the_limit() -> None:
     assert "About 9520 rows/s, limited by the network between workers" in slow.text()
 
 
-def test_cpus_that_keep_a_gpu_busy() -> None:
+def test_forecast_returns_cpus_per_gpu() -> None:
     measured = replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0)
     found = of(measured, "cpus=16,gpus=1,nodes=2,cpu_nodes=3")
     assert found.model_rows_per_s == pytest.approx(2e6)
@@ -99,7 +99,7 @@ def test_cpus_that_keep_a_gpu_busy() -> None:
     assert found.bottleneck == "model"
 
 
-def test_what_a_gpu_trains_may_be_given() -> None:
+def test_forecast_uses_given_gpu_speed() -> None:
     measured = replace(MEASURED, device="cuda", num_workers=1, rows_per_s=500_000.0, given=True, notes=("Not looked at.",))
     text = of(measured, "cpus=16,gpus=1,nodes=2,gpu_rows_per_s=500000").text()
     assert "  model    1M rows/s in all, by gpu_rows_per_s: given, not measured\n" in text
@@ -118,7 +118,7 @@ def test_what_a_gpu_trains_may_be_given() -> None:
         ("cpus=8,network_gbit=10,inside_gbit=200", 2, Target(2, 2, links=Links(10.0, 200.0))),
     ],
 )
-def test_memory_is_that_of_the_cluster(text: str, workers: int, target: Target) -> None:
+def test_forecast_target_uses_cluster_memory(text: str, workers: int, target: Target) -> None:
     assert ClusterShape.parse(text).target(workers) == target
 
 
@@ -128,12 +128,12 @@ NO_CLUSTERS += ["cpus=2,gpu_rows_per_s=5", "cpus=2,gpus=1,gpu_rows_per_s=0"]
 
 
 @pytest.mark.parametrize("text", NO_CLUSTERS)
-def test_a_cluster_that_is_none(text: str) -> None:
+def test_cluster_shape_rejects_invalid_text(text: str) -> None:
     with pytest.raises(InputError, match="--cluster: "):
         ClusterShape.parse(text)
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forecast_rejects_unsupported_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="2 workers need 2 CPU"):
         forecast(recipes.criteo_demo("log.txt").replace(scaling={"cpus_per_worker": 1.0}), ClusterShape(1.0))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -22,7 +22,7 @@ from rayrec.workloads.run_config import FailureConfig
         ({10 + 30 * number: number for number in range(1, 100)}, 301),  # progress without an end
     ],
 )
-def test_a_save_that_makes_progress_is_waited_for(written: dict[int, int], over_at: int) -> None:
+def test_grace_period_extends_while_save_progresses(written: dict[int, int], over_at: int) -> None:
     grace = GracePeriod(FailureConfig(grace_s=60.0, max_grace_s=300.0), now_s=1000.0)
     so_far = 0
     for second in range(1000):
@@ -33,7 +33,7 @@ def test_a_save_that_makes_progress_is_waited_for(written: dict[int, int], over_
     raise AssertionError("it was waited for without an end")
 
 
-def test_no_grace_is_no_grace() -> None:
+def test_zero_grace_period_expires_at_once() -> None:
     grace = GracePeriod(FailureConfig(grace_s=0.0, max_grace_s=0.0), now_s=10.0)
     assert not grace.expired(10.0, written_bytes=0)
     assert grace.expired(10.1, written_bytes=1)
@@ -41,7 +41,7 @@ def test_no_grace_is_no_grace() -> None:
 
 @pytest.mark.parametrize("write_s", [0.0, 0.1, 3.0, 40.0])
 @pytest.mark.parametrize("step_s", [0.001, 0.2, 5.0, 30.0])
-def test_the_last_save_ends_before_the_node_goes_and_little_is_left_untrained(write_s: float, step_s: float) -> None:
+def test_last_save_ends_shortly_before_preemption(write_s: float, step_s: float) -> None:
     deadline_s, between_s = 120.0, max(step_s, 1.0)
     begin_s = last_save_s(deadline_s, write_s=write_s, between_s=between_s)
     saved_s = 0.0
@@ -61,7 +61,7 @@ def test_the_last_save_ends_before_the_node_goes_and_little_is_left_untrained(wr
         (None, 0, None),  # nobody knows when the node goes
     ],
 )
-def test_a_notice_saves_at_once_and_ends_the_attempt_before_its_deadline(
+def test_preemption_notice_saves_and_ends_before_deadline(
     monkeypatch: pytest.MonkeyPatch, deadline_s: int | None, save_s: int, ended_at: int | None
 ) -> None:
     now: dict[str, Any] = {"s": 5000.0, "info": None}
@@ -91,7 +91,7 @@ def test_a_notice_saves_at_once_and_ends_the_attempt_before_its_deadline(
     assert watch.urgent() == (ended_at is not None)  # an evaluation is not waited for
 
 
-def test_a_notice_comes_before_room_for_more_workers_and_after_a_signal() -> None:
+def test_preemption_overrides_scale_up_but_not_signals() -> None:
     for cause, expected in ((MORE_WORKERS, NODE_PREEMPTED), ("SIGTERM", "SIGTERM")):
         info = PreemptionInfo(deadline_ms=1, preempted_node_to_ranks={"a": [1]})
         watch = StopMonitor(None, rank=0, preemption=lambda info=info: info)  # type: ignore[misc]
@@ -106,7 +106,7 @@ def test_a_notice_comes_before_room_for_more_workers_and_after_a_signal() -> Non
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_signals(number: signal.Signals, error: type[BaseException]) -> None:
+def test_signals_raise_or_are_noted(number: signal.Signals, error: type[BaseException]) -> None:
     before = signal.getsignal(number)
     with Signals(), pytest.raises(error) as caught:
         signal.raise_signal(number)
@@ -122,7 +122,7 @@ def test_signals(number: signal.Signals, error: type[BaseException]) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_other_threads_leave_signals_alone() -> None:
+def test_signals_ignores_other_threads() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def within() -> Any:
@@ -133,7 +133,7 @@ def test_other_threads_leave_signals_alone() -> None:
         assert pool.submit(within).result() is before
 
 
-def test_room_for_more_workers_waits_for_an_evaluation_and_a_signal_does_not() -> None:
+def test_scale_up_waits_for_evaluation_and_signal_does_not() -> None:
     watch = StopMonitor(None, rank=1)
     for cause, expected in ((None, (False, False)), (MORE_WORKERS, (True, False)), ("SIGTERM", (True, True))):
         watch.cause = cause

@@ -127,11 +127,11 @@ def assert_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tenso
     ],
     ids=str,
 )
-def test_both_loops_do_the_same(changes: dict[str, Any]) -> None:
+def test_huggingface_loop_matches_own_loop(changes: dict[str, Any]) -> None:
     check_that_both_loops_do_the_same(changes)
 
 
-def test_both_loops_do_the_same_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huggingface_loop_matches_own_loop_with_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     products = products_by_onednn(monkeypatch)
     check_that_both_loops_do_the_same({"workload": {"accumulate": 2}})
     assert products
@@ -152,7 +152,7 @@ def check_that_both_loops_do_the_same(changes: dict[str, Any]) -> None:
     assert dataclasses.asdict(own.progress) | timeless == dataclasses.asdict(other.progress) | timeless
 
 
-def test_parts_of_any_number_add_up_to_the_batch() -> None:
+def test_accumulated_parts_match_full_batch() -> None:
     """Three parts of eight rows, and of the epoch's last four: rounding alone may differ."""
     own = Attempt(loop.run, config(workload={"model": {"dropout": 0.0}}))
     parts = Attempt(huggingface.run, config(workload={"model": {"dropout": 0.0}, "accumulate": 3}))
@@ -167,7 +167,7 @@ def whole() -> Attempt:
 
 
 @pytest.mark.parametrize("step", [4, 8, 12])
-def test_an_attempt_that_goes_on_ends_with_the_same_weights(whole: Attempt, step: int) -> None:
+def test_resumed_attempt_matches_uninterrupted_weights(whole: Attempt, step: int) -> None:
     rest = Attempt(huggingface.run, config(), start=whole.saves[step])
     assert rest.finished
     assert_same(rest.tensors(), whole.tensors())
@@ -176,7 +176,7 @@ def test_an_attempt_that_goes_on_ends_with_the_same_weights(whole: Attempt, step
     ]
 
 
-def test_asked_to_stop_it_saves_the_very_step_and_goes_on_from_it(whole: Attempt) -> None:
+def test_stop_request_saves_step_and_resumes(whole: Attempt) -> None:
     first = Attempt(huggingface.run, config(), stop_at=6)
     assert not first.finished
     assert first.progress.step == 6
@@ -185,14 +185,14 @@ def test_asked_to_stop_it_saves_the_very_step_and_goes_on_from_it(whole: Attempt
     assert_same(rest.tensors(), whole.tensors())
 
 
-def test_a_notice_saves_at_once_and_training_goes_on(whole: Attempt) -> None:
+def test_preemption_notice_saves_and_training_continues(whole: Attempt) -> None:
     warned = Attempt(huggingface.run, config(), preempt_at=6)
     assert warned.finished
     assert list(warned.saves) == [4, 6, 8, 12, 13]
     assert_same(warned.tensors(), whole.tensors())
 
 
-def test_asked_to_stop_where_an_evaluation_is_due_it_is_made_up_for(whole: Attempt) -> None:
+def test_stop_at_due_evaluation_resumes_with_evaluation(whole: Attempt) -> None:
     first = Attempt(huggingface.run, config(log_every=5), stop_at=5)
     assert (first.progress.step, first.progress.evaluation_due) == (5, True)
     rest = Attempt(huggingface.run, config(log_every=5), start=first.saves[5])
@@ -200,16 +200,16 @@ def test_asked_to_stop_where_an_evaluation_is_due_it_is_made_up_for(whole: Attem
     assert_same(rest.tensors(), whole.tensors())  # which was logged more often
 
 
-def test_nothing_is_left_to_train(whole: Attempt) -> None:
+def test_finished_run_trains_no_step(whole: Attempt) -> None:
     assert Attempt(huggingface.run, config(), start=whole.saves[13]).finished
 
 
-def test_a_loss_that_is_not_finite_is_the_users_to_mend() -> None:
+def test_non_finite_loss_raises_input_error() -> None:
     with pytest.raises(InputError, match=r"the loss is (nan|inf) at step 2. Lower the learning rates"):
         Attempt(huggingface.run, config(workload={"optimizer": {"learning_rate": 1e38}}, log_every=2))
 
 
-def test_it_is_the_loss_of_a_plain_script(tmp_path: Path) -> None:
+def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
     """Trainer as its users know it, on the same rows in the same order."""
     from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
@@ -257,7 +257,7 @@ def test_it_is_the_loss_of_a_plain_script(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-5)
 
 
-def test_it_leaves_the_process_and_the_disk_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_huggingface_loop_restores_process_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     before = torch.get_num_threads(), os.environ.get("ACCELERATE_TORCH_DEVICE")

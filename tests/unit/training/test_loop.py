@@ -37,7 +37,7 @@ from rayrec.workloads.step_timer import HostClock, StepClock
         (18, 100, 100, SegmentEnd(20, True, True)),
     ],
 )
-def test_next_boundary(step: int, evaluate_every: int, save_every: int | None, expected: SegmentEnd) -> None:
+def test_next_segment_end(step: int, evaluate_every: int, save_every: int | None, expected: SegmentEnd) -> None:
     assert next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every) == expected
 
 
@@ -201,11 +201,11 @@ class Run:
 @pytest.mark.parametrize(
     ("share", "step"), [(None, 54), (1.0, 54), (1 / 27, 2), ((1 / 3) ** 3, 2), (1 / 9, 6), (0.1, 6), (1e-9, 1)]
 )
-def test_the_last_step_of_a_share(share: float | None, step: int) -> None:
+def test_last_step_of_fraction(share: float | None, step: int) -> None:
     assert loop.last_step(54, share) == step
 
 
-def test_a_pause_is_evaluated_and_saved_and_the_run_learns_nothing_of_it() -> None:
+def test_pause_evaluates_and_saves_without_changing_run() -> None:
     run = Run(ahead=3)
     assert not run.run(pause_at=0.25)
     assert run.pipeline.trained == list(range(5))
@@ -255,7 +255,7 @@ def test_segments(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_a_stop_trains_what_was_pulled_and_saves(ahead: int) -> None:
+def test_stop_trains_pulled_batches_and_saves(ahead: int) -> None:
     run = Run(ahead=ahead, stop_at=11)
     assert not run.run()
     stopped = 12 + ahead - 1
@@ -268,7 +268,7 @@ def test_a_stop_trains_what_was_pulled_and_saves(ahead: int) -> None:
 
 
 @pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(15, 16, [16, 20]), (20, 20, [20])])
-def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(stop_at: int, step: int, evaluated: list[int]) -> None:
+def test_stop_at_due_evaluation_defers_to_next_start(stop_at: int, step: int, evaluated: list[int]) -> None:
     run = Run(ahead=1, stop_at=stop_at)
     assert not run.run()
     assert run.saves[-1] == (step, 10 * step, None, True, True)
@@ -280,7 +280,7 @@ def test_a_stop_where_an_evaluation_is_due_leaves_it_to_the_next_start(stop_at: 
     assert not again.progress.evaluation_due
 
 
-def test_a_preemption_notice_saves_once_and_goes_on() -> None:
+def test_preemption_notice_saves_once_and_continues() -> None:
     run = Run(ahead=3, preempt_at=10)
     assert run.run()
     assert run.saved() == [8, 14, 16, 20]
@@ -288,7 +288,7 @@ def test_a_preemption_notice_saves_once_and_goes_on() -> None:
     assert run.pipeline.trained == list(range(20))
 
 
-def test_early_stopping_saves_the_best_and_the_last() -> None:
+def test_early_stopping_saves_best_and_last() -> None:
     run = Run(early_stopping={"patience": 1, "min_improvement": 0.2}, evaluate_every=5, checkpoint={"every": 50})
     assert run.run()
     # Better at every evaluation, though never by enough: the second ends it.
@@ -306,7 +306,7 @@ def test_early_stopping_saves_the_best_and_the_last() -> None:
         ([0.50, 0.70, 0.60, 0.75], 2, 0.75),
     ],
 )
-def test_patience_counts_from_the_last_sufficient_improvement(scores: list[float], since_best: int, best: float) -> None:
+def test_patience_counts_from_last_sufficient_improvement(scores: list[float], since_best: int, best: float) -> None:
     progress = Progress()
     for step, score in enumerate(scores):
         progress.step = step
@@ -314,7 +314,7 @@ def test_patience_counts_from_the_last_sufficient_improvement(scores: list[float
     assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
 
 
-def test_learning_rates_fall_when_evaluations_get_no_better() -> None:
+def test_learning_rates_fall_without_improvement() -> None:
     plateau = PlateauConfig(patience=2, factor=0.1, min_improvement=0.01)
     progress, lowered = Progress(), []
     for step, score in enumerate([0.5, 0.505, 0.52, 0.53, 0.51, 0.525, 0.52, 0.6]):
@@ -327,7 +327,7 @@ def test_learning_rates_fall_when_evaluations_get_no_better() -> None:
     assert not lower_on_plateau(Progress(plateau_reference=1.0), 0.0, PlateauConfig())
 
 
-def test_lowered_rates_are_those_of_the_schedule_times_the_factors() -> None:
+def test_lowered_rates_scale_schedule() -> None:
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}, {"lr": 0.0}])
 
     def begin_step(step: int, total: int) -> None:
@@ -345,7 +345,7 @@ def test_lowered_rates_are_those_of_the_schedule_times_the_factors() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0005, 1e-6, 1e-7])
 
 
-def test_a_plateau_is_logged_and_in_the_state_that_is_saved() -> None:
+def test_plateau_is_logged_and_saved() -> None:
     run = Run(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
     assert run.run()
     assert run.told("plateau") == [10, 15, 20]
@@ -353,7 +353,7 @@ def test_a_plateau_is_logged_and_in_the_state_that_is_saved() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_longest_times_of_several_workers_are_told(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+def test_longest_worker_times_are_logged(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
     def over_workers(*values: float) -> tuple[list[float], list[float]]:
         """As if another worker had twice of everything, but reasons to stop."""
         return [1.5 * value for value in values], [2.0 * value for value in values]
@@ -378,7 +378,7 @@ def test_the_longest_times_of_several_workers_are_told(monkeypatch: pytest.Monke
             assert fields["times_max_s"]["other"] > 0
 
 
-def test_a_loss_that_is_not_finite_is_the_users_to_mend() -> None:
+def test_non_finite_loss_raises_input_error() -> None:
     run = Run()
     run.pipeline.waiting = [99]
     with pytest.raises(InputError, match=r"the loss is nan at step 4\. Lower the learning rates"):
@@ -408,7 +408,7 @@ def slow_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(("step_s", "seen_at"), [(0.001, 16), (1.0, 13), (10.0, 10)])
-def test_a_wish_to_stop_is_seen_between_logs(slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int) -> None:
+def test_stop_request_is_seen_between_logs(slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int) -> None:
     """Looks come after steps 1, 2, 4 and so on, but 5 s apart at most, or a step."""
     run = slow_run(step_s, ahead=ahead, stop_at=10)
     assert not run.run()
@@ -420,7 +420,7 @@ def test_a_wish_to_stop_is_seen_between_logs(slow_run: Callable[..., Run], ahead
 
 
 @pytest.mark.parametrize(("notice", "stopped"), [({}, 16), ({"preempt_at": 4}, 12)])
-def test_after_a_notice_looks_come_every_second(slow_run: Callable[..., Run], notice: dict[str, int], stopped: int) -> None:
+def test_preemption_notice_shortens_poll_interval(slow_run: Callable[..., Run], notice: dict[str, int], stopped: int) -> None:
     """So that the run ends near the deadline of the notice, and not a look of 5 s before it."""
     run = slow_run(0.5, ahead=1, evaluate_every=20, stop_at=12, **notice)
     assert not run.run()
@@ -428,9 +428,7 @@ def test_after_a_notice_looks_come_every_second(slow_run: Callable[..., Run], no
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_the_first_step_of_an_attempt_is_timed_alone(
-    slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, start: int
-) -> None:
+def test_first_step_is_timed_separately(slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, start: int) -> None:
     run = slow_run(2.0, start=start)
     pull = run.loader.__next__
 
@@ -443,7 +441,7 @@ def test_the_first_step_of_an_attempt_is_timed_alone(
     assert run.first_steps == [(0.75, 2.75)]  # the pipeline pulls three batches for it
 
 
-def test_looks_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polls_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     looked = slow_run(10.0, ahead=1, log_every=7)
     assert looked.run()
     blind = slow_run(10.0, ahead=1, log_every=7)
@@ -461,7 +459,7 @@ def test_looks_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monke
         ({"checkpoint": {"every": 4}, "evaluate_every": 20}, [(12, None, True)]),
     ],
 )
-def test_a_preemption_notice_at_the_end_of_a_segment_saves(config: dict[str, Any], expected: list[Any]) -> None:
+def test_preemption_notice_at_segment_end_saves(config: dict[str, Any], expected: list[Any]) -> None:
     """Segments as short as the interval of logs have no other place to receive it."""
     run = Run(ahead=1, preempt_at=12, **config)
     assert run.run()
@@ -475,7 +473,7 @@ def test_a_preemption_notice_at_the_end_of_a_segment_saves(config: dict[str, Any
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_a_stop_ends_an_evaluation_and_the_next_attempt_repeats_it(ahead: int) -> None:
+def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
     run = Run(ahead=ahead, evaluation=100, stop_after_scored=5)
     assert not run.run()
     assert run.pipeline.scored == 8 + ahead - 1  # polls come after 1, 2, 4, 8 batches; what was pulled is scored
@@ -488,7 +486,7 @@ def test_a_stop_ends_an_evaluation_and_the_next_attempt_repeats_it(ahead: int) -
     assert again.pipeline.trained == list(range(8, 20))
 
 
-def test_workers_end_an_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_end_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 0 alone knows of a signal."""
     run = Run(ahead=1, evaluation=100)
 
@@ -504,20 +502,20 @@ def test_workers_end_an_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> 
 EVALUATING: dict[str, Any] = {"evaluation": 10, "ahead": 1, "evaluate_every": 8}
 
 
-def test_a_long_evaluation_saves_its_step_before_it_ends(slow_run: Callable[..., Run]) -> None:
+def test_long_evaluation_saves_step_before_end(slow_run: Callable[..., Run]) -> None:
     run = slow_run(10.0, **EVALUATING)  # a quarter of 60 s of grace are over at the second batch
     assert run.run()
     of_step_8 = [save[2:] for save in run.saves if save[0] == 8]
     assert of_step_8 == [(None, True, False), (0.58, True, False)]  # and the score is not lost to a save in progress
 
 
-def test_a_short_evaluation_saves_once(slow_run: Callable[..., Run]) -> None:
+def test_short_evaluation_saves_once(slow_run: Callable[..., Run]) -> None:
     run = slow_run(1.0, **EVALUATING)
     assert run.run()
     assert [save[:3] for save in run.saves] == [(8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
 
 
-def test_a_step_that_is_saved_already_is_not_saved_during_its_evaluation(slow_run: Callable[..., Run]) -> None:
+def test_saved_step_is_not_saved_again_during_evaluation(slow_run: Callable[..., Run]) -> None:
     progress = Progress(step=8, rows=80, evaluation_due=True)
     run = slow_run(10.0, progress=progress, start=8, stop_after_scored=12, **EVALUATING)
     assert not run.run()
@@ -525,7 +523,7 @@ def test_a_step_that_is_saved_already_is_not_saved_during_its_evaluation(slow_ru
     assert run.saves[1] == (16, 160, None, True, True)
 
 
-def test_a_preemption_notice_during_an_evaluation_saves() -> None:
+def test_preemption_notice_during_evaluation_saves() -> None:
     run = Run(ahead=3, evaluation=100, preempt_after_scored=3)
     assert run.run()
     assert [save[:3] for save in run.saves] == [(8, 80, None), (8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
@@ -561,7 +559,7 @@ def tally(rows: int) -> RowTally:
 @pytest.mark.parametrize(
     ("fault", "rows", "expected"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))]
 )
-def test_rows_are_counted_where_they_are_trained(ahead: int, fault: dict[str, int], rows: int, expected: tuple[int, int]) -> None:
+def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, expected: tuple[int, int]) -> None:
     run, batches = Run(ahead=ahead, checkpoint={"every": 5}), 19 if "again" in fault else 20
     run.loader = NumberedLoader(0, batches, **fault)
     run.loader.steps = rows // 10
@@ -571,7 +569,7 @@ def test_rows_are_counted_where_they_are_trained(ahead: int, fault: dict[str, in
     assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == expected
 
 
-def test_rows_are_accounted_for_over_attempts_and_by_worker_0_alone() -> None:
+def test_row_tally_spans_attempts_on_worker_0() -> None:
     run = Run(ahead=3, stop_at=11)
     run.loader = NumberedLoader(0, 20)
     assert not run.run()
@@ -584,7 +582,7 @@ def test_rows_are_accounted_for_over_attempts_and_by_worker_0_alone() -> None:
     assert again.progress.trained == tally(200)
 
 
-def test_a_checkpoint_that_counted_no_rows_is_resumed_without_an_account() -> None:
+def test_checkpoint_without_row_tally_resumes_uncounted() -> None:
     state = Run().progress.state()
     del state["trained"]
     assert Progress.from_state(state, rank=0).trained is None

@@ -117,17 +117,17 @@ def small_run(*, read: Callable[[], None] = lambda: None, model_s: float = 0.0, 
     return train(configuration, workload.set_up(context, prepared), loader, save_s=save_s)
 
 
-def test_rows_far_away() -> None:
+def test_bottleneck_detects_slow_row_source() -> None:
     found, _ = small_run(read=lambda: time.sleep(5 * DELAY_S))
     assert (found.bottleneck, found.cause) == ("data", "storage")
 
 
-def test_rows_dear_to_make() -> None:
+def test_bottleneck_detects_expensive_rows() -> None:
     found, _ = small_run(read=lambda: spin(5 * DELAY_S))
     assert (found.bottleneck, found.cause) == ("data", "read")
 
 
-def test_a_slow_model_and_that_its_time_is_all_accounted_for() -> None:
+def test_bottleneck_detects_slow_model_with_full_accounting() -> None:
     found, events = small_run(model_s=5 * DELAY_S)
     assert found.bottleneck == "model"
     steps = [event for event in events if event["kind"] == "step"]
@@ -137,7 +137,7 @@ def test_a_slow_model_and_that_its_time_is_all_accounted_for() -> None:
         assert sum(event["times_s"].values()) == pytest.approx((event["rows"] - before["rows"]) / event["rows_per_s"])
 
 
-def test_slow_storage_for_checkpoints() -> None:
+def test_bottleneck_detects_slow_checkpoint_storage() -> None:
     found, _ = small_run(save_s=0.5)
     assert found.bottleneck == "checkpoint"
 
@@ -191,14 +191,14 @@ def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Verdict:
     return found
 
 
-def test_a_log_far_away(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bottleneck_detects_slow_log_storage(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = storage.read_into
     monkeypatch.setattr(storage, "read_into", lambda *a: (time.sleep(DELAY_S), plain(*a))[1])
     found = click_run(prepared)
     assert (found.bottleneck, found.cause) == ("data", "storage")
 
 
-def test_a_log_dear_to_parse(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bottleneck_detects_expensive_parsing(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = TextParser.parse
     monkeypatch.setattr(TextParser, "parse", lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
     found = click_run(prepared)
@@ -206,14 +206,14 @@ def test_a_log_dear_to_parse(prepared: tuple[LogIndex, Preprocessor], monkeypatc
     assert "more CPU" in found.text
 
 
-def test_categories_dear_to_encode(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bottleneck_detects_expensive_encoding(prepared: tuple[LogIndex, Preprocessor], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Preprocessor.encode
     monkeypatch.setattr(Preprocessor, "encode", lambda *a, **k: (spin(DELAY_S), plain(*a, **k))[1])
     found = click_run(prepared)
     assert (found.bottleneck, found.cause) == ("data", "encode")
 
 
-def test_the_peak_is_that_of_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_peak_matches_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """At least what a product of this shape does here; a core makes a billion multiply-adds a second on any machine."""
     monkeypatch.setattr("rayrec.training.step_log._WINDOW_S", 0.5)
     assert multiply_adds_per_s(torch.device("cpu"), precision="fp32") > 1e9

@@ -45,7 +45,7 @@ def events(*, rate: float = 0.0) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_request_reaches_the_workers_and_waits_for_all_of_them(tmp_path: Path) -> None:
+def test_profile_request_waits_for_all_workers(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
 
     def write(wish: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def test_a_request_reaches_the_workers_and_waits_for_all_of_them(tmp_path: Path)
     assert not (tmp_path / "profile" / "request.json").exists()
 
 
-def test_the_first_step_is_one_that_all_workers_have_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_profiled_step_is_ahead_of_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_LEAD_S", 2.0)
     monkeypatch.setattr(profiling, "_POLL_S", 0.0)
     monkeypatch.setattr(time, "time", lambda: 1_790_000_000.0)
@@ -79,8 +79,8 @@ def test_the_first_step_is_one_that_all_workers_have_ahead(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("steps", [0, 201, 100_000])
-def test_as_many_steps_as_fit_into_memory_are_asked_for(tmp_path: Path, steps: int) -> None:
-    with pytest.raises(InputError, match=rf"^steps: {steps:,} must be between 1 and 200"):
+def test_profile_request_rejects_invalid_steps(tmp_path: Path, steps: int) -> None:
+    with pytest.raises(InputError, match=rf"^steps: must be between 1 and 200, .* got {steps:,}$"):
         request_profile(str(tmp_path), events(), steps=steps, note=print, timeout_s=1.0)
     assert not (tmp_path / "profile").exists()
 
@@ -90,7 +90,7 @@ def worker(rank: int, **changes: Any) -> WorkerContext:
     return WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
 
 
-def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's disk is full: the caller and the events get it at once."""
     writing = step_profiler.storage.writing_folder
 
@@ -116,7 +116,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
 
     with (
         watched_requests(str(tmp_path), channel_to(train)),
-        pytest.raises(InputError, match=r"no profile; worker 1: .*No space left on device"),
+        pytest.raises(InputError, match=r"no profile\. worker 1: .*No space left on device"),
     ):
         request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)
     written = {event["kind"]: event for event in read_events(place)}
@@ -134,7 +134,7 @@ def test_a_worker_that_cannot_write_its_profile_is_heard(tmp_path: Path, monkeyp
         ("run", {}, "another driver began"),
     ],
 )
-def test_who_asks_is_told_that_training_ended_before(tmp_path: Path, kind: str, fields: dict[str, Any], told: str) -> None:
+def test_profile_request_reports_end_of_training(tmp_path: Path, kind: str, fields: dict[str, Any], told: str) -> None:
     place = tmp_path / "events.jsonl"
     so_far = [{"kind": "run", "time": time.time() - 100}, {"kind": "failure", "time": time.time() - 60, "cause": "old"}]
     place.write_text("".join(json.dumps(event) + "\n" for event in so_far))
@@ -145,12 +145,12 @@ def test_who_asks_is_told_that_training_ended_before(tmp_path: Path, kind: str, 
 
     with (
         watched_requests(str(tmp_path), channel_to(end)),
-        pytest.raises(InputError, match=rf"no profile. training ended before the profile was complete \({told}\)"),
+        pytest.raises(InputError, match=rf"no profile\. training ended before the profile was complete \({told}\)"),
     ):
         request_profile(str(tmp_path), [*so_far, *events()], steps=2, note=print, timeout_s=120.0)
 
 
-def test_what_is_written_at_the_end_of_training_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_written_at_training_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_WRITING_S", 60.0)
 
     def end(wish: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def test_what_is_written_at_the_end_of_training_counts(tmp_path: Path, monkeypat
         assert request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)["ranks"] == 2
 
 
-def test_a_request_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_profile_request_is_kept(tmp_path: Path) -> None:
     other = {"name": "other", "first": 50, "end": 52}
 
     def note(text: str) -> None:  # once it is asked for, another asks too
@@ -180,7 +180,7 @@ def unheard(kind: str, **fields: Any) -> None:
     """What `log` of workers but the first does."""
 
 
-def test_a_run_that_does_not_train_is_not_asked(tmp_path: Path) -> None:
+def test_profile_request_rejects_idle_run(tmp_path: Path) -> None:
     ended = [*events(), {"kind": "finish", "time": time.time(), "step": 100}]
     for of in (ended, events()[:1], []):
         with pytest.raises(InputError, match="is not training"):
@@ -193,7 +193,7 @@ OTHER_REQUESTS += [{"name": "x", "first": first, "end": end} for first, end in (
 
 
 @pytest.mark.parametrize("request_", ["no JSON", "[]", *map(json.dumps, OTHER_REQUESTS)])
-def test_other_requests_are_refused(tmp_path: Path, request_: str) -> None:
+def test_invalid_profile_request_is_removed(tmp_path: Path, request_: str) -> None:
     heard: list[dict[str, Any]] = []
     folder = tmp_path / "profile"
     folder.mkdir()
@@ -205,7 +205,7 @@ def test_other_requests_are_refused(tmp_path: Path, request_: str) -> None:
     assert heard == [{"name": "good", "first": 1, "end": 2}]
 
 
-def test_variables_of_kineto_go_to_workers() -> None:
+def test_kineto_variables_reach_workers() -> None:
     passed = {"KINETO_USE_DAEMON": "1", "KINETO_DAEMON_INIT_DELAY_S": "3"}
     environment = {**passed, "HOME": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     assert worker_variables(environment) == passed
@@ -214,7 +214,7 @@ def test_variables_of_kineto_go_to_workers() -> None:
     assert worker_variables(environment, network_interface="eth1") == passed | interface
 
 
-def test_configuration() -> None:
+def test_profile_configuration_is_checked() -> None:
     assert ProfileConfig(steps="10:20").window() == (10, 20)
     assert ProfileConfig().window() is None
     assert ProfileConfig(steps="10:210").window() == (10, 210)

@@ -80,7 +80,7 @@ def tear(folder: str, step: int, name: str) -> None:
     flip(f"{folder_of(folder, step)}/{name}", -2, bit=4)  # before it, a file so small is mostly header
 
 
-def test_a_manifest_that_goes_bad_after_the_look_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_damaged_after_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resumed = Resumed(tmp_path, 1, 2)
 
     def look_and_tear(folder: str, **arguments: Any) -> Checkpoint | None:
@@ -98,7 +98,7 @@ def test_a_manifest_that_goes_bad_after_the_look_is_passed_over(tmp_path: Path, 
     assert len(resumed.loaders) == 1  # none was started for what could not be read
 
 
-def test_damage_that_only_reading_shows_is_passed_over(tmp_path: Path) -> None:
+def test_damage_found_by_reading_is_skipped(tmp_path: Path) -> None:
     resumed = Resumed(tmp_path, 1, 2, 3)
     tear(resumed.folder, 3, "manifest.json")
     tear(resumed.folder, 2, "data_00000.safetensors")
@@ -113,7 +113,7 @@ def test_damage_that_only_reading_shows_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [(), (1, 2)])
-def test_where_none_is_left_it_begins_anew_without_a_second_model(tmp_path: Path, steps: tuple[int, ...]) -> None:
+def test_restart_without_checkpoint_builds_no_second_model(tmp_path: Path, steps: tuple[int, ...]) -> None:
     resumed = Resumed(tmp_path, *steps)
     for step in steps:
         tear(resumed.folder, step, "data_00000.safetensors")
@@ -124,7 +124,7 @@ def test_where_none_is_left_it_begins_anew_without_a_second_model(tmp_path: Path
     assert resumed.damaged == set(steps)
 
 
-def test_a_file_that_checkpoints_share_is_repaired_from_where_the_run_has_it(tmp_path: Path) -> None:
+def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
     source = tmp_path / "tokens.npy"
     source.write_bytes(b"abcdef")
     resumed = Resumed(tmp_path, 1, 2, 3, files={"more/tokens.npy": str(source)})
@@ -148,7 +148,7 @@ def test_a_file_that_checkpoints_share_is_repaired_from_where_the_run_has_it(tmp
     assert resumed.events[1:] == [("checkpoint_damaged", 3), ("checkpoint_repaired", 2)]
 
 
-def test_a_shared_file_is_not_repaired_from_a_source_with_other_content(tmp_path: Path) -> None:
+def test_shared_file_is_not_repaired_from_different_source(tmp_path: Path) -> None:
     source = tmp_path / "tokens.npy"
     source.write_bytes(b"abcdef")
     resumed = Resumed(tmp_path, 1, 2, files={"tokens.npy": str(source)})
@@ -162,7 +162,7 @@ def test_a_shared_file_is_not_repaired_from_a_source_with_other_content(tmp_path
     assert found is None
 
 
-def test_the_lease_is_written_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_is_written_after_full_disk_has_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
     full, acquire = OSError(errno.ENOSPC, "No space left on device"), partial(acquire_lease, str(tmp_path))
     monkeypatch.setattr(storage, "write_json", at_first([full] * 2, storage.write_json))
@@ -173,7 +173,7 @@ def test_the_lease_is_written_when_a_full_disk_has_room_again(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
-def test_it_does_not_begin_anew_because_of_a_bad_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unreadable_disk_does_not_restart_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     resumed = Resumed(tmp_path, 1)
     enduring = storage.files.enduring
 

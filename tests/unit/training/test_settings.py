@@ -79,7 +79,7 @@ def stored(config: TrainConfig) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_what_may_change(changes: dict[str, Any], refused: list[str], accepted: list[str]) -> None:
+def test_compare_settings_classifies_changes(changes: dict[str, Any], refused: list[str], accepted: list[str]) -> None:
     first, then = config(), config(**changes)
     found = compare_settings(stored(first), then)
     assert [str(change) for change in found.rejected] == refused
@@ -88,7 +88,7 @@ def test_what_may_change(changes: dict[str, Any], refused: list[str], accepted: 
     assert [change.field for change in compare_settings(stored(first), free).accepted] == []
 
 
-def test_fields_of_another_version() -> None:
+def test_compare_settings_handles_fields_of_other_versions() -> None:
     settings = stored(config())
     del settings["min_steps_per_epoch"], settings["workload"]["dense_optimizer"]["momentum"]
     settings["gone"] = settings["workload"]["gone"] = 3
@@ -99,7 +99,7 @@ def test_fields_of_another_version() -> None:
     assert found.accepted == ()
 
 
-def test_models_of_an_ensemble_are_compared_one_by_one() -> None:
+def test_compare_settings_compares_ensemble_members() -> None:
     first = recipes.criteo_ensemble("log")
     settings = stored(first)
     del settings["workload"]["model"]["models"][1]["tower_losses"]  # added by a later version
@@ -109,13 +109,13 @@ def test_models_of_an_ensemble_are_compared_one_by_one() -> None:
     assert str(change) == "workload.model.models[1].first_dropout: 0.3 -> 0.1"
 
 
-def test_another_model_with_the_same_settings_is_refused() -> None:
+def test_compare_settings_rejects_another_model() -> None:
     widedeep, deepfm = (config(workload={"model": {"class": name}}) for name in ("widedeep", "deepfm"))
     (change,) = compare_settings(stored(widedeep), deepfm).rejected
     assert change.field == "workload.model.class"
 
 
-def test_a_workload_says_which_of_its_fields_are_free() -> None:
+def test_compare_settings_uses_free_fields_of_workload() -> None:
     first = data_parallel.config(1).replace(workload=Own())
     found = compare_settings(stored(first), first.replace(workload={"workers_note": "b"}))
     assert (found.rejected, found.accepted) == ((), (Change("workload.workers_note", "a", "b"),))

@@ -82,7 +82,7 @@ def test_train_accepts_split_files_without_test(log: Path, capsys: pytest.Captur
     assert found["metrics"] == found["validation"]
 
 
-def test_best_auroc_is_of_the_same_test_rows(
+def test_best_auroc_uses_same_test_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A generated log knows the best AUROC of its own test rows only."""

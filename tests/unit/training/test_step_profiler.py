@@ -58,7 +58,7 @@ def trace(folder: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
-def test_a_window_of_steps(tmp_path: Path) -> None:
+def test_profiler_records_window(tmp_path: Path) -> None:
     window = Window("first", 3, 6)
     run = Recorded(tmp_path).record(window, 0, 9)
     assert (run.written, run.failed) == ([window], [])
@@ -69,7 +69,7 @@ def test_a_window_of_steps(tmp_path: Path) -> None:
     assert any(event["name"] == "[memory]" for event in trace(folder))
 
 
-def test_what_is_asked_for_late_slides_on_and_another_may_follow(tmp_path: Path) -> None:
+def test_late_window_is_shifted_and_next_follows(tmp_path: Path) -> None:
     run = Recorded(tmp_path, rank=3, memory=False)
     train(run.profiler, 0, 5)
     run.profiler.request(Window("late", 2, 4))
@@ -81,12 +81,12 @@ def test_what_is_asked_for_late_slides_on_and_another_may_follow(tmp_path: Path)
     assert not [event for event in trace(tmp_path / "late" / "rank_3") if event.get("ph") == "C"]
 
 
-def test_a_window_of_a_run_that_goes_on_keeps_its_end(tmp_path: Path) -> None:
+def test_window_of_resumed_run_keeps_end(tmp_path: Path) -> None:
     Recorded(tmp_path).record(Window("configured", 2, 7), 5, 9)
     assert steps_of(tmp_path / "configured" / "rank_0") == ["step 6", "step 7"]
 
 
-def test_nothing_is_recorded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiler_records_nothing_without_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.training.step_profiler.profile", None)
     run = Recorded(tmp_path)
     run.profiler.request(Window("never", 100, 110))
@@ -97,14 +97,14 @@ def test_nothing_is_recorded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wish_that_another_takes_the_place_of_is_told(tmp_path: Path) -> None:
+def test_replaced_profile_request_fails(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
     run.profiler.request(Window("first", 1, 2))
     run.record(Window("second", 1, 2), 0, 3)
     assert (run.failed, run.names()) == (["another profile was requested before this one began"], ["second"])
 
 
-def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_profile_fails_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twice = Window("twice", 0, 1)
     assert not Recorded(tmp_path).record(twice, 0, 2).failed
     (cause,) = Recorded(tmp_path).record(twice, 0, 2).failed
@@ -116,14 +116,14 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path, monke
     assert storage.exists(str(tmp_path / "twice" / "rank_0" / "trace.json.gz"))
 
 
-def test_a_profiler_that_is_taken_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_fails_if_another_profiler_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = "Profiler is already enabled on this thread"
     monkeypatch.setattr(step_profiler, "profile", raising(RuntimeError(taken)))
     run = Recorded(tmp_path).record(Window("second", 0, 1), 0, 2)
     assert (run.failed, run.written) == ([taken], [])
 
 
-def test_more_steps_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
+def test_profiler_rejects_too_many_steps(tmp_path: Path) -> None:
     assert Recorded(tmp_path).record(Window("long", 0, 201), 0, 2).failed == ["201 steps; at most 200 fit into memory"]
     assert not list(tmp_path.iterdir())
 
@@ -150,12 +150,12 @@ class Broken:
 
 
 @pytest.mark.parametrize("where", ["construct", "start", "stop"])
-def test_whatever_fails_in_a_recording_is_told_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_recording_error_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(step_profiler, "profile", Broken(where))
     assert Recorded(tmp_path).record(Window("broken", 0, 1), 0, 3).failed == [where]
 
 
-def test_a_mark_that_fails_ends_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_mark_ends_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mark(name: str) -> Any:
         if name == "step 2":
             raise KeyError("no such callback")
@@ -169,7 +169,7 @@ def test_a_mark_that_fails_ends_the_recording(tmp_path: Path, monkeypatch: pytes
     assert (len(run.failed), run.names()) == (1, ["next"])  # torch's profiler was let go
 
 
-def test_no_thread_to_write_with_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_fails_without_writer_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Recorded(tmp_path)
     run.profiler.request(Window("unwritten", 0, 1))
     with monkeypatch.context() as patch:

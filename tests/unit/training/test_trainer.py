@@ -85,7 +85,7 @@ def summarized(folder: Path, lines: list[str]) -> tuple[Result, list[str]]:
         ({"steps": None, "epochs": 2}, {"epochs": 3, "batch_size": 7}, False),
     ],
 )
-def test_more_steps_or_epochs_alone_are_the_same_run(ended: dict[str, Any], asked: dict[str, Any], longer: bool) -> None:
+def test_only_more_steps_or_epochs_extend_run(ended: dict[str, Any], asked: dict[str, Any], longer: bool) -> None:
     config = data_parallel.config(1).replace(name="run", **ended)
     summary = {"config_hash": run_hash(config), "steps": 12, "epochs": ended.get("epochs", 0.4)}
     assert is_longer(config.replace(**asked), summary) is longer
@@ -156,7 +156,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
     ],
 )
-def test_an_error_that_ends_a_run_is_told_and_reported(
+def test_error_that_ends_run_is_recorded_and_reported(
     tmp_path: Path, failing: Failing, error: Exception, cause: str | None
 ) -> None:
     events = failing(error)
@@ -168,13 +168,13 @@ def test_an_error_that_ends_a_run_is_told_and_reported(
     assert '"status": "aborted"' in (tmp_path / "run" / "mllog.log").read_text().splitlines()[-1]
 
 
-def test_an_error_before_training_is_told_too(tmp_path: Path, failing: Failing) -> None:
+def test_error_before_training_is_recorded(tmp_path: Path, failing: Failing) -> None:
     events = failing(InputError("no such log"), wrong=True)
     assert [event["kind"] for event in events] == ["run", "failure"]
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_run_that_goes_on_waits_longer_for_its_store_than_a_new_one(
+def test_resumed_run_waits_longer_for_store_than_new_run(
     tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "30")
@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_waits_longer_for_its_store_than_a_new_one(
         checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
 
 
-def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the summary nor the configuration of a finished run, when it cannot be trained for longer; nor those of a run
     that another command would resume with other settings."""
     failing(InputError("no room"))  # nothing is saved yet
@@ -216,7 +216,7 @@ def test_a_refusal_changes_nothing_of_a_run(tmp_path: Path, failing: Failing, mo
     assert NOTES[-1].endswith("ignored, because nothing remains to be trained: checkpoint.every: null -> 7")
 
 
-def test_the_summary_is_worth_as_much_waiting_as_a_save(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_waits_for_store_like_save(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(*_: Any, **__: Any) -> Any:
         raise InputError(f"waits {storage.outage_s():g} s for a store")
 
@@ -235,7 +235,7 @@ def lines_of(events: list[dict[str, Any]]) -> list[str]:
     return [json.dumps(event) + "\n" for event in events]
 
 
-def test_epochs_and_time_are_those_of_the_run(tmp_path: Path) -> None:
+def test_summary_counts_epochs_and_time_of_all_drivers(tmp_path: Path) -> None:
     result, notes = summarized(tmp_path, lines_of(told()))
     assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)  # neither the four that were allowed nor one
     assert result.summary["wall_s"] == pytest.approx(50.0)
@@ -244,7 +244,7 @@ def test_epochs_and_time_are_those_of_the_run(tmp_path: Path) -> None:
     assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "summary"
 
 
-def test_the_result_as_one_of_ray_train(tmp_path: Path) -> None:
+def test_result_converts_to_ray_train(tmp_path: Path) -> None:
     result, _ = summarized(tmp_path, lines_of(told()))
     of_ray = result.to_ray()
     assert isinstance(of_ray, ray.train.Result)
@@ -256,7 +256,7 @@ def test_the_result_as_one_of_ray_train(tmp_path: Path) -> None:
     assert len(of_ray.metrics_dataframe) == len(result.metrics_dataframe) == 2
 
 
-def test_result_checkpoint_is_a_path_and_a_directory(tmp_path: Path) -> None:
+def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
     result, _ = summarized(tmp_path, lines_of(told()))
     assert (result.checkpoint.path, type(result.checkpoint.path)) == (str(result.checkpoint), str)
     assert checkpoint.open_checkpoint(result.checkpoint).step == 15
@@ -269,14 +269,14 @@ def test_result_checkpoint_is_a_path_and_a_directory(tmp_path: Path) -> None:
     assert not Path(folder).exists()
 
 
-def test_a_config_may_have_the_path_of_a_result(tmp_path: Path) -> None:
+def test_config_accepts_result_path(tmp_path: Path) -> None:
     result, _ = summarized(tmp_path, lines_of(told()))
     config = recipes.criteo_demo("log")
     given, plain = (config.replace(init_from=path).to_yaml() for path in (result.checkpoint, str(result.checkpoint)))
     assert given == plain
 
 
-def test_damaged_events_do_not_cost_the_summary(tmp_path: Path) -> None:
+def test_summary_survives_damaged_events(tmp_path: Path) -> None:
     lines = lines_of(told())
     lines[2:3] = ['{"time": 1020.0, "kind": "st{"time": 1020.5, "kind": "checkpoint"}\n']
     result, notes = summarized(tmp_path, lines)
@@ -286,7 +286,7 @@ def test_damaged_events_do_not_cost_the_summary(tmp_path: Path) -> None:
     assert "\n" not in note
 
 
-def test_lost_events_do_not_cost_the_summary(tmp_path: Path) -> None:
+def test_summary_survives_lost_events(tmp_path: Path) -> None:
     result, notes = summarized(tmp_path, [])
     assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (0.0, 0, None)
     assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)

@@ -119,7 +119,7 @@ OPTIMIZERS = {"rowwise_adagrad": "adam", "adagrad": "adagrad", "adam": "adamw", 
 
 
 @pytest.mark.parametrize(("sparse", "dense"), OPTIMIZERS.items())
-def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
+def test_warm_start_keeps_known_rows_and_initializes_new_ones(
     tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], sparse: str, dense: str
 ) -> None:
     decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
@@ -164,7 +164,7 @@ def test_a_category_takes_over_its_row_and_a_new_one_starts_fresh(
     assert "60 kept, 10 fresh, 10 dropped" in (tmp_path / "new" / "report.html").read_text()
 
 
-def test_with_nothing_changed_it_evaluates_as_before_and_learns_the_same_again(tmp_path: Path) -> None:
+def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None:
     log, old = day(tmp_path, 0), str(tmp_path / "old")
     first = train(config(log, tmp_path, "old")).summary
     still: dict[str, Any] = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"learning_rate": 0.0}}
@@ -191,7 +191,7 @@ def test_with_nothing_changed_it_evaluates_as_before_and_learns_the_same_again(t
 
 
 @pytest.mark.parametrize("sparse", ["rowwise_adagrad", "adamw"])
-def test_no_plan_changes_what_it_starts_with(
+def test_warm_start_is_independent_of_sharding_plan(
     tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], sparse: str
 ) -> None:
     optimizer = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1}}
@@ -210,7 +210,7 @@ def test_no_plan_changes_what_it_starts_with(
         assert all(torch.equal(tensor, other[name]) for name, tensor in found[0].items())
 
 
-def test_sequences_and_members_are_carried_over(
+def test_warm_start_supports_sequences_and_ensembles(
     tmp_path: Path, captured: Callable[[], dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = {"model": DINConfig(embedding_dim=4, attention=(8,), mlp=(8,), members=2)}
@@ -228,7 +228,7 @@ def test_sequences_and_members_are_carried_over(
     assert (event["kept"], event["fresh"], event["dropped"]) == (70, 10, 0)
 
 
-def test_what_does_not_fit_is_refused_before_workers_start(tmp_path: Path) -> None:
+def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> None:
     log = day(tmp_path, 0)
     train(config(log, tmp_path, "old"))
     wrong: dict[str, dict[str, Any]] = {
@@ -260,7 +260,7 @@ class SmallNetwork(data_parallel.Small):
         pass
 
 
-def test_other_models_start_with_all_weights_by_name(tmp_path: Path) -> None:
+def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
     plain = data_parallel.config(1, steps=6)
     workload = SmallNetwork(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
     settings = plain.replace(
@@ -290,7 +290,7 @@ def test_other_models_start_with_all_weights_by_name(tmp_path: Path) -> None:
             train(still.replace(name="refused", workload=changes))
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_warm_start_rejects_damaged_checkpoint(tmp_path: Path) -> None:
     log = day(tmp_path, 0)
     train(config(log, tmp_path, "old"))
     weights = next(Path(open_checkpoint(str(tmp_path / "old")).path).glob("data_*.safetensors"))
@@ -303,7 +303,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         train(new.replace(name="newer"))
 
 
-def test_a_run_whose_checkpoints_are_lost_does_not_start_again_unnoticed() -> None:
+def test_run_with_lost_checkpoints_does_not_restart_warm() -> None:
     assignment: Any = SimpleNamespace(folder="runs/new", warm_start=None)
     with pytest.raises(InputError, match="would start again from init_from"):
         worker._start_warm(assignment, None)  # type: ignore[arg-type]

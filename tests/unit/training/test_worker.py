@@ -85,7 +85,7 @@ STOPPED_EARLY = Progress(
 )
 
 
-def test_without_test_rows_metrics_and_samples_are_of_the_chosen_weights(tmp_path: Path) -> None:
+def test_finish_without_test_rows_uses_best_weights(tmp_path: Path) -> None:
     run = Evaluated(tmp_path)
     told = run.finish(STOPPED_EARLY, evaluated_step=7)
     assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, 4, folder_of(str(tmp_path), 4))
@@ -95,7 +95,7 @@ def test_without_test_rows_metrics_and_samples_are_of_the_chosen_weights(tmp_pat
     assert run.events == [("finish", told), ("samples", {"samples": [{"of": [("validation", 4.0)]}]})]
 
 
-def test_with_test_rows_they_are_scored_by_the_chosen_weights(tmp_path: Path) -> None:
+def test_finish_scores_test_rows_with_best_weights(tmp_path: Path) -> None:
     run = Evaluated(tmp_path, sets=("validation", "test"))
     told = run.finish(STOPPED_EARLY, evaluated_step=7)
     assert (told["metrics"], told["validation"]) == ({"auroc": 4.0}, {"auroc": 4.0})
@@ -103,7 +103,7 @@ def test_with_test_rows_they_are_scored_by_the_chosen_weights(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("evaluated_step", "again"), [(7, []), (None, [("validation", 7.0)])])
-def test_the_last_weights_are_evaluated_again_only_where_this_process_has_not(
+def test_finish_evaluates_last_weights_at_most_once(
     tmp_path: Path, evaluated_step: int | None, again: list[tuple[str, float]]
 ) -> None:
     run = Evaluated(tmp_path, patience=0)
@@ -113,7 +113,7 @@ def test_the_last_weights_are_evaluated_again_only_where_this_process_has_not(
     assert run.evaluations == again
 
 
-def test_the_best_weights_damaged_is_for_the_user(tmp_path: Path) -> None:
+def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
     run = Evaluated(tmp_path)
     (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
     flip(file, -1)
@@ -131,7 +131,7 @@ def test_the_best_weights_damaged_is_for_the_user(tmp_path: Path) -> None:
         ([None], (None, None)),  # of a loader that does not number its rows
     ],
 )
-def test_the_end_compares_the_rows_trained_with_those_of_the_log(
+def test_finish_reports_lost_and_repeated_rows(
     tmp_path: Path, trained: list[list[int] | None], expected: tuple[int | None, int | None]
 ) -> None:
     run = Evaluated(tmp_path, patience=0)
@@ -143,7 +143,7 @@ def test_the_end_compares_the_rows_trained_with_those_of_the_log(
     assert (told["rows_lost"], told["rows_repeated"]) == expected
 
 
-def test_a_stop_ends_the_final_test(tmp_path: Path) -> None:
+def test_stop_request_ends_final_test(tmp_path: Path) -> None:
     run = Evaluated(tmp_path, sets=("validation", "test"))
     run.stop_signal = SimpleNamespace(poll=lambda: (True, False), urgent=lambda: True)
     run.setup.eval_batches["test"] = lambda: iter([object()] * 10)
@@ -153,7 +153,7 @@ def test_a_stop_ends_the_final_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("evaluated_step", [7, None])
-def test_samples_are_made_in_evaluation_mode(tmp_path: Path, evaluated_step: int | None) -> None:
+def test_samples_use_evaluation_mode(tmp_path: Path, evaluated_step: int | None) -> None:
     run = Evaluated(tmp_path, patience=0)
     run.model.train()
     run.setup.make_samples = lambda: [{"training": run.model.training}]
@@ -164,7 +164,7 @@ def test_samples_are_made_in_evaluation_mode(tmp_path: Path, evaluated_step: int
 # -- saves
 
 
-def test_an_outdated_summary_goes_with_the_first_save_and_slow_saves_are_told_once(tmp_path: Path) -> None:
+def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     log = worker.saver_log(str(tmp_path), lambda kind, fields: events.append((kind, fields)), grace_s=60.0)
     summary = tmp_path / "summary.json"
@@ -183,7 +183,7 @@ def test_an_outdated_summary_goes_with_the_first_save_and_slow_saves_are_told_on
 # -- the peak
 
 
-def test_a_way_to_multiply_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_matrix_product_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_log, "_WINDOW_S", 0.001)
     whole = multiply_adds_per_s(CPU, precision="fp32")
 
@@ -196,9 +196,7 @@ def test_a_way_to_multiply_that_fails_leaves_the_others(monkeypatch: pytest.Monk
     assert whole > 0
 
 
-def test_a_peak_that_cannot_be_measured_is_zero_and_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unmeasurable_peak_returns_zero_with_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(step_log, "_of_cuda", raising(torch.OutOfMemoryError("CUDA out of memory")))
     with caplog.at_level(logging.WARNING):
         assert multiply_adds_per_s_or_zero(torch.device("cuda"), precision="bf16") == 0.0
@@ -206,9 +204,7 @@ def test_a_peak_that_cannot_be_measured_is_zero_and_told(
 
 
 @pytest.mark.parametrize(("mine", "other", "expected"), [(5.0, 15.0, 20.0), (5.0, 0.0, None), (0.0, 15.0, None)])
-def test_a_peak_counts_where_every_worker_has_one(
-    monkeypatch: pytest.MonkeyPatch, mine: float, other: float, expected: float | None
-) -> None:
+def test_peak_requires_all_workers(monkeypatch: pytest.MonkeyPatch, mine: float, other: float, expected: float | None) -> None:
     def over_workers(*values: float) -> tuple[list[float], list[float]]:
         pairs = list(zip(values, (other, float(other == 0.0)), strict=True))
         return [sum(pair) / 2 for pair in pairs], [max(pair) for pair in pairs]
@@ -231,7 +227,7 @@ def test_a_peak_counts_where_every_worker_has_one(
         ({"cpus_per_worker": 3.0, "threads_per_worker": 5}, 8, 5),
     ],
 )
-def test_threads_keep_to_what_the_worker_was_given(settings: dict[str, Any], share: int, threads: int) -> None:
+def test_threads_respect_reserved_cpus(settings: dict[str, Any], share: int, threads: int) -> None:
     assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
 
 
@@ -239,7 +235,7 @@ def test_threads_keep_to_what_the_worker_was_given(settings: dict[str, Any], sha
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_tf32_is_what_the_configuration_says(allowed: bool) -> None:
+def test_tf32_follows_configuration(allowed: bool) -> None:
     switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [switch.allow_tf32 for switch in switches]
     try:

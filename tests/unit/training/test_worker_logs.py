@@ -18,7 +18,7 @@ from rayrec.training.step_log import DataStats, data_fields
 from rayrec.training.worker_logs import worker_logs
 
 
-def test_a_log_names_its_rank(tmp_path: Path) -> None:
+def test_worker_log_contains_rank(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "worker_3.log"
     with worker_logs(str(path), rank=3):
         logging.getLogger("torchrec.plan").warning("tables are large")
@@ -29,8 +29,8 @@ def test_a_log_names_its_rank(tmp_path: Path) -> None:
     assert "RuntimeWarning: an odd argument" in text
 
 
-def test_a_log_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_BYTES", 2000)
+def test_worker_log_size_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_BYTES", 2000)
     with worker_logs(str(tmp_path / "worker_0.log"), rank=0):
         for number in range(200):
             logging.getLogger("x").info("line %d", number)
@@ -40,7 +40,7 @@ def test_a_log_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Mon
     assert "line 199" in (tmp_path / "worker_0.log").read_text()
 
 
-def test_a_worker_starts_if_its_log_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_worker_starts_without_writable_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").write_text("a file where a folder should be")
     with worker_logs(str(tmp_path / "logs" / "worker_1.log"), rank=1):
         logging.getLogger("x").info("continues")
@@ -51,7 +51,7 @@ def test_a_worker_starts_if_its_log_cannot_be_written(tmp_path: Path, capsys: py
     assert lines[1].endswith("[rank 1] INFO x: continues")
 
 
-def test_the_logging_of_the_caller_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker in the caller's process: handlers of the caller get what they got before, within and afterwards."""
     root, library = logging.getLogger(), logging.getLogger("torchrec")
     callers, librarys = logging.StreamHandler(io.StringIO()), logging.StreamHandler(io.StringIO())
@@ -85,7 +85,7 @@ def test_the_logging_of_the_caller_is_restored(tmp_path: Path, monkeypatch: pyte
 # Events of kind data: when there is one, and what it says ------------------------------------------------------------
 
 
-def test_fields() -> None:
+def test_data_fields_returns_stage_shares() -> None:
     sums = dict.fromkeys(StageAccount.FIELDS, 0.0)
     sums |= {"cpus": 2.0, "rows": 1000.0, "blocks": 4.0, "waited_row_s": 500.0, "waited_block_s": 2.0}
     sums |= {"read_wall_s": 2.0, "read_cpu_s": 0.5, "read_queue_s": 0.5, "parse_wall_s": 8.0, "parse_cpu_s": 8.0}
@@ -108,7 +108,7 @@ def test_fields() -> None:
     assert (idle["stages"], idle["capacity_rows_per_s"], idle["busy"]) == ([], None, 0.0)
 
 
-def test_an_event_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_events_are_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[dict[str, Any]] = []
     account = StageAccount(cpus=1.0)
     report = DataStats(SimpleNamespace(stages=account))
@@ -129,7 +129,7 @@ def test_an_event_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (events[1]["rows"], events[1]["stages"]) == (0, [])
 
 
-def test_a_loader_without_stages_is_passed_over() -> None:
+def test_loader_without_stages_logs_no_data_events() -> None:
     report = DataStats(SimpleNamespace())
     assert report.take() == []
     report.log_means([], step=1, log=lambda kind, fields: pytest.fail("told"))

@@ -114,7 +114,7 @@ def follow_attempt(
             if signals.cause is not None:
                 grace = grace or GracePeriod(failure, now_s=time.monotonic())
                 request_stop(signals.cause)
-                if not future.done() and grace.over(time.monotonic(), written_bytes=written_bytes()):
+                if not future.done() and grace.expired(time.monotonic(), written_bytes=written_bytes()):
                     return None
             elif (reason := poll()) is not None:
                 request_stop(reason)

@@ -50,7 +50,7 @@ def config(scaling: dict[str, Any], **ray: Any) -> TrainConfig:
         (ONE, {"address": "auto"}, False),
     ],
 )
-def test_one_worker_without_an_address_needs_no_ray(scaling: dict[str, Any], ray: dict[str, Any], expected: bool) -> None:
+def test_one_worker_without_address_runs_in_process(scaling: dict[str, Any], ray: dict[str, Any], expected: bool) -> None:
     wanted = config(scaling, **ray)
     assert trains_in_process(wanted) is expected
     launcher = launcher_of(wanted)
@@ -67,7 +67,7 @@ def test_one_worker_without_an_address_needs_no_ray(scaling: dict[str, Any], ray
         (ONE, STORE, "cluster.object_store_bytes"),
     ],
 )
-def test_the_address_none_is_refused_with_what_only_ray_has(scaling: dict[str, Any], ray: dict[str, Any], told: str) -> None:
+def test_address_none_rejects_ray_only_settings(scaling: dict[str, Any], ray: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError) as raised:
         launcher_of(config(scaling, address="none", **ray))
     assert str(raised.value) == f"{told}: needs Ray, but --cluster.address is none. Omit one of the two"
@@ -85,7 +85,7 @@ def test_the_address_none_is_refused_with_what_only_ray_has(scaling: dict[str, A
         ("head:6379", None, False, False),
     ],
 )
-def test_what_names_a_ray(
+def test_address_or_environment_selects_ray(
     monkeypatch: pytest.MonkeyPatch, address: str | None, environment: str | None, connected: bool, expected: bool
 ) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: connected)
@@ -95,7 +95,7 @@ def test_what_names_a_ray(
     assert trains_in_process(config(ONE, **({} if address is None else {"address": address}))) is expected
 
 
-def test_a_connection_is_looked_for_without_importing_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_connected_does_not_import_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     for connected in (True, False):
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda connected=connected: connected))
         assert is_connected() is connected
@@ -106,13 +106,13 @@ def test_a_connection_is_looked_for_without_importing_ray(monkeypatch: pytest.Mo
     assert "ray" not in sys.modules
 
 
-def test_what_needs_ray_refuses_the_address_none_even_if_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connect_rejects_address_none_even_if_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
     with pytest.raises(InputError, match=r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$"):
         connection.connect("none", num_cpus=None, object_store_bytes=None, log_to_driver=False)
 
 
-def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_modules_are_imported_during_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def load(name: str) -> None:
@@ -128,7 +128,7 @@ def test_what_the_worker_needs_is_imported_while_data_is_prepared(monkeypatch: p
     assert asked == ["rayrec.training.launchers.process_worker", "rayrec.workloads.recsys.worker"]
 
 
-def test_threads_stay_within_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container with a quota of 4 CPUs on a machine of 64."""
     monkeypatch.setattr(layout.machine, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
@@ -138,7 +138,7 @@ def test_threads_stay_within_the_cpus_that_the_process_may_use(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("own", "num_nodes"), [(True, 1), (False, 1), (False, 2)])
-def test_how_the_driver_prepares_data_on_ray(monkeypatch: pytest.MonkeyPatch, own: bool, num_nodes: int) -> None:
+def test_driver_engine_depends_on_cluster(monkeypatch: pytest.MonkeyPatch, own: bool, num_nodes: int) -> None:
     """In threads on a local Ray; on a running one of its own node alone a few tasks in a thread, others on Ray."""
     by_ray: list[list[int]] = []
 

@@ -39,7 +39,7 @@ NOT_STARTED = ControllerError(WorkerGroupStartupFailedError("a worker's node die
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_an_attempt_failed_with(error: Exception, preemption: bool, without_room: bool, cause: str) -> None:
+def test_cause_of_describes_attempt_failure(error: Exception, preemption: bool, without_room: bool, cause: str) -> None:
     assert (is_preemption(error), lacks_resources(error)) == (preemption, without_room)
     assert cause_of(error).startswith(cause)
     assert "\n" not in cause_of(error)
@@ -63,12 +63,12 @@ CONNECTION = RuntimeError("connection closed by peer")
     ],
     ids=str,
 )
-def test_errors_in_code(failures: dict[int, Exception], expected: list[str] | None) -> None:
+def test_errors_in_code_returns_repeatable_errors(failures: dict[int, Exception], expected: list[str] | None) -> None:
     assert errors_in_code(WorkerGroupError("failed", failures)) == (None if expected is None else {*expected})
 
 
 @pytest.mark.parametrize("error", [ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError()])
-def test_what_is_not_an_error_in_code(error: Exception) -> None:
+def test_errors_in_code_ignores_other_failures(error: Exception) -> None:
     assert errors_in_code(error) is None
 
 
@@ -76,7 +76,7 @@ def wrong(message: str = "no column 'items'") -> WorkerGroupError:
     return WorkerGroupError("failed", {0: KeyError(message), 1: CONNECTION})
 
 
-def test_the_same_error_in_code_twice_from_one_step_is_not_tried_again() -> None:
+def test_failure_policy_rejects_same_code_error_from_same_step() -> None:
     tolerance = FailurePolicy(FailureConfig(max_failures=100))
     tolerance.pause_s(wrong(), attempt_s=100.0, progressed=False)
     with pytest.raises(WorkerGroupError):
@@ -86,7 +86,7 @@ def test_the_same_error_in_code_twice_from_one_step_is_not_tried_again() -> None
 @pytest.mark.parametrize(
     ("between", "progressed"), [([wrong("another")], False), ([DIED], False), ([ANNOUNCED], False), ([], True)], ids=str
 )
-def test_other_errors_in_code_or_another_step_are_tried_again(between: list[Exception], progressed: bool) -> None:
+def test_failure_policy_retries_other_errors_and_steps(between: list[Exception], progressed: bool) -> None:
     tolerance = FailurePolicy(FailureConfig(max_failures=100))
     for error in [wrong(), *between]:
         tolerance.pause_s(error, attempt_s=100.0, progressed=False)
@@ -103,7 +103,7 @@ def after() -> Callable[..., float]:
     return pause
 
 
-def test_a_run_that_gets_on_may_fail_any_number_of_times(after: Callable[..., float]) -> None:
+def test_failure_policy_retries_forever_with_progress(after: Callable[..., float]) -> None:
     for _ in range(20):
         assert after(progressed=True) == 0
         assert after() == 0
@@ -111,25 +111,25 @@ def test_a_run_that_gets_on_may_fail_any_number_of_times(after: Callable[..., fl
         after()
 
 
-def test_without_a_checkpoint_between_they_add_up(after: Callable[..., float]) -> None:
+def test_failure_policy_counts_failures_without_progress(after: Callable[..., float]) -> None:
     assert after() == after(NOT_STARTED) == 0
     with pytest.raises(WorkerGroupError):
         after()
 
 
 @pytest.mark.parametrize("error", [ANNOUNCED, GONE_WITH_ITS_NODE])
-def test_nodes_taken_away_do_not_count(after: Callable[..., float], error: Exception) -> None:
+def test_failure_policy_ignores_preemptions(after: Callable[..., float], error: Exception) -> None:
     for _ in range(10):
         after(error)
     assert after() == 0
 
 
-def test_those_that_end_at_once_wait_longer_and_longer(after: Callable[..., float]) -> None:
+def test_failure_policy_backs_off_after_quick_failures(after: Callable[..., float]) -> None:
     assert [after(ANNOUNCED, attempt_s=1) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
     assert after(ANNOUNCED, attempt_s=61) == 0
 
 
-def test_no_room_is_no_failure_but_has_an_end(after: Callable[..., float]) -> None:
+def test_failure_policy_limits_wait_for_resources(after: Callable[..., float]) -> None:
     for _ in range(5):
         assert after(NO_ROOM, attempt_s=99) == 0
         assert after(ANNOUNCED, attempt_s=99) == 0
@@ -139,7 +139,7 @@ def test_no_room_is_no_failure_but_has_an_end(after: Callable[..., float]) -> No
 
 
 @pytest.mark.parametrize(("max_failures", "taken"), [(0, 0), (-1, 50)])
-def test_none_or_any_number(max_failures: int, taken: int) -> None:
+def test_failure_policy_accepts_zero_or_unlimited_failures(max_failures: int, taken: int) -> None:
     tolerance = FailurePolicy(FailureConfig(max_failures=max_failures))
     arguments: dict[str, Any] = {"attempt_s": 100.0, "progressed": True}
     for _ in range(taken):

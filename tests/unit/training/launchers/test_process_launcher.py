@@ -90,7 +90,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "worker"]
+    return [thread for thread in threading.enumerate() if thread.name == "attempt"]
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
@@ -136,7 +136,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(tmp_path_factory.mktemp("uninterrupted")).summary["weights_sha256"]
 
 
-def test_a_whole_run(tmp_path: Path, expected: str) -> None:
+def test_in_process_run_completes(tmp_path: Path, expected: str) -> None:
     inside: list[tuple[int, int, str]] = []
 
     def act(number: int) -> None:
@@ -146,7 +146,7 @@ def test_a_whole_run(tmp_path: Path, expected: str) -> None:
     STATE.act = act
     threads = torch.get_num_threads()
     result = run(tmp_path)
-    assert set(inside) == {(1, threads + 1, "worker")}
+    assert set(inside) == {(1, threads + 1, "attempt")}
     assert len(inside) == STEPS
     summary = result.summary
     assert (summary["steps"], summary["rows_lost"], summary["rows_repeated"]) == (STEPS, 0, 0)
@@ -169,7 +169,7 @@ def test_a_whole_run(tmp_path: Path, expected: str) -> None:
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_an_error_of_the_worker_is_raised_as_itself(tmp_path: Path, error: Exception, cause: str | None) -> None:
+def test_worker_error_is_raised_unchanged(tmp_path: Path, error: Exception, cause: str | None) -> None:
     def act(number: int) -> None:
         if number == 5:
             raise error
@@ -195,7 +195,7 @@ def test_an_error_of_the_worker_is_raised_as_itself(tmp_path: Path, error: Excep
     ],
     ids=["SIGTERM", "SIGINT", "event"],
 )
-def test_a_signal_saves_and_the_same_call_resumes(
+def test_signal_saves_and_same_call_resumes(
     tmp_path: Path, expected: str, number: signal.Signals | None, cause: str, raised: type[BaseException]
 ) -> None:
     stop_event = threading.Event()
@@ -216,7 +216,7 @@ def test_a_signal_saves_and_the_same_call_resumes(
     assert [event["checkpoint"] for event in events(tmp_path, "start")] == [None, saved.path]
 
 
-def test_a_run_that_is_trained_in_parts_learns_what_a_whole_one_does(tmp_path: Path) -> None:
+def test_paused_run_matches_uninterrupted_run(tmp_path: Path) -> None:
     patient: dict[str, Any] = {"plateau": {"patience": 1, "min_improvement": 1e3, "factor": 0.5}}
     whole = run(tmp_path / "whole", **patient).summary
     STATE.number = 0
@@ -239,7 +239,7 @@ def test_a_run_that_is_trained_in_parts_learns_what_a_whole_one_does(tmp_path: P
     assert trainer.train_until(config(tmp_path, **patient), 0.5, console=QUIET) == result  # it is finished
 
 
-def test_a_resumed_run_has_the_learning_rates_of_its_plateau(tmp_path: Path) -> None:
+def test_resumed_run_keeps_plateau_learning_rates(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"evaluate_every": 3, "log_every": 1, "early_stopping": {"patience": 0}}
     settings["plateau"] = {"patience": 1, "min_improvement": 1e3, "factor": 0.5}
     whole = run(tmp_path / "whole", **settings).summary["weights_sha256"]
@@ -253,7 +253,7 @@ def test_a_resumed_run_has_the_learning_rates_of_its_plateau(tmp_path: Path) -> 
     assert [rates[step] / rates[3] for step in (3, 6, 7, 9, 10, 12)] == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.25])
 
 
-def test_a_worker_that_does_not_save_within_the_grace_is_not_waited_for(tmp_path: Path) -> None:
+def test_worker_without_save_in_grace_period_is_abandoned(tmp_path: Path) -> None:
     freed = threading.Event()
 
     def act(step: int) -> None:
@@ -275,7 +275,7 @@ def test_a_worker_that_does_not_save_within_the_grace_is_not_waited_for(tmp_path
     assert latest(str(tmp_path / "run")) is None
 
 
-def test_a_running_run_is_asked_for_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_request_reaches_in_process_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_LEAD_S", 0.0)
     folder, told = str(tmp_path / "run"), list[dict[str, Any]]()
     request, asked = tmp_path / "run" / "profile" / "request.json", threading.Event()
@@ -306,7 +306,7 @@ def test_a_running_run_is_asked_for_a_profile(tmp_path: Path, monkeypatch: pytes
     assert [event["path"] for event in events(tmp_path, "profile")] == [profile["profile"]]
 
 
-def test_a_process_group_of_the_caller_is_used_and_kept(tmp_path: Path, expected: str) -> None:
+def test_process_group_of_caller_is_reused(tmp_path: Path, expected: str) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         assert run(tmp_path).summary["weights_sha256"] == expected
@@ -315,7 +315,7 @@ def test_a_process_group_of_the_caller_is_used_and_kept(tmp_path: Path, expected
         distributed.destroy_process_group()
 
 
-def test_a_rank_of_a_larger_process_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_rejects_rank_of_larger_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "is_initialized", lambda: True)
         patch.setattr(distributed, "get_world_size", lambda: 4)

@@ -65,16 +65,16 @@ class Attempts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], wanted: TrainConfig, folder: Path) -> None:
         self.num_workers: list[int] = []
-        self.crowded: list[bool] = []
+        self.is_shared: list[bool] = []
         self.notes: list[str] = []
         self.events = Events()
         self.signals = Signals()
         monkeypatch.setattr(ray_launcher, "_attempt", self._attempt)
         self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
 
-    def _attempt(self, run: PreparedRun, signals: Signals, *, crowded: bool) -> Any:
+    def _attempt(self, run: PreparedRun, signals: Signals, *, is_shared: bool) -> Any:
         self.num_workers.append(run.layout.num_workers)
-        self.crowded.append(crowded)
+        self.is_shared.append(is_shared)
         return next(self._outcomes)()
 
     def run(self) -> dict[str, Any] | None:
@@ -92,7 +92,7 @@ def fails(error: BaseException) -> Outcome:
     return outcome
 
 
-def test_failures_between_checkpoints_do_not_add_up(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failures_with_progress_do_not_accumulate(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saved = iter(range(1, 100))
 
     def gets_on() -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_failures_between_checkpoints_do_not_add_up(nodes: Cluster, monkeypatch:
     assert [kind for kind, _ in run.events.written] == ["attempt", "failure", "attempt"]
 
 
-def test_a_signal_that_workers_do_not_save_at_is_the_end(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_signal_without_last_save_ends_run(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for outcome, told in (
         (fails(DIED), "worker 0: ValueError: no, before a last checkpoint was made"),
         (
@@ -126,9 +126,7 @@ def test_a_signal_that_workers_do_not_save_at_is_the_end(nodes: Cluster, monkeyp
 
 
 @pytest.mark.parametrize("ending", [fails(KeyboardInterrupt()), fails(InputError("no such column")), lambda: None])
-def test_workers_that_are_not_waited_for_are_ended(
-    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any
-) -> None:
+def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any) -> None:
     groups = {"another's"}
     monkeypatch.setattr(ray_launcher, "_placement_groups", groups.copy)
     freed: list[set[str]] = []
@@ -139,19 +137,15 @@ def test_workers_that_are_not_waited_for_are_ended(
     assert freed == [{"another's"}]
 
 
-def test_where_others_hold_the_room_it_takes_what_is_left(
-    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_run_uses_resources_left_by_other_jobs(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 1), (1, 0)]
     run = Attempts(monkeypatch, [fails(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
     assert run.run() == FINISHED
-    assert (run.num_workers, run.crowded) == ([2, 1], [False, True])
+    assert (run.num_workers, run.is_shared) == ([2, 1], [False, True])
     assert [kind for kind, _ in run.events.written] == ["attempt", "attempt"]  # it did not fail: it never began
 
 
-def test_where_nothing_is_left_it_says_so_and_does_not_wait_for_ever(
-    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_wait_for_resources_reports_and_times_out(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 0), (1, 0)]
     run = Attempts(monkeypatch, [fails(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
     with pytest.raises(InputError, match="waited 0 s for resources in use by other jobs; scaling: "):
@@ -161,7 +155,7 @@ def test_where_nothing_is_left_it_says_so_and_does_not_wait_for_ever(
     assert second.startswith("Waiting for resources in use by other jobs: scaling: ")
 
 
-def test_growth_is_what_nodes_that_joined_have_brought(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: now_s)
 
@@ -204,7 +198,7 @@ class Request:
 
 
 @pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
-def test_control_channel_ends_with_the_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]) -> None:
+def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]) -> None:
     request, ended = Request(bytes_written), threading.Event()
     monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
     monkeypatch.setattr(ray_launcher, "_fit", lambda *_: ended.wait(60))
@@ -222,7 +216,7 @@ def test_control_channel_ends_with_the_attempt(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("possible", [True, False])
-def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
+def test_job_hook_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
     """Data tasks leave out the hook that workers are given, and only that: a job's own hook may bring their credentials."""
     assigned: list[AttemptContext] = []
 
@@ -244,7 +238,7 @@ def test_a_hook_of_the_job_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize(
     ("nodes_left", "other_layout", "expected"), [(False, True, True), (True, True, False), (False, False, False)]
 )
-def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_tasks(
+def test_missing_data_nodes_end_attempt_if_replaceable(
     monkeypatch: pytest.MonkeyPatch, nodes_left: bool, other_layout: bool, expected: bool
 ) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
@@ -265,7 +259,7 @@ def test_an_attempt_ends_if_its_data_nodes_are_gone_and_others_can_take_their_ta
     assert not ends or ends[0] == 25
 
 
-def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(connection, "data_nodes", fails(ray_launcher.ray.exceptions.RaySystemError("gone")))
@@ -279,7 +273,7 @@ def test_a_head_that_does_not_answer_says_nothing_of_data_nodes(nodes: Cluster, 
 # -- the process group
 
 
-def test_workers_wait_for_one_that_waits_for_a_store() -> None:
+def test_collective_timeout_includes_store_outage() -> None:
     config = recipes.criteo_demo("log")
     assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
     changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})

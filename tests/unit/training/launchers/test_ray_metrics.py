@@ -34,13 +34,13 @@ def stats(number: int) -> Any:
     return SimpleNamespace(object_store_bytes_used=number, object_store_bytes_avail=1000, spilled_bytes_total=7 + number)
 
 
-def test_what_is_in_use_now_and_was_spilled_since(watch: Callable[..., ObjectStoreMonitor]) -> None:
+def test_object_store_monitor_returns_usage_and_spills(watch: Callable[..., ObjectStoreMonitor]) -> None:
     watched = watch(lambda number: stats(min(number, 5)))
     until(lambda: watched.latest().get("object_store_bytes") == 5)
     assert watched.latest() == {"object_store_bytes": 5, "object_store_limit_bytes": 1000, "spilled_bytes": 5}
 
 
-def test_nine_failures_in_a_row_are_waited_out(watch: Callable[..., ObjectStoreMonitor]) -> None:
+def test_object_store_monitor_survives_nine_failures(watch: Callable[..., ObjectStoreMonitor]) -> None:
     seen: list[dict[str, int]] = []
 
     def answer(number: int) -> Any:
@@ -60,7 +60,9 @@ def test_nine_failures_in_a_row_are_waited_out(watch: Callable[..., ObjectStoreM
     until(lambda: bool(ready[0].latest()))
 
 
-def test_ten_failures_in_a_row_end_it(watch: Callable[..., ObjectStoreMonitor], caplog: pytest.LogCaptureFixture) -> None:
+def test_object_store_monitor_stops_after_ten_failures(
+    watch: Callable[..., ObjectStoreMonitor], caplog: pytest.LogCaptureFixture
+) -> None:
     asked: list[int] = []
 
     def answer(number: int) -> Any:

@@ -23,7 +23,7 @@ from rayrec.training.launchers.process_worker import StoreControlChannel, StoreR
 FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
 
 
-def test_which_process_this_is() -> None:
+def test_torchrun_env_reads_variables() -> None:
     assert TorchrunEnv.from_environment({}) is None
     assert TorchrunEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None  # nobody to meet
     of_torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "5"}
@@ -38,7 +38,7 @@ def test_which_process_this_is() -> None:
             TorchrunEnv.from_environment(FOUND | wrong)
 
 
-def test_a_run_has_as_many_workers_as_processes() -> None:
+def test_fitted_config_has_one_worker_per_process() -> None:
     launched, config = TorchrunEnv(0, 4, 0, 2, 0), recipes.criteo_demo()
     assert fitted(config, launched).scaling.num_workers == 4
     assert launched.cpus >= 1
@@ -70,7 +70,7 @@ def meetings(*ranks: int) -> list[StoreRendezvous]:
     return [StoreRendezvous(TorchrunEnv(rank, 2, 0, 1, 0), store) for rank in ranks]
 
 
-def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
     meeting, of_other = meetings(0, 1)
     channel, other = StoreControlChannel(meeting), StoreControlChannel(of_other)
@@ -92,12 +92,12 @@ def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(key: str) -> bytes:
         raise DistStoreError("Connection reset")
 
-    monkeypatch.setattr(meeting, "found", gone)
+    monkeypatch.setattr(meeting, "get", gone)
     with pytest.raises(OSError, match="the store of the run's processes is gone"):
         channel.stop_reason()
 
 
-def test_a_message_is_as_large_as_it_has_to_be(alone: TorchrunEnv) -> None:
+def test_store_publishes_large_values(alone: TorchrunEnv) -> None:
     meeting = StoreRendezvous.join(alone)
     assert meeting.get("large") is None
     for value in (b"", b"small", bytes(range(256)) * (80 << 10)):  # the last one is 20 MiB; a message to the store is 8 at most
@@ -108,7 +108,7 @@ def test_a_message_is_as_large_as_it_has_to_be(alone: TorchrunEnv) -> None:
     assert meeting._store.num_keys() == 1  # no piece is left; one key is the store's own
 
 
-def test_the_others_learn_how_a_run_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_receive_run_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_worker, "_LEAVE_S", 0.2)
     meeting, other = meetings(0, 1)
     end(meeting, {"status": 143})  # one that is waited for in vain
@@ -117,9 +117,7 @@ def test_the_others_learn_how_a_run_ended(monkeypatch: pytest.MonkeyPatch) -> No
     end(meeting, {"status": 143})  # which comes back: it has left
 
 
-def test_one_process_trains_what_a_run_without_torchrun_does(
-    click_log: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_torchrun_with_one_process_matches_plain_run(click_log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     config = recipes.criteo_demo(str(click_log / "train.txt")).replace(
         storage_path=str(tmp_path), steps=4, evaluate_every=4, batch_size=64, scaling={"num_workers": 1}
     )
@@ -134,7 +132,7 @@ def test_one_process_trains_what_a_run_without_torchrun_does(
     assert stored == launched.summary
 
 
-def test_after_a_run_no_thread_of_it_uses_the_store(alone: TorchrunEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_rendezvous_raises_in_threads(alone: TorchrunEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.0)
     meeting = StoreRendezvous.join(alone)
     before = set(threading.enumerate())
@@ -143,5 +141,5 @@ def test_after_a_run_no_thread_of_it_uses_the_store(alone: TorchrunEnv, monkeypa
     meeting.close()
     watching.join(10)
     assert not watching.is_alive()
-    with pytest.raises(OSError, match="over"):
+    with pytest.raises(OSError, match="has ended"):
         meeting.get("anything")
