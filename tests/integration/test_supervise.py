@@ -1,4 +1,4 @@
-"""A supervised run on a real head: its end, a user's error, signals, and the loss of the supervisor, then of the head."""
+"""Supervised run on a real head: success, user errors, signals, and loss of the supervisor or head."""
 
 import contextlib
 import json
@@ -25,12 +25,12 @@ from rayrec.workloads.base import TrainConfig
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 MARK = "RAYREC_TEST_HEAD"
-"""In the environment of a head and all that it starts, whichever session and group they move to."""
+"""Variable in the environment of a head and its descendants, in any session or group."""
 STEPS = 480
 
 
 class Head:
-    """A head of a Ray cluster with a dashboard, which can be killed with all that runs on it and started again."""
+    """Ray head with a dashboard that can be killed with its descendants and restarted."""
 
     def __init__(self, folder: Path, *, cache: Path, first_port: int) -> None:
         # Ray's sockets lie below, and their paths must be short.
@@ -39,7 +39,7 @@ class Head:
         self.url = f"http://127.0.0.1:{self._ports[1]}"
 
     def start(self) -> None:
-        """Returns before it answers."""
+        """Start the head without waiting for an answer."""
         names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
         options: dict[str, object] = dict(zip(names, self._ports, strict=True))
         options |= {"dashboard-host": "127.0.0.1", "temp-dir": self.folder / "ray"}
@@ -50,8 +50,7 @@ class Head:
         self._session = Session([*command, *flags], environment=environment, output=self._output)
 
     def wait(self, *, timeout_s: float = 300) -> None:
-        """Until it has started and answers. Ray gives a head 30 s to start, which a busy machine may exceed: then it is started
-        again."""
+        """Wait until the head answers. Restarts it if a busy machine exceeds the 30 s that Ray gives it."""
         deadline_s = time.monotonic() + timeout_s
         while not ("Ray runtime started" in self._session.out and self._answers()):
             if self._session.process.poll() is not None:
@@ -90,7 +89,7 @@ class Head:
 
 
 class Supervised(Run):
-    """One run under `rayrec supervise`."""
+    """Run under `rayrec supervise`."""
 
     def __init__(self, config: TrainConfig, head: Head, folder: Path, *, cache: Path) -> None:
         super().__init__(config, folder / f"{config.name}_commands", cache=cache)
@@ -149,7 +148,7 @@ def begin(head: Head, click_log: Path, cache: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def supervised(begin: Begin) -> Supervised:
-    """A run that nothing happens to."""
+    """Supervise an undisturbed run."""
     run = begin("supervised")
     assert run.exit_status(timeout_s=480) == 0, run.session.err
     return run

@@ -1,5 +1,5 @@
-"""Training end to end, with two workers on a local Ray and with one in this process: what a run leaves behind, determinism,
-going on after a crash, and refusals."""
+"""Training end to end, with two workers on a local Ray and with one in this process: outputs, determinism, resume and
+rejections."""
 
 import dataclasses
 import json
@@ -41,11 +41,11 @@ LEARNING = {
     "sparse_optimizer": {"learning_rate": 0.05, "eps": 1e-8},
     "dense_optimizer": {"learning_rate": 0.002},
 }
-"""What is learnt here, and in the golden curves, does not change when the recipe's settings are tuned."""
+"""Fixed settings for these tests and the golden curves, independent of the recipe's tuning."""
 
 
 def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
-    """A run of some seconds: 20 steps of one worker, evaluated and saved every 8."""
+    """Return a run of some seconds: 20 steps of one worker, evaluated and saved every 8."""
     fields: dict[str, Any] = {
         "storage_path": str(storage),
         "name": "run",
@@ -68,7 +68,7 @@ def finished(local_ray: None, click_log: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def alone(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Result]:
-    """With one worker, in this process."""
+    """Train with one worker in this process."""
     config = small(click_log, tmp_path_factory.mktemp("runs"), cluster={"address": "none"})
     return config, train(config)
 
@@ -161,7 +161,7 @@ def test_cpu_contention_is_logged_and_keeps_bits(
 
 
 def test_finished_run_can_be_extended(click_log: Path, tmp_path: Path) -> None:
-    """It resumes at the next row, and ends like a run that had this length from the start."""
+    """It resumes at the next row and ends like a run with this length from the start."""
     # A learning rate that decays towards the end would tell the two apart.
     changes = {"evaluate_every": 4, "log_every": 1, "workload": {"schedule": {"decay_fraction": 0.0}}}
     config = small(click_log, tmp_path, name="grown", steps=4, **changes)
@@ -193,7 +193,7 @@ def test_resumed_run_rejects_other_rows(click_log: Path, tmp_path: Path) -> None
 
 
 class RepeatingWorkload(ClickWorkload):
-    """The worker trains its second batch twice, and its third not at all."""
+    """Workload whose worker trains its second batch twice and skips its third."""
 
     def make_loader(self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Loader[Any, Any]:
         loader = super().make_loader(context, prepared, state=state, step=step)
@@ -270,7 +270,7 @@ else:
     raise AssertionError("five workers were accepted")
 print("mixed cluster: ok", flush=True)  # at its end the process may lose its raylet first
 """
-"""Trains on a cluster of several Ray nodes on this machine, one of them with something that stands in for an accelerator."""
+"""Script that trains on several Ray nodes of this machine, one of them with a simulated accelerator."""
 
 
 def test_separate_data_nodes_keep_weights(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_separate_data_nodes_keep_weights(finished: tuple[TrainConfig, Result], 
 
 @pytest.mark.extended
 def test_torchrun_matches_weights_after_killed_process(finished: tuple[TrainConfig, Result], tmp_path: Path) -> None:
-    """Two processes without Ray; torchrun starts both again, and they resume."""
+    """Two processes without Ray, both restarted by torchrun, resume."""
     folder = finished[1].folder
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "rayrec", "train"]
@@ -353,7 +353,7 @@ def test_forked_ray_processes_share_no_identifiers(local_ray: None) -> None:
 
 
 def test_golden_loss_curves(finished: tuple[TrainConfig, Result], alone: tuple[TrainConfig, Result]) -> None:
-    """A change that should not alter what is learnt must not move these; regenerate them knowingly otherwise."""
+    """Changes that should not affect training must not move these curves. Otherwise regenerate them."""
     measured = {"1 worker": losses(alone[1].folder), "2 workers": losses(finished[1].folder)}
     check_golden("criteo_demo_losses", measured, tolerance=1e-4)
 
@@ -361,7 +361,7 @@ def test_golden_loss_curves(finished: tuple[TrainConfig, Result], alone: tuple[T
 def test_train_accepts_two_logs_and_ready_preprocessor(
     alone: tuple[TrainConfig, Result], click_log: Path, tmp_path: Path
 ) -> None:
-    """Training log and evaluation log of their own, gzip, with the Preprocessor of another run."""
+    """Separate gzip logs for training and evaluation, with the Preprocessor of another run."""
     import gzip
 
     config, result = alone
@@ -399,7 +399,7 @@ def test_invalid_rows_are_counted_or_rejected(click_log: Path, tmp_path: Path) -
 
 
 def test_saves_between_evaluations_keep_best(click_log: Path, tmp_path: Path) -> None:
-    """A save before the first evaluation, saves between evaluations, and early stopping on top."""
+    """With a save before the first evaluation, and early stopping."""
     config = small(click_log, tmp_path, evaluate_every=5, checkpoint={"every": 4}, early_stopping={"patience": 1}, steps=18)
     summary = train(config).summary
     best = max(events_of(tmp_path / "run", "evaluate"), key=lambda event: (event["auroc"], event["step"]))
@@ -421,7 +421,7 @@ def test_one_class_validation_uses_logloss(click_log: Path, tmp_path: Path) -> N
 @pytest.mark.exhaustive
 @pytest.mark.extended
 def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path) -> None:
-    """Two workers train to a checkpoint, one finishes the epoch: every row counted once."""
+    """Two workers train to a checkpoint, one finishes the epoch, and every row counts once."""
     fields = {"steps": None, "epochs": 2, "evaluate_every": 300, "checkpoint": {"every": 40}, "batch_size": 96}
     config = small(click_log, tmp_path, **fields, scaling={"num_workers": 2})
     with Run(config.replace(cluster={"num_cpus": 2}), tmp_path / "two", cache=tmp_path) as two:
@@ -439,7 +439,7 @@ def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path
 
 
 def test_kaggle_recipe_trains_two_steps(click_log: Path, tmp_path: Path) -> None:
-    """The others: test_prepare.py."""
+    """See test_prepare.py for other recipes."""
     config = recipes.criteo_kaggle().replace(
         train_data={"path": str(click_log / "train.txt")},
         storage_path=str(tmp_path),

@@ -1,7 +1,6 @@
-"""What ranks of a process group do in tests of checkpoints, each a process of its own.
+"""Functions of ranks in checkpoint tests, each in a separate process.
 
-`run_ranks` starts them, by the name of a function here. Tables are ShardedTensors, as TorchRec has them, others DTensors
-and plain tensors.
+`run_ranks` starts them by name. Tables are ShardedTensors, as in TorchRec; other tensors are DTensors or plain.
 """
 
 import multiprocessing
@@ -49,12 +48,12 @@ IMPORTED_ONCE = [
     "torch.distributed.optim",
     "torch.distributed.tensor",
 ]
-"""By the process that ranks are forked from: to import what a rank needs takes several seconds."""
+"""Modules imported by the process from which ranks are forked, which saves several seconds per rank."""
 
 
 def run_ranks(what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None) -> list[str]:
-    """The output of each rank, which calls a function of this or another module with the folder and its rank; all must end
-    with status 0, but for one that kills itself."""
+    """Run a function of this or another module on each rank, with the folder and its rank; return the outputs. All must exit with
+    0, except a rank that kills itself."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory() as meeting:
@@ -85,7 +84,7 @@ def _be_rank(what: str | Callable[[str, int], None], rank: int, size: int, folde
 
 
 def whole(factor: float = 1) -> dict[str, torch.Tensor]:
-    """The tensors of a run, as one process has them."""
+    """Return the unsharded tensors of a run."""
     return {
         "model.rows": torch.arange(30.0).reshape(10, 3) * factor,
         "model.columns": torch.arange(30.0).reshape(3, 10) * factor,
@@ -97,7 +96,7 @@ def whole(factor: float = 1) -> dict[str, torch.Tensor]:
 
 
 def sharded(factor: float = 1) -> dict[str, Any]:
-    """The same over the ranks of the process group."""
+    """Return the same tensors, sharded over the process group."""
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
     from torch.distributed.device_mesh import init_device_mesh
@@ -116,7 +115,7 @@ def sharded(factor: float = 1) -> dict[str, Any]:
 
 
 def local(value: Any) -> torch.Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     if hasattr(value, "local_shards"):
         shards = value.local_shards()
         return shards[0].tensor if shards else torch.empty(0)
@@ -132,7 +131,7 @@ def save(folder: str, rank: int) -> None:
 
 
 def reshard(folder: str, rank: int) -> None:
-    """Restores step 2 and saves it as step 3."""
+    """Restore step 2 and save it as step 3."""
     target = sharded(0)
     checkpoint.restore(Checkpoint(folder_of(folder, 2)), target)
     assert same(target, sharded())
@@ -140,7 +139,7 @@ def reshard(folder: str, rank: int) -> None:
 
 
 def restore(folder: str, rank: int) -> None:
-    """Restores step 3, and reports the damage of step 4."""
+    """Restore step 3 and report the damage of step 4."""
     target = sharded(0)
     checkpoint.restore(Checkpoint(folder_of(folder, 3)), target)
     assert same(target, sharded())
@@ -155,7 +154,7 @@ def restore(folder: str, rank: int) -> None:
 
 
 def read_some(folder: str, rank: int) -> None:
-    """Each rank reads the blocks of its rows, and no more."""
+    """Check that each rank reads only the blocks of its rows."""
     read: list[tuple[int, int]] = []
     read_into = storage.read_into
 
@@ -187,7 +186,7 @@ def read_some(folder: str, rank: int) -> None:
 
 
 def read_once(folder: str, rank: int) -> None:
-    """Of what both ranks hold whole, each reads a share; of what one alone holds, that one reads all."""
+    """Check that ranks share the reads of replicated tensors, and read their own tensors alone."""
     read: list[int] = []
     read_into = storage.read_into
 
@@ -212,17 +211,17 @@ _OFFSETS = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and
 
 
 def _offsets_of(rank: int) -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
-    """DTensor deals rows evenly; here they are not, so that the border lies within a block."""
+    """Return uneven row offsets, unlike DTensor's, so that the border is within a block."""
     return lambda *_: ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))
 
 
 def lease_of(rank: int, folder: str) -> dict[str, Any]:
-    """Rank 0 alone takes the run over."""
+    """Acquire the lease on rank 0."""
     return {} if rank == 0 else {"lease": None}
 
 
 def save_in_background(folder: str, rank: int) -> None:
-    """Late saves, trouble of one rank, and a run that is taken over: all ranks see the same."""
+    """Check that all ranks see late saves, errors of one rank and a lost lease alike."""
     run = Run(folder)
     saver = run.saver(**lease_of(rank, folder), extra_files={"config.yaml": b"a: 1"}, max_outage_s=0.3)
     values, gate = sharded(), threading.Event()
@@ -265,8 +264,8 @@ def save_in_background(folder: str, rank: int) -> None:
 
 
 def save_apart(folder: str, rank: int) -> None:
-    """Each rank sees a folder of its own under the run's path, as with a disk of each node; then the ranks' sharding plans
-    differ. No checkpoint is made of either."""
+    """Use a separate folder on each rank, like local disks of nodes, then different sharding plans. Neither makes a
+    checkpoint."""
     own = f"{folder}/{rank}"
     name = Ranks.all().share(os.path.basename(write_token(own, max_outage_s=1.0)))
     with mock.patch.object(lease, "_APPEARS_S", 0.1):
@@ -293,7 +292,7 @@ def save_apart(folder: str, rank: int) -> None:
 
 
 def claimed_table(held_by: list[int]) -> Any:
-    """A table of 7 rows that this rank believes to be on `held_by`, or, if that is empty, on the next rank."""
+    """Return a table of 7 rows that this rank assigns to `held_by`, or if empty, to the next rank."""
     from torch.distributed._shard.sharded_tensor import (
         Shard,
         ShardedTensor,
@@ -311,7 +310,7 @@ def claimed_table(held_by: list[int]) -> Any:
 
 
 def die_saving(folder: str, rank: int) -> None:
-    """Rank 1 is killed in the midst of its second save; rank 0 notices, and leaves."""
+    """Kill rank 1 during its second save; rank 0 notices and exits."""
     saver = Run(folder).saver(**lease_of(rank, folder), max_outage_s=60)
     save_now(saver, 1, sharded())
     with writes((lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else None):
@@ -322,7 +321,7 @@ def die_saving(folder: str, rank: int) -> None:
 
 
 def writes(before_the_last_piece: Callable[[], Any] | None) -> Any:
-    """Patches storage.write_stream: something happens when all but the last piece of a rank's file is written."""
+    """Patch storage.write_stream to act before the last piece of a rank's file is written."""
     write_stream = storage.write_stream
 
     def disturbed(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
@@ -348,7 +347,7 @@ def full() -> None:
 
 
 def raised(function: Callable[[], Any]) -> str:
-    """The error of a function as text."""
+    """Return the error of a function as text."""
     try:
         function()
     except DamagedError as error:

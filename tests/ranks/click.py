@@ -1,4 +1,4 @@
-"""What ranks of a process group do with a small click model in tests, each a process of its own."""
+"""Functions of ranks with a small click model, each in a separate process."""
 
 import json
 import logging
@@ -30,9 +30,9 @@ MANY = [1460, 583, 4000, 3000, 305, 24, 1251, 633, 3, 931, 568, 2500, 319, 27, 1
 MANY += [10, 565, 217, 4, 3500, 18, 15, 900, 105, 800]
 EQUAL = [50] * 24
 SHARED = [40, 900, 40]
-"""Tables of a model of several labels: features 0 and 2 share one, the lists of feature 1 have weights."""
+"""Tables of a model with several labels: features 0 and 2 share one, the lists of feature 1 have weights."""
 SEQUENCES = [40, 9, 40]
-"""Tables of a model whose feature 2 is a sequence of what feature 0 has one of; they share a table."""
+"""Tables of a model whose feature 2 is a sequence of feature 0's categories; they share a table."""
 CASES = {"many": MANY, "equal": EQUAL, "shared": SHARED, "sequences": SEQUENCES}
 BY_ADAM = {"adam": SHARED, "adam_sequences": SEQUENCES}
 DIM, ROWS, STEPS = 8, 12, 3
@@ -100,7 +100,7 @@ def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
 
 
 def prepared(tables: list[int]) -> Any:
-    """What set-up looks at of a workload's preparation."""
+    """Return the parts of a preparation that set-up needs."""
     return SimpleNamespace(
         inputs=schema(tables),
         num_embeddings=tables,
@@ -111,7 +111,7 @@ def prepared(tables: list[int]) -> Any:
 
 
 def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int = ROWS) -> Batch:
-    """A rank's share of the same global batch of so many rows, for any number of ranks."""
+    """Return a rank's part of the same global batch, for any number of ranks."""
     chance = torch.Generator().manual_seed(step)
     ids = [torch.randint(size, (rows,), generator=chance) for size in tables]
     dense, labels = torch.rand(rows, 2, generator=chance), torch.rand(rows, generator=chance).round()
@@ -139,7 +139,7 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
 
 
 def train(folder: str, tables: list[int], rank: int, *, node: str = "", device: str = "cpu", **settings: Any) -> None:
-    """Saves FOLDER/start and, after some steps, FOLDER/end, and writes each step's mean loss into FOLDER/losses.json."""
+    """Save FOLDER/start and, after some steps, FOLDER/end; write each step's mean loss to FOLDER/losses.json."""
     world_size = distributed.get_world_size()
     configuration = config(tables, world_size, **settings)
     place = context(configuration, rank, world_size, node=node, device=device)
@@ -162,7 +162,7 @@ def train(folder: str, tables: list[int], rank: int, *, node: str = "", device: 
 
 
 def train_in_attempts(folder: str, tables: list[int], rank: int, *attempts: range, node: str) -> None:
-    """Trains the steps of each attempt, from what the one before has saved, and saves FOLDER/STEP after each."""
+    """Train the steps of each attempt from the last save, and save FOLDER/STEP after each."""
     world_size, before = distributed.get_world_size(), None
     network = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(128, 64, DIM), top_mlp=(128, 64, 1))
     configuration = config(tables, world_size).replace(workload={"model": network})
@@ -179,7 +179,7 @@ def train_in_attempts(folder: str, tables: list[int], rank: int, *attempts: rang
 
 
 def on_unequal_nodes(folder: str, rank: int) -> None:
-    """Ranks 0 and 1 run on one machine, rank 2 on another."""
+    """Simulate ranks 0 and 1 on one machine and rank 2 on another."""
     logging.disable(logging.WARNING)
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
     for name, tables in CASES.items():
@@ -206,7 +206,7 @@ def weights(folder: str) -> str:
 
 
 def on_one_gpu(folder: str, rank: int) -> None:
-    """All workers have the same GPU, and exchange by gloo, since NCCL refuses two ranks on one GPU."""
+    """Use the same GPU on all workers, with gloo, because NCCL rejects two ranks on one GPU."""
     logging.disable(logging.WARNING)
     for name, tables in CASES.items():
         train(f"{folder}/{name}_gpu", tables, rank, device="cuda:0")

@@ -1,4 +1,4 @@
-"""A small data-parallel workload, and what ranks of a process group do with it in tests, each a process of its own."""
+"""Small data-parallel workload and functions of its ranks, each in a separate process."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ ROWS = {"train": 101, "validation": 37}
 
 
 class Net(torch.nn.Module):
-    """Two blocks, tied at input and output, with or without what depends on the batch."""
+    """Two blocks with tied input and output, optionally with batch-dependent parts."""
 
     def __init__(self, batch_norm: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Net(torch.nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Small(DataParallelWorkload):
-    """Tells which of six numbers is the largest."""
+    """Workload that predicts which of six numbers is the largest."""
 
     batch_norm: bool = False
     noise: float = 0.0
@@ -86,7 +86,7 @@ VOCABULARY, LENGTH = 13, 8
 
 @dataclass(frozen=True, kw_only=True)
 class NextToken(DataParallelWorkload):
-    """A GPT-2 of next to no size on rows of counting."""
+    """Tiny GPT-2 that learns to count."""
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
 
@@ -115,7 +115,7 @@ class NextToken(DataParallelWorkload):
 
 
 def products_by_onednn(patch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Has oneDNN make GPT-2's products however small; gives the shapes of their inputs, as they come."""
+    """Make oneDNN compute GPT-2's products of any size; yield the shapes of their inputs."""
     from rayrec.workloads import language_model
 
     seen: list[torch.Size] = []
@@ -131,7 +131,7 @@ def products_by_onednn(patch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 def next_token_config(world_size: int, **workload: Any) -> TrainConfig:
-    """Without chance, of a rule that does not blow up gradients that are but rounding, and short, as this model does later."""
+    """Return a short configuration without randomness, and with a task that does not amplify rounding in gradients."""
     words = NextToken(
         model=GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH, dropout=0.0),
         optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
@@ -159,7 +159,7 @@ def config(world_size: int, *, steps: int = 12, **workload: Any) -> TrainConfig:
 
 
 def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int | None = None) -> list[dict[str, Any]]:
-    """Trains, saves FOLDER/STEP at every evaluation, and returns the events; from a checkpoint on where a step is given."""
+    """Train, from a checkpoint if a step is given; save FOLDER/STEP at every evaluation and return the events."""
     world_size = distributed.get_world_size() if distributed.is_initialized() else 1
     context = WorkerContext(configuration, rank, world_size, torch.device("cpu"), None)  # type: ignore[arg-type]
     stored = None if from_step is None else Checkpoint(f"{folder}/{from_step}")
@@ -206,12 +206,12 @@ def fsdp_by_onednn(folder: str, rank: int) -> None:
 
 
 def fsdp_goes_on(folder: str, rank: int) -> None:
-    """From a checkpoint of one worker."""
+    """Resume with FSDP from a checkpoint of one worker."""
     train(folder, rank, config(2, parallel="fsdp"), from_step=6)
 
 
 def noisy(folder: str, rank: int) -> None:
-    """With all that could differ after a crash: augmentation, statistics of batches; once whole, once from the middle on."""
+    """Train with augmentation and batch statistics, which could differ after a crash: once fully, once from the middle."""
     configuration = config(2, batch_norm=True, noise=0.3)
     train(folder, rank, configuration)
     whole = checkpoint.weights_sha256(Checkpoint(f"{folder}/12"))
@@ -220,7 +220,7 @@ def noisy(folder: str, rank: int) -> None:
 
 
 def statistics(folder: str, rank: int) -> None:
-    """Of batch normalisation are the same on every worker once a segment is over."""
+    """Check that statistics of batch normalization are equal on all workers after a segment."""
     configuration = config(2, batch_norm=True)
     context = WorkerContext(configuration, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
     setup = configuration.workload.set_up(context, None)

@@ -1,4 +1,4 @@
-"""What ranks of a process group do with metrics in tests, each a process of its own; imports little, as each rank does so."""
+"""Functions of ranks with metrics, each in a separate process. Imports little, because each rank does it."""
 
 import math
 from typing import Any
@@ -37,7 +37,7 @@ def bounds(count: int, world_size: int) -> list[list[int]]:
 
 
 def metrics_of_ranks(folder: str, rank: int) -> None:
-    """Writes FOLDER/RANK.pt: whether a NaN of rank 0 was refused, and the metrics of all cases and bounds."""
+    """Write FOLDER/RANK.pt: whether a NaN of rank 0 was rejected, and the metrics of all cases and bounds."""
     world_size = dist.get_world_size()
     results: list[Any] = []
     for logits, labels in cases():
@@ -55,7 +55,7 @@ def metrics_of_ranks(folder: str, rank: int) -> None:
 
 
 def gathered_rows_of_ranks(folder: str, rank: int) -> None:
-    """Each rank has another number of rows, one none; the gradient is that of the sum of all ranks' losses."""
+    """Gather different numbers of rows per rank, one of them none; the gradient sums all ranks' losses."""
     del folder
     size = dist.get_world_size()
     counts = [(3 * place + 2) % 5 * (place != size - 1) for place in range(size)]

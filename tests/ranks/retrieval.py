@@ -1,4 +1,4 @@
-"""What ranks of a process group do with retrieval models in tests, each a process of its own."""
+"""Functions of ranks with retrieval models, each in a separate process."""
 
 import logging
 from types import SimpleNamespace
@@ -24,14 +24,14 @@ from rayrec.workloads.run_config import ScalingConfig
 
 USERS, ITEMS = 9, 13
 ROWS = (6, 5, 1)
-"""Of each step; of the last one the second rank has none."""
+"""Rows of each step. In the last one, the second rank has none."""
 RATES = {"sparse": 0.5, "dense": 0.1}
 TWO_TOWER = TwoTowerConfig(embedding_dim=4, user_tower=(), vector=3, temperature=0.5)
 SASREC = SASRecConfig(embedding_dim=4, hidden=8, blocks=1, dropout=0.0)
 
 
 def pairs(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """(user, item) ids of a step, with an item twice."""
+    """Return the (user, item) ids of a step, with a repeated item."""
     chance = np.random.default_rng(step)
     item = chance.integers(0, ITEMS, ROWS[step])
     item[-1] = item[0]

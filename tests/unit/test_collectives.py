@@ -1,4 +1,4 @@
-"""How workers join their process group, and which GPU is whose."""
+"""Process groups of workers and their GPUs."""
 
 from pathlib import Path
 

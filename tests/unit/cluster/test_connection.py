@@ -1,4 +1,4 @@
-"""How a cluster is shared out: how many workers, what they reserve, what is left for data tasks."""
+"""Allocation of a cluster: number of workers, their resources, and the rest for data tasks."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ def test_data_tasks_separate_if_other_nodes_suffice(
 
 
 def test_fewer_workers_need_fewer_other_nodes() -> None:
-    """An elastic run decides for the number of workers that fit."""
+    """An elastic run decides by the number of workers that fit."""
     nodes: tuple[dict[str, float], ...] = ({"CPU": 16.0}, *GPU_NODES)
     assert not shared(*nodes, num_workers=(1, 32), use_gpu=True).workers_only
     assert shared(*nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True).workers_only == {"1"}
@@ -125,7 +125,7 @@ def test_layout_rejects_unfit_workers(nodes: list[dict[str, float]], changes: di
 
 
 def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray places nothing on a node that is being drained, though it lives on till then."""
+    """Ray places nothing on draining nodes, although they are alive."""
     import ray
 
     nodes = [{"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}} for name in ("one", "leaving", "dead", "two")]
@@ -168,7 +168,7 @@ def test_nodes_for_tasks_excludes_worker_nodes() -> None:
 
 
 def test_user_model_reaches_processes_without_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if only a configuration nested in rayrec's own, here the model's, comes from the user's file."""
+    """Also if only a nested configuration, here the model's, comes from the user's file."""
     shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
     recipe = function_in_file(f"{file}:own_model", returns=TrainConfig)
     config = recipe()
@@ -196,7 +196,7 @@ def test_python_of_workers_depends_on_job(submitted: dict[str, object] | None, *
 
 
 def test_train_environment_matches_ray_train_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else no process that was started ahead is taken for a worker."""
+    """Otherwise Ray would not assign prestarted processes to workers."""
     monkeypatch.setattr(connection, "is_local_ray", lambda: True)
     assert connection.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
     monkeypatch.setattr(connection, "is_local_ray", lambda: False)

@@ -1,4 +1,4 @@
-"""The fork servers of a local Ray and of a node: what a process that they fork has, and what happens without them."""
+"""Fork servers of a local Ray and of a node, and processes forked with and without them."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def program(tmp_path: Path) -> Path:
 
 
 def started(program: Path, address: str, *, added: dict[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """What the program says of its process, and what is written to standard error."""
+    """Run the program; return its report of its process, and its standard error."""
     context = [] if added is None else ["--language=PYTHON", CONTEXT + json.dumps({"env_vars": added})]
     done = subprocess.run(
         [sys.executable, forked_worker.__file__, "-s", str(program), "--one", *context],
@@ -98,7 +98,7 @@ def test_processes_with_same_modules_share_template(server: ForkServer, program:
 def test_forked_processes_have_high_oom_score(
     server: ForkServer, program: Path, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If memory is short, as it does with the processes that Ray's node manager starts."""
+    """Linux then kills them first, like processes started by Ray's node manager."""
     own = int(Path("/proc/self/oom_score_adj").read_text())
     found, _ = started(program, server.address, added=added)
     assert found["oom_score"] == 1000
@@ -144,7 +144,7 @@ def test_fork_server_survives_failed_fork(
 
 
 def test_replaced_modules_with_same_time_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by packages whose files all have one time."""
+    """Some packages give all files one time."""
     file = tmp_path / "replaced_module.py"
     file.write_text("A = 1")
     os.utime(file, (0, 0))
@@ -189,7 +189,7 @@ for line in sys.stdin:
     subprocess.run(["bash", "-c", f"exec {command}"], env=environment, stdin=subprocess.DEVNULL)
     print("done", flush=True)
 """
-"""Stands for that of a running Ray: runs each command as Ray's agent does."""
+"""Stand-in for a running Ray's node manager, which runs commands like Ray's agent."""
 SMALL = """
 import json, os, sys
 print(json.dumps([os.getppid(), getattr(sys.modules.get("changes"), "SAID", None), "pandas" in sys.modules]))
@@ -197,7 +197,7 @@ print(json.dumps([os.getppid(), getattr(sys.modules.get("changes"), "SAID", None
 
 
 class NodeManager:
-    """Starts programs by the Python of a job, in a session of Ray that is in `folder`."""
+    """Node manager that starts programs with the Python of a job, in a Ray session in `folder`."""
 
     def __init__(self, folder: Path, command: str = "/bin/echo setup_worker.py") -> None:
         (folder / "session_1").mkdir()
@@ -212,7 +212,7 @@ class NodeManager:
             )
 
     def start(self, program: Path, python: str, **added: str) -> str:
-        """What the program prints."""
+        """Run the program and return its output."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         command = f"{python} {program} --temp-dir={self._folder} --session-name=session_1"
@@ -221,7 +221,7 @@ class NodeManager:
         return "".join(iter(self._process.stdout.readline, "done\n"))
 
     def errors(self) -> str:
-        """What all programs so far wrote to standard error."""
+        """Return the standard error of all programs so far."""
         return self._errors.read_text()
 
     def kill(self) -> None:
@@ -289,7 +289,7 @@ def test_node_without_this_python_uses_ray_python(node_manager: NodeManager, pro
 
 
 def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that mean something to the shell to which Ray gives them."""
+    """Also characters with a meaning in Ray's shell."""
     folder = tmp_path / "a b $(touch ran) 'c'"
     folder.mkdir()
     own, rays = folder / "python", folder / "echo"
@@ -317,7 +317,7 @@ def test_insecure_fork_server_folder_is_rejected(node_manager: NodeManager, tmp_
 
 
 def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Ray's own program, with the arguments that the node manager gave."""
+    """Through Ray's program, with the node manager's arguments."""
     java = tmp_path / "java"
     java.write_text('#!/bin/sh\necho "$A $@"\n')
     java.chmod(0o755)
@@ -356,7 +356,7 @@ def test_unsupported_reason_of_runtime_environments(context: dict[str, Any], rea
 
 @pytest.mark.parametrize("modules", ["", "torch"])
 def test_kineto_daemon_requires_unforked_process(modules: str) -> None:
-    """Its thread is started by the import; a running Ray has added the variables of the runtime environment."""
+    """The import starts its thread. A running Ray has already added the runtime environment's variables."""
     reason = "KINETO_USE_DAEMON makes torch start a thread when imported, which a fork would lose" if modules else ""
     assert forked_worker.unsupported_reason({}, {"KINETO_USE_DAEMON": "1", MODULES: modules}) == reason
     assert forked_worker.unsupported_reason({"env_vars": {MODULES: modules}}, {"KINETO_USE_DAEMON": "1"}) == reason

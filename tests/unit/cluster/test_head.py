@@ -1,4 +1,4 @@
-"""Whether a Ray head answers, and takes this user's token: asked of a server that speaks the protocol of Ray's head."""
+"""Checks of a Ray head and its token, against a server with the protocol of Ray's head."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ TOKEN = "0123456789abcdef" * 4
 
 
 class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
-    """Answers as Ray's head does, to those with the token if it has one."""
+    """Stand-in for Ray's head, which requires a token if it has one."""
 
     def __init__(self) -> None:
         self.token: str | None = None
@@ -42,14 +42,14 @@ class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
 
 
 def forget_tokens() -> None:
-    """Has Ray read this process's settings and token again."""
+    """Make Ray read this process's settings and token again."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 @pytest.fixture
 def user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A user without a token; returns the path of a token file, as a local Ray would write it."""
+    """Set up a user without a token; yield the path of the token file of a local Ray."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -63,7 +63,7 @@ def user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def served() -> Iterator[tuple[Head, str]]:
-    """A head, and the address it answers at."""
+    """Start a head; yield it and its address."""
     service, server = Head(), grpc.server(ThreadPoolExecutor(2))
     gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(service, server)
     port = server.add_insecure_port("0.0.0.0:0")
@@ -155,7 +155,7 @@ def test_invalid_address_is_rejected() -> None:
 def test_commands_reject_ray_client_server(
     click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where something listens, before anything is read or started."""
+    """Even if the server is reachable, before anything is read or started."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     log, out = str(click_log / "train.txt"), str(tmp_path / "out")

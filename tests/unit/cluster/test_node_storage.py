@@ -1,4 +1,4 @@
-"""What nodes of a running cluster need to reach a store, and how credentials get there."""
+"""Access of cluster nodes to stores, and their credentials."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def test_credentials_are_sent_only_on_request() -> None:
 
 
 def test_sent_credentials_are_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray pickles the hook and keeps it with the job's functions; what else is in a runtime environment it logs and shows."""
+    """Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a runtime environment."""
     sent = runtime_env({**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
     assert sent is not None
     assert list(sent) == ["worker_process_setup_hook"]

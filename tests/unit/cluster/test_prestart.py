@@ -1,4 +1,4 @@
-"""Processes that Ray starts ahead of workers: which modules they import, and for which workers and tasks Ray takes them."""
+"""Prestarted processes: imported modules, and runtime environments of workers and tasks."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What a supervisor does after each way an attempt can end: tables, without a cluster."""
+"""Restart policy for each result of an attempt."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def test_stop_of_earlier_supervisor_is_retried() -> None:
 
 
 def run_through(policy: Policy, endings: list[AttemptResult]) -> tuple[int, Quit | None]:
-    """How many attempts there were, and what ended them."""
+    """Return the number of attempts and the final decision."""
     tally = AttemptHistory()
     for number, ending in enumerate(endings, start=1):
         tally, decision = judge(policy, tally, ending, jitter=0.5)
@@ -81,7 +81,7 @@ def test_healthy_attempt_resets_count() -> None:
 
 
 def test_accepted_flags_are_retried() -> None:
-    """A cluster that is coming back may lack nodes or file systems, which ends an attempt as a wrong flag does."""
+    """A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid flag."""
     attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
     assert attempts == 4
     assert decision is not None
@@ -95,7 +95,7 @@ def test_judge_quits_if_finished_run_has_other_data() -> None:
 
 
 def test_long_attempt_accepts_flags_up_to_max_failures() -> None:
-    """Whatever is to be fixed then, a full disk say, either passes or ends every attempt after hours of training."""
+    """A remaining problem, such as a full disk, either disappears or ends every attempt after hours of training."""
     late = ended(2, duration_s=500.0)
     tally, decision = judge(POLICY, AttemptHistory(attempts=1), late, jitter=0.5)
     assert (tally, decision) == (AttemptHistory(1, short_lived=1, accepted=True), 5.0)

@@ -1,4 +1,4 @@
-"""A supervisor against a stand-in for Ray Jobs that loses answers, forgets jobs and refuses: no cluster, some seconds."""
+"""Supervisor with a fake Ray Jobs server that loses answers, forgets jobs and rejects requests."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"au
 
 
 class FakeHead:
-    """What the REST API of Ray Jobs says; tests change it while it runs."""
+    """Fake REST API of Ray Jobs, whose state tests can change."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -29,13 +29,13 @@ class FakeHead:
         self.stopped: list[str] = []
         self.logs: dict[str, str] = {}
         self.notes: list[str] = []
-        """Of the supervisor."""
+        """Notes of the supervisor."""
         self.ends: list[dict[str, Any]] = []
-        """How the jobs that are yet to be submitted end; none: they go on."""
+        """Results of future jobs; later jobs keep running."""
         self.lose_answers = 0
-        """So many submissions are accepted, and the connection then breaks."""
+        """Number of submissions that are accepted before the connection breaks."""
         self.busy = 0
-        """So many requests, after the first submission, are answered with status 500."""
+        """Number of requests after the first submission that fail with status 500."""
         head = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -165,7 +165,7 @@ def test_supervise_returns_summary_after_success(head: FakeHead, supervise: Supe
 
 
 def test_supervise_after_success_submits_data_check(head: FakeHead, supervise: Supervise) -> None:
-    """Its supervisor cannot see the data: the run may have finished on others. A refusal is not tried again."""
+    """A supervisor cannot see the data, which may differ from the finished run's. A rejection is not retried."""
     head.ends = [SUCCESS, SUCCESS]
     assert (supervise().attempts, supervise().attempts) == (1, 2)
     refusal = "rayrec train: /runs/run: finished already, with other data: train_data has 4 files"

@@ -1,4 +1,4 @@
-"""Training on a DataFrame or a Dataset is training on the Parquet files of its rows, written once into the run's folder."""
+"""Training on a DataFrame or Dataset, equal to training on Parquet files with its rows."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def write(config: TrainConfig, data: Any, *, resumes: bool = False) -> list[str]:
-    """The notes of writing it as the training data of a run."""
+    """Write training data of a run and return the notes."""
     notes: list[str] = []
     run = storage.join(config.storage_path, "run")
     placed = dataframe_input.with_paths(config, run, {"train_data": data})
@@ -143,7 +143,7 @@ def test_dataframe_input_rejects_other_recipes(tmp_path: Path) -> None:
 
 
 def test_dataframe_input_accepts_criteo_columns(tmp_path: Path) -> None:
-    """Categories of 8 hexadecimal digits, and integers that pandas holds as floats since some are missing."""
+    """Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values."""
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
     assert schema is not None

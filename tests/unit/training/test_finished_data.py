@@ -1,4 +1,4 @@
-"""A finished run under the same name: its summary if the data are the same, else one line and status 2."""
+"""Finished run under the same name: its summary for unchanged data, else one line and status 2."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def train(folder: Path, *flags: str, log: str = "log", quiet: bool = True) -> in
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a log of two days, a schema and a finished run."""
+    """Train on a log of two days; return the folder with log, schema and finished run."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "schema.yaml").write_text(SCHEMA)
     for day in (0, 1):
@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(trained: Path, tmp_path: Path) -> Path:
-    """A copy that keeps the times of all files, as a log that was moved has them."""
+    """Copy the folder with all file times, like a moved log."""
     return Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
@@ -92,7 +92,7 @@ def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureF
 
 
 def test_finished_run_with_same_data_prints_its_summary(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At its old place or another one; other readers of the folder do not count."""
+    """At its old or another path; other readers of the folder do not matter."""
     (finished / "log" / "_SUCCESS").write_text("")
     assert train(finished) == 0
     summary = json.loads(capsys.readouterr().out)
@@ -161,7 +161,7 @@ def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
 
 
 def test_data_without_files_has_no_version(tmp_path: Path) -> None:
-    """A user's own workload may read its path as anything: its finished runs are not compared."""
+    """A custom workload may interpret its path freely. Its finished runs are not compared."""
     config = recipes.clicks("table of a database").replace(storage_path=str(tmp_path), name="run")
     assert resume.listed_data(config) == {}
     resume._check_same_data("run", config, {"data": {}})

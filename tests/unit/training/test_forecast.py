@@ -1,4 +1,4 @@
-"""A forecast, computed from made-up measurements."""
+"""Forecasts computed from synthetic measurements."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How a worker is asked to stop: grace and signals."""
+"""Stop requests to a worker: grace period, preemption and signals."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""The loop of HuggingFace's Trainer: the steps, boundaries and events of rayrec's own, to the last bit."""
+"""HuggingFace loop, bit-identical in steps, segments and events to rayrec's own."""
 
 import dataclasses
 import math
@@ -23,7 +23,8 @@ from rayrec.workloads.run_config import CheckpointConfig
 
 
 def config(**changes: Any) -> TrainConfig:
-    """13 steps of 8 rows in two epochs and a bit, each epoch's last step of 4; evaluated every 5, saved every 4."""
+    """Return a configuration with 13 steps of 8 rows in two epochs and a bit (last step of an epoch: 4 rows), evaluated every 5
+    and saved every 4 steps."""
     workload = NextToken(
         optimizer=DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5),
         schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5),
@@ -42,7 +43,7 @@ def config(**changes: Any) -> TrainConfig:
 
 @dataclass
 class StopSignal:
-    """Requests a stop, or reports a preemption, once so many steps were trained."""
+    """Stop request or preemption after some trained steps."""
 
     progress: Progress
     stop_at: float = math.inf
@@ -104,7 +105,7 @@ class Attempt:
         return all_tensors(self.setup.model, self.setup.optimizer)
 
     def told(self) -> list[tuple[str, dict[str, Any]]]:
-        """The events, without what depends on the clock."""
+        """Return the events without clock-dependent fields."""
         timed = {"rows_per_s", "blocked_fraction", "times_s", "multiply_adds_per_s", "peak_fraction", "memory_bytes"}
         kept = [(kind, fields) for kind, fields in self.events if kind != "data"]
         return [(kind, {k: v for k, v in fields.items() if k not in timed}) for kind, fields in kept]
@@ -153,7 +154,7 @@ def check_that_both_loops_do_the_same(changes: dict[str, Any]) -> None:
 
 
 def test_accumulated_parts_match_full_batch() -> None:
-    """Three parts of eight rows, and of the epoch's last four: rounding alone may differ."""
+    """Three parts of 8 rows, or of the epoch's last 4; only rounding may differ."""
     own = Attempt(loop.run, config(workload={"model": {"dropout": 0.0}}))
     parts = Attempt(huggingface.run, config(workload={"model": {"dropout": 0.0}, "accumulate": 3}))
     losses = [[fields["loss"] for _, fields in attempt.told()] for attempt in (own, parts)]
@@ -162,7 +163,7 @@ def test_accumulated_parts_match_full_batch() -> None:
 
 @pytest.fixture(scope="module")
 def whole() -> Attempt:
-    """One attempt from the start to the end."""
+    """Run one attempt from start to end."""
     return Attempt(huggingface.run, config())
 
 
@@ -210,7 +211,7 @@ def test_non_finite_loss_raises_input_error() -> None:
 
 
 def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
-    """Trainer as its users know it, on the same rows in the same order."""
+    """Plain Trainer on the same rows in the same order."""
     from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
     wanted = config(

@@ -1,4 +1,4 @@
-"""The loop with a pipeline that pulls ahead: where it evaluates and saves, and how it stops between."""
+"""Training loop with a prefetching pipeline: evaluation, saves and stops."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_next_segment_end(step: int, evaluate_every: int, save_every: int | None
 
 
 class Pipeline:
-    """Pulls `ahead` batches before it trains the first, as TorchRec's pipelines do."""
+    """Pipeline that pulls `ahead` batches before it trains the first, like TorchRec's."""
 
     def __init__(self, ahead: int) -> None:
         self.ahead, self.waiting = ahead, list[int]()
         self.trained: list[int] = []
         self.scored = 0
-        """Evaluation batches, which are negative."""
+        """Number of evaluation batches, which are negative."""
 
     def progress(self, batches: Iterator[int]) -> Any:
         while len(self.waiting) < self.ahead and (batch := next(batches, None)) is not None:
@@ -67,7 +67,7 @@ class Pipeline:
 
 
 class Loader:
-    """Batch numbers from `start` on."""
+    """Loader of batch numbers from `start`."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.steps, self.steps_per_epoch = stop - start, 20
@@ -91,7 +91,7 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True)
 class Numbered:
-    """A batch of ten rows."""
+    """Batch of ten rows."""
 
     number: int
     row_numbers: RowNumbers
@@ -102,7 +102,7 @@ class Numbered:
 
 @dataclasses.dataclass
 class StopSignal:
-    """Asked to stop, or notified of a preemption, once so many batches are trained or scored."""
+    """Stop request or preemption notice after some trained or scored batches."""
 
     pipeline: Pipeline
     stop_at: float = np.inf
@@ -124,7 +124,7 @@ class StopSignal:
 
 
 class Run:
-    """A run of 20 steps whose saves and events are written down."""
+    """Run of 20 steps that records its saves and events."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class Run:
         recipe: str = "criteo_demo",
         **changes: Any,
     ) -> None:
-        """`stop`: the last step, of epochs of 20; `evaluation`: batches of an evaluation; `changes`: of the configuration,
-        or fields of the stop signal."""
+        """`stop`: last step, in epochs of 20; `evaluation`: batches per evaluation; `changes`: configuration or stop signal
+        fields."""
         self.evaluation = evaluation
         self.pipeline = Pipeline(ahead)
         self.saves: list[tuple[int, int, float | None, bool, bool]] = []
@@ -191,7 +191,7 @@ class Run:
         return loop.run(training)
 
     def told(self, kind: str) -> list[int]:
-        """The steps of events of a kind."""
+        """Return the steps of a kind of events."""
         return [step for each, step in self.events if each == kind]
 
     def saved(self) -> list[int]:
@@ -239,7 +239,8 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     ],
 )
 def test_evaluations_per_epoch(recipe: str, config: dict[str, Any], expected: list[int]) -> None:
-    """Recipes with published settings evaluate once an epoch, as their patience counts epochs; `evaluate_every` wins."""
+    """Recipes with published settings evaluate once per epoch, because their patience counts epochs; `evaluate_every`
+    overrides."""
     run = Run(recipe=recipe, stop=40, **{"evaluate_every": None, **config})
     assert run.run()
     assert run.told("evaluate") == expected
@@ -355,7 +356,7 @@ def test_plateau_is_logged_and_saved() -> None:
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_longest_worker_times_are_logged(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
     def over_workers(*values: float) -> tuple[list[float], list[float]]:
-        """As if another worker had twice of everything, but reasons to stop."""
+        """Simulate another worker with twice the values."""
         return [1.5 * value for value in values], [2.0 * value for value in values]
 
     if num_workers > 1:
@@ -387,7 +388,7 @@ def test_non_finite_loss_raises_input_error() -> None:
 
 @pytest.fixture
 def slow_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """Makes runs whose clock, `now_s`, stands still but for `step_s` at every step."""
+    """Return a factory of runs whose clock, `now_s`, advances only by `step_s` per step."""
 
     def make(step_s: float, **arguments: Any) -> Run:
         run = Run(**{"log_every": 50, "evaluate_every": 50, **arguments})
@@ -409,7 +410,7 @@ def slow_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(("step_s", "seen_at"), [(0.001, 16), (1.0, 13), (10.0, 10)])
 def test_stop_request_is_seen_between_logs(slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int) -> None:
-    """Looks come after steps 1, 2, 4 and so on, but 5 s apart at most, or a step."""
+    """Polls come after steps 1, 2, 4 and so on, but at most 5 s or one step apart."""
     run = slow_run(step_s, ahead=ahead, stop_at=10)
     assert not run.run()
     stopped = seen_at + ahead - 1
@@ -421,7 +422,7 @@ def test_stop_request_is_seen_between_logs(slow_run: Callable[..., Run], ahead: 
 
 @pytest.mark.parametrize(("notice", "stopped"), [({}, 16), ({"preempt_at": 4}, 12)])
 def test_preemption_notice_shortens_poll_interval(slow_run: Callable[..., Run], notice: dict[str, int], stopped: int) -> None:
-    """So that the run ends near the deadline of the notice, and not a look of 5 s before it."""
+    """Otherwise the run could end 5 s before the deadline."""
     run = slow_run(0.5, ahead=1, evaluate_every=20, stop_at=12, **notice)
     assert not run.run()
     assert run.saved()[-1] == stopped
@@ -460,7 +461,7 @@ def test_polls_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monke
     ],
 )
 def test_preemption_notice_at_segment_end_saves(config: dict[str, Any], expected: list[Any]) -> None:
-    """Segments as short as the interval of logs have no other place to receive it."""
+    """Segments as short as the log interval see a notice only there."""
     run = Run(ahead=1, preempt_at=12, **config)
     assert run.run()
     assert [(step, score, complete) for step, _, score, _, complete in run.saves if step == 12] == expected
@@ -487,7 +488,7 @@ def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
 
 
 def test_workers_end_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker 0 alone knows of a signal."""
+    """Only worker 0 sees a signal."""
     run = Run(ahead=1, evaluation=100)
 
     def over_workers(*values: float) -> tuple[list[float], list[float]]:
@@ -533,7 +534,7 @@ def test_preemption_notice_during_evaluation_saves() -> None:
 
 
 class NumberedLoader(Loader):
-    """Ten rows a batch. Skips a batch, or repeats one, on request."""
+    """Loader of ten rows per batch that skips or repeats a batch on request."""
 
     def __init__(self, start: int, stop: int, *, skip: int | None = None, again: int | None = None) -> None:
         super().__init__(start, stop)
@@ -549,7 +550,7 @@ class NumberedLoader(Loader):
 
 
 def tally(rows: int) -> RowTally:
-    """Of the first rows, each once."""
+    """Return a tally of the first rows, once each."""
     held = RowTally()
     held.add_ranges([(0, rows)], epoch=0)
     return held

@@ -1,4 +1,4 @@
-"""Bottlenecks planted in a real loop over real loaders: its events make the verdict name them."""
+"""Bottlenecks planted in a real loop with real loaders, to be diagnosed from its events."""
 
 import hashlib
 import time
@@ -43,7 +43,7 @@ def _every_log_tells_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spin(seconds: float) -> None:
-    """Computes for so long, without holding the interpreter's lock, which would slow the model down too."""
+    """Compute without the interpreter lock, which would also slow down the model."""
     end_s, block = time.thread_time() + seconds, bytes(1 << 18)
     while time.thread_time() < end_s:
         hashlib.sha256(block).digest()
@@ -79,7 +79,7 @@ def train(
 
 
 class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
-    """Rows that take their time to be read."""
+    """Row source with a read delay."""
 
     delay: Callable[[], None] = staticmethod(lambda: None)
 
@@ -89,7 +89,7 @@ class SlowRows(ArrayRows):  # type: ignore[misc]  # final for others
 
 
 class Slow(Small):
-    """`Small` with a source and a model that can be slowed down."""
+    """`Small` with a slow source or model."""
 
     def open_set(self, context: WorkerContext, prepared: Any, name: str) -> Any:
         rows = super().open_set(context, prepared, name)
@@ -154,7 +154,7 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 class Steps:
-    """A model that takes 2 ms a step."""
+    """Model with 2 ms per step."""
 
     def __init__(self, clock: HostClock) -> None:
         self._clock = clock
@@ -214,7 +214,7 @@ def test_bottleneck_detects_expensive_encoding(prepared: tuple[LogIndex, Preproc
 
 
 def test_measured_peak_matches_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least what a product of this shape does here; a core makes a billion multiply-adds a second on any machine."""
+    """At least as fast as one product of this shape, and a billion multiply-adds per second, which any core reaches."""
     monkeypatch.setattr("rayrec.training.step_log._WINDOW_S", 0.5)
     assert multiply_adds_per_s(torch.device("cpu"), precision="fp32") > 1e9
     assert multiply_adds_per_s(torch.device("cpu"), precision="bf16") > 1e8

@@ -1,4 +1,4 @@
-"""How a run in progress is asked for a profile: the request's way to the workers, and the answer to the caller."""
+"""Profile requests to a run in progress, and the answer to the caller."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ from rayrec.workloads.run_config import ProfileConfig
 
 
 def channel_to(requested: Callable[[ProfileRequest], object]) -> Any:
-    """The driver's end of a control channel."""
+    """Control channel of the driver."""
     return SimpleNamespace(send_profile_request=requested)
 
 
@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def events(*, rate: float = 0.0) -> list[dict[str, Any]]:
-    """Of a run in progress that has reached step 40 of 100 with two workers."""
+    """Return the events of a run in progress at step 40 of 100 with two workers."""
     now = time.time()
     return [
         {"kind": "run", "time": now - 50},
@@ -91,7 +91,7 @@ def worker(rank: int, **changes: Any) -> WorkerContext:
 
 
 def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's disk is full: the caller and the events get it at once."""
+    """With a full disk on rank 1, the caller and the events get the error at once."""
     writing = step_profiler.storage.writing_folder
 
     def full(path: str) -> Any:
@@ -177,7 +177,7 @@ def test_foreign_profile_request_is_kept(tmp_path: Path) -> None:
 
 
 def unheard(kind: str, **fields: Any) -> None:
-    """What `log` of workers but the first does."""
+    """Discard events, like `log` of workers other than the first."""
 
 
 def test_profile_request_rejects_idle_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a worker resumes from: the newest checkpoint that can be read, whenever its damage shows."""
+"""Resume from the latest readable checkpoint, regardless of when damage is found."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ class Loader:
 
 
 class Resumed:
-    """A start on a folder with checkpoints of a weight that is their step."""
+    """Start in a folder of checkpoints whose only weight is their step."""
 
     def __init__(self, folder: Path, *steps: int, files: dict[str, bytes | str] | None = None) -> None:
         self.folder, self.events, self.damaged = str(folder), list[tuple[str, int]](), set[int]()
@@ -41,7 +41,7 @@ class Resumed:
         self.loaders: list[Loader] = []
         self.models: list[weakref.ref[torch.nn.Module]] = []
         self.models_before: list[int] = []
-        """For each model that was built, how many others there were then."""
+        """Number of existing models when each model was built."""
         extra = ExtraFiles({"config.yaml": b"a: 1", **self.files})
         for step in steps:
             state = {"progress": Progress(step=step).state(), "loader": {"at": step}}

@@ -1,4 +1,4 @@
-"""Which settings of a run may differ when it resumes."""
+"""Settings that may change between start and resume."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,13 +19,13 @@ class Own(data_parallel.Small):
 
 
 def config(**changes: Any) -> TrainConfig:
-    """Of a click model on four workers, at most, with 100 rows each."""
+    """Return a click model's configuration for up to four workers with 100 rows each."""
     base = recipes.criteo_demo("log").replace(batch_size=100, steps=50, scaling={"num_workers": (1, 4)})
     return base.updated(changes)
 
 
 def stored(config: TrainConfig) -> dict[str, Any]:
-    """As a run's config.yaml gives it back."""
+    """Return a configuration after a round trip through config.yaml."""
     settings = yaml.safe_load(config.to_yaml())
     assert isinstance(settings, dict)
     return settings

@@ -1,4 +1,4 @@
-"""Training on each kind of split without test rows, by the commands a user calls: the final metrics are those of validation."""
+"""Training by command on each kind of split without test rows, which reports validation metrics."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ SCHEMA = "{label: click, dense: [age], sparse: [user, item], tokens: any, timest
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a CSV file a day, and its schema beside it."""
+    """Write a folder with a CSV file per day, and its schema next to it."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     rng = np.random.default_rng(0)
@@ -38,7 +38,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(path: Path, *flags: str) -> None:
-    """Runs `rayrec train` for two steps; the run is named `run`, in the log's folder's parent."""
+    """Run `rayrec train` for two steps as run `run`, in the parent of the log's folder."""
     folder = path.parent
     arguments = ["--schema", str(folder / "schema.yaml"), "--train-data.path", str(path), "--storage-path", str(folder)]
     length = ["--name", "run", "--steps", "2", "--batch-size", "200", "--evaluate-every", "2", "-q"]
@@ -85,7 +85,7 @@ def test_train_accepts_split_files_without_test(log: Path, capsys: pytest.Captur
 def test_best_auroc_uses_same_test_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A generated log knows the best AUROC of its own test rows only."""
+    """A generated log knows the best AUROC only for its own test rows."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     synthetic.generate(str(tmp_path / "log"), rows=3_000, seed=1, parallelism=1)
     common = ["--train-data.path", str(tmp_path / "log" / "train.txt"), "--storage-path", str(tmp_path), "-q"]

@@ -1,4 +1,4 @@
-"""Profiles of steps: which are recorded, what lies in the folder then, and that no trouble with it reaches training."""
+"""Step profiles: recorded windows, files, and isolation of errors from training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayrec.training.step_profiler import StepProfiler, Window
 
 
 class Recorded:
-    """A profiler in a folder, what it wrote and what failed."""
+    """Profiler in a folder, with its successes and failures."""
 
     def __init__(self, folder: Path, *, rank: int = 0, memory: bool = True) -> None:
         self.written: list[Window] = []
@@ -33,7 +33,7 @@ class Recorded:
         )
 
     def record(self, window: Window, first: int, end: int) -> Recorded:
-        """Ask for a window, train some steps, and end."""
+        """Request a window, train some steps and close."""
         self.profiler.request(window)
         train(self.profiler, first, end)
         self.profiler.close()
@@ -129,7 +129,7 @@ def test_profiler_rejects_too_many_steps(tmp_path: Path) -> None:
 
 
 class Broken:
-    """torch's profiler, which fails in one of its parts as nobody expects."""
+    """torch profiler that fails in one of its methods."""
 
     def __init__(self, where: str) -> None:
         self.where = where

@@ -1,4 +1,4 @@
-"""What the summary of a run says, and that no trouble with its events costs it."""
+"""Summary of a run, also if its events are damaged."""
 
 import html
 import json
@@ -35,7 +35,7 @@ Failing = Callable[..., list[dict[str, Any]]]
 
 
 def told() -> list[dict[str, Any]]:
-    """Two drivers of a run, at work for 30 and 20 seconds, with a night between."""
+    """Write the events of two drivers of a run, running for 30 and 20 seconds with a night between them."""
     step = {"kind": "step", "loss": 0.5, "rows_per_s": 10.0, "blocked_fraction": 0.1, "steps": 20}
     return [
         {"kind": "run", "time": 1000.0},
@@ -96,7 +96,7 @@ def test_only_more_steps_or_epochs_extend_run(ended: dict[str, Any], asked: dict
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(data_parallel.Small):
-    """Has nothing to prepare, or cannot."""
+    """Preparation that does nothing or fails."""
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("wrong",)
 
@@ -113,8 +113,7 @@ class Prepared(data_parallel.Small):
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
-    """Trains a run that logs a step, and ends with an error; `wrong`: before training, `finishes`: of the summary. Its notes go
-    to NOTES."""
+    """Train a run that logs a step and fails: `wrong` before training, `finishes` in the summary. Notes go to NOTES."""
     monkeypatch.setattr(ray_launcher.connection, "connect", lambda *_, **__: None)
     monkeypatch.setattr(ray_launcher.connection, "ship_code", lambda *_: None)
     monkeypatch.setattr(ray_launcher, "allocate_resources", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
@@ -185,8 +184,7 @@ def test_resumed_run_waits_longer_for_store_than_new_run(
 
 
 def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the summary nor the configuration of a finished run, when it cannot be trained for longer; nor those of a run
-    that another command would resume with other settings."""
+    """Neither of a finished run that cannot be extended, nor of a run to be resumed with other settings."""
     failing(InputError("no room"))  # nothing is saved yet
     failing(InputError("no room"), seed=5)  # so that it may be another run
     assert f"Starting {tmp_path}/run again with other settings, because no step was saved (seed: 0 -> 5)" in NOTES
@@ -225,7 +223,7 @@ def test_summary_waits_for_store_like_save(failing: Failing, monkeypatch: pytest
 
 
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Console:
-    """A console whose notes go to NOTES."""
+    """Return a console whose notes go to NOTES."""
     console = Console(quiet=True)
     monkeypatch.setattr(console, "note", NOTES.append)
     return console

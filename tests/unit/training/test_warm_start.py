@@ -1,4 +1,4 @@
-"""A new run starts with the weights and optimizer state of another one: by category, under any plan, and once."""
+"""Warm start of a new run with another run's weights and optimizer state, by category and under any sharding plan."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top
 
 
 def day(folder: Path, number: int) -> str:
-    """A log whose items move on by 10 a day, of 40 on each, and whose frequencies change."""
+    """Write a log with 40 items, shifted by 10 each day, and changing frequencies."""
     rng = np.random.default_rng(number)
     first = 10 * number
     item = first + (40 * rng.random(ROWS) ** (1 + number)).astype(int)
@@ -99,7 +99,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], dict[str, torch.Tensor]]:
-    """What weights and optimizer state were right after a warm start, before any step."""
+    """Return weights and optimizer state after a warm start, before the first step."""
     places: list[str] = []
 
     def noted(checkpoint: Any, row_maps: Any, model: torch.nn.Module, optimizer: Any) -> None:
@@ -251,7 +251,7 @@ def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class SmallNetwork(data_parallel.Small):
-    """A data-parallel model."""
+    """Data-parallel model."""
 
     def check(self, config: rayrec.TrainConfig) -> None:
         pass

@@ -1,4 +1,4 @@
-"""How a worker ends, and what it measures before it trains."""
+"""End of a worker, and its measurements before training."""
 
 import dataclasses
 import logging
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class Evaluated:
-    """A model of one weight, which is its step, and all that an end asks of it; the metric of an evaluation is the weight."""
+    """Model whose only weight is its step, with a metric equal to the weight."""
 
     def __init__(self, folder: Path, *, sets: tuple[str, ...] = ("validation",), patience: int = 3) -> None:
         self.model = torch.nn.Linear(1, 1, bias=False)

@@ -1,4 +1,4 @@
-"""Files of workers' logs, and the steps that are logged."""
+"""Log files of workers, and data events."""
 
 import contextlib
 import io
@@ -52,7 +52,7 @@ def test_worker_starts_without_writable_log(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker in the caller's process: handlers of the caller get what they got before, within and afterwards."""
+    """A worker in the caller's process: its handlers receive their usual records during and after the context."""
     root, library = logging.getLogger(), logging.getLogger("torchrec")
     callers, librarys = logging.StreamHandler(io.StringIO()), logging.StreamHandler(io.StringIO())
     monkeypatch.setattr(root, "handlers", [callers])

@@ -1,4 +1,4 @@
-"""What a run trains on: its own process, or Ray; decided without either being started."""
+"""Choice between training in this process and on Ray, without starting either."""
 
 import sys
 import threading
@@ -129,7 +129,7 @@ def test_worker_modules_are_imported_during_preparation(monkeypatch: pytest.Monk
 
 
 def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container with a quota of 4 CPUs on a machine of 64."""
+    """Container with a quota of 4 CPUs on a machine with 64."""
     monkeypatch.setattr(layout.machine, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     shares = ProcessLauncher(config(ONE)).allocate_resources(resumes=False, note=print)
@@ -139,7 +139,7 @@ def test_threads_respect_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("own", "num_nodes"), [(True, 1), (False, 1), (False, 2)])
 def test_driver_engine_depends_on_cluster(monkeypatch: pytest.MonkeyPatch, own: bool, num_nodes: int) -> None:
-    """In threads on a local Ray; on a running one of its own node alone a few tasks in a thread, others on Ray."""
+    """Threads on a local Ray; on a single-node cluster a few tasks in a thread, others on Ray."""
     by_ray: list[list[int]] = []
 
     def on_cluster(engine: RayEngine, name: str, function: Any, items: list[int], *, block_bytes: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Which failures count, for how long, and what is said of them: an attempt by the error it ended with."""
+"""Failure policy and causes of failed attempts."""
 
 from collections.abc import Callable
 from typing import Any

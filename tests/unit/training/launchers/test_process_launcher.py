@@ -1,4 +1,4 @@
-"""Whole runs in this process: how they end, what they leave in their folder, and that the process is as it was before."""
+"""Complete runs in this process: their end, their folder, and the restored process."""
 
 import gzip
 import logging
@@ -32,7 +32,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Small(data_parallel.Small):
-    """Calls `AT_STEP` in the forward pass of every training step, by its number from 1 on in this process."""
+    """Model that calls `AT_STEP` in the forward pass of every training step, numbered from 1 in this process."""
 
     def check(self, config: TrainConfig) -> None:
         pass
@@ -47,7 +47,7 @@ class Small(data_parallel.Small):
 
 
 class Steps:
-    """What happens at which step."""
+    """Actions by step."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -64,7 +64,7 @@ def at_step() -> None:
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No Ray, quick polls; and afterwards the process is as it was."""
+    """Forbid Ray, poll quickly, and check that the process is restored."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a run in this process starts no Ray")
@@ -116,7 +116,7 @@ def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def at(step: int, what: Callable[[], object]) -> None:
-    """Does something at a step, and waits until a stop is asked for."""
+    """Act at a step and wait until a stop is requested."""
 
     def act(number: int) -> None:
         if number == step:
@@ -132,7 +132,7 @@ def terminate() -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of a run that nothing interrupts."""
+    """Weights of an uninterrupted run."""
     return run(tmp_path_factory.mktemp("uninterrupted")).summary["weights_sha256"]
 
 

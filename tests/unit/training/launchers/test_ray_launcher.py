@@ -1,4 +1,4 @@
-"""From attempt to attempt: where the next one gets its workers from, and when there is none."""
+"""Resources of successive attempts on Ray."""
 
 import contextlib
 import threading
@@ -37,7 +37,7 @@ class Events:
 
 
 class Cluster:
-    """The nodes of `alive_nodes`: for each its slots, and the free ones."""
+    """Nodes of `alive_nodes`, with slots and free slots."""
 
     def __init__(self, *slots: tuple[int, int]) -> None:
         self.slots = list(slots)
@@ -61,7 +61,7 @@ def config(**failure: Any) -> TrainConfig:
 
 
 class Attempts:
-    """Each ends as the next of `outcomes` does."""
+    """Attempts that end with the next of `outcomes`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], wanted: TrainConfig, folder: Path) -> None:
         self.num_workers: list[int] = []
@@ -178,7 +178,7 @@ def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.M
 
 
 class Request:
-    """Of a driver; after so many bytes were asked for a second signal comes."""
+    """Driver's stop request that raises a second signal after some `bytes_written`."""
 
     channel = "the actor"
 
@@ -217,7 +217,7 @@ def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("possible", [True, False])
 def test_job_hook_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
-    """Data tasks leave out the hook that workers are given, and only that: a job's own hook may bring their credentials."""
+    """Data tasks omit only the workers' hook: a job's own hook may set their credentials."""
     assigned: list[AttemptContext] = []
 
     def fit(attempt: AttemptContext, layout: Any) -> dict[str, Any]:

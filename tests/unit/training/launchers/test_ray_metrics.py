@@ -1,4 +1,4 @@
-"""The object store is watched through short outages, and no longer where there is no answer at all."""
+"""Object store monitor during short and permanent outages."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], Any]], ObjectStoreMonitor]]:
-    """Starts one whose n-th question (from 0) is answered by a function."""
+    """Return a function that starts a monitor whose n-th poll (from 0) returns `answer(n)`."""
     monkeypatch.setattr(ray_metrics, "_POLL_S", 0.002)
     started: list[ObjectStoreMonitor] = []
 

@@ -1,4 +1,4 @@
-"""Processes that torchrun has started: which one this is, what they leave for each other, and a run of a single one."""
+"""Processes started by torchrun: their ranks, their messages, and a run with one process."""
 
 import json
 import socket
@@ -65,7 +65,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> TorchrunEnv:
 
 
 def meetings(*ranks: int) -> list[StoreRendezvous]:
-    """Of these two processes' ranks, in a store of this one."""
+    """Return the rendezvous of two ranks in one store of this process."""
     store = HashStore()
     return [StoreRendezvous(TorchrunEnv(rank, 2, 0, 1, 0), store) for rank in ranks]
 
