@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import raising
 
 from rayrec.cluster import supervisor
 from rayrec.cluster.jobs import dashboard_url
@@ -284,11 +285,8 @@ def test_environment_variables_are_passed_but_not_logged(
 def test_ctrl_c_stops_job_unless_detached(
     head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, detach: bool
 ) -> None:
-    def interrupt(self: Any, job: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(supervisor._Supervisor, "_see", interrupt)
+        patch.setattr(supervisor._Supervisor, "_see", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             supervise(detach_on_signal=detach)
     assert head.stopped == ([] if detach else ["run-0001"])
@@ -297,12 +295,9 @@ def test_ctrl_c_stops_job_unless_detached(
 
 
 def test_interrupted_stop_resubmits_job(head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: Any, *_: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(supervisor._Supervisor, "_see", interrupt)
-        patch.setattr(supervisor._Supervisor, "_end_log", interrupt)  # the second, when the job has ended
+        patch.setattr(supervisor._Supervisor, "_see", raising(KeyboardInterrupt()))
+        patch.setattr(supervisor._Supervisor, "_end_log", raising(KeyboardInterrupt()))  # the second, when the job has ended
         with pytest.raises(KeyboardInterrupt):
             supervise()
     assert head.jobs["run-0001"]["status"] == "STOPPED"

@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.faults import raising
 from builders.runs import QUIET
 
 import rayrec
@@ -112,10 +113,7 @@ def test_data_without_manifest_is_rewritten(tmp_path: Path) -> None:
 
 
 def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr(pq, "write_table", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         write(config(tmp_path), ratings())
     assert not list((tmp_path / "run" / "data").iterdir())

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.digits import write_digits
+from builders.faults import raising
 
 import rayrec
 from rayrec import cli, recipes
@@ -109,10 +110,7 @@ def test_finished_run_rejects_added_evaluation_data(finished: Path, capsys: pyte
 
 
 def test_finished_run_reads_no_data(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: object) -> None:
-        raise AssertionError("data was read")
-
-    monkeypatch.setattr("rayrec.workloads.recsys.ClickWorkload.prepare", read)
+    monkeypatch.setattr("rayrec.workloads.recsys.ClickWorkload.prepare", raising(AssertionError("data was read")))
     assert train(finished) == 0
 
 

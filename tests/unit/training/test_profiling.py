@@ -22,6 +22,14 @@ from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import ProfileConfig
 
 
+def write_traces(folder: Path, wish: dict[str, Any], *delays_s: float) -> None:
+    """Write the trace of each rank after a delay."""
+    for rank, delay_s in enumerate(delays_s):
+        target = folder / "profile" / wish["name"] / f"rank_{rank}"
+        target.mkdir(parents=True)
+        threading.Timer(delay_s, (target / "trace.json.gz").write_text, args=["[]"]).start()
+
+
 def channel_to(requested: Callable[[ProfileRequest], object]) -> Any:
     """Control channel of the driver."""
     return SimpleNamespace(send_profile_request=requested)
@@ -50,10 +58,7 @@ def test_profile_request_waits_for_all_workers(tmp_path: Path) -> None:
 
     def write(wish: dict[str, Any]) -> None:
         heard.append(wish)
-        for rank in range(2):
-            folder = tmp_path / "profile" / wish["name"] / f"rank_{rank}"
-            folder.mkdir(parents=True)
-            threading.Timer(0.1 * rank, (folder / "trace.json.gz").write_text, args=["[]"]).start()
+        write_traces(tmp_path, wish, 0.0, 0.1)
 
     with watched_requests(str(tmp_path), channel_to(write)):
         told = request_profile(str(tmp_path), events(), steps=5, note=lambda text: None, timeout_s=120.0)
@@ -105,7 +110,7 @@ def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pyt
     def train(wish: dict[str, Any]) -> None:
         with EventWriter(place) as log_of_first:
             for rank in range(2):
-                log = log_of_first.write if rank == 0 else unheard
+                log: Callable[..., object] = log_of_first.write if rank == 0 else lambda *_, **__: None
                 profiler = step_profiler.make_profiler(
                     worker(rank), str(tmp_path), SimpleNamespace(subscribe=id), lambda kind, fields, log=log: log(kind, **fields)
                 )
@@ -156,10 +161,7 @@ def test_profile_written_at_training_end_counts(tmp_path: Path, monkeypatch: pyt
     def end(wish: dict[str, Any]) -> None:
         with EventWriter(tmp_path / "events.jsonl") as log:
             log.write("finish", step=100)
-        for rank in range(2):
-            folder = tmp_path / "profile" / wish["name"] / f"rank_{rank}"
-            folder.mkdir(parents=True)
-            threading.Timer(0.3, (folder / "trace.json.gz").write_text, args=["[]"]).start()
+        write_traces(tmp_path, wish, 0.3, 0.3)
 
     with watched_requests(str(tmp_path), channel_to(end)):
         assert request_profile(str(tmp_path), events(), steps=2, note=print, timeout_s=120.0)["ranks"] == 2
@@ -174,10 +176,6 @@ def test_foreign_profile_request_is_kept(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Training is slow, or has ended"):
         request_profile(str(tmp_path), events(), steps=2, note=note, timeout_s=0.0)
     assert storage.read_json(str(tmp_path / "profile" / "request.json")) == other
-
-
-def unheard(kind: str, **fields: Any) -> None:
-    """Discard events, like `log` of workers other than the first."""
 
 
 def test_profile_request_rejects_idle_run(tmp_path: Path) -> None:

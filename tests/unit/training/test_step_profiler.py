@@ -6,6 +6,7 @@ import gzip
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,30 +129,10 @@ def test_profiler_rejects_too_many_steps(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class Broken:
-    """torch profiler that fails in one of its methods."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def __call__(self, *_: Any, **__: Any) -> Broken:
-        self.fail("construct")
-        return self
-
-    def fail(self, where: str) -> None:
-        if where == self.where:
-            raise MemoryError(where)
-
-    def start(self) -> None:
-        self.fail("start")
-
-    def stop(self) -> None:
-        self.fail("stop")
-
-
 @pytest.mark.parametrize("where", ["construct", "start", "stop"])
 def test_recording_error_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr(step_profiler, "profile", Broken(where))
+    parts = {"start": lambda: None, "stop": lambda: None} | {where: raising(MemoryError(where))}
+    monkeypatch.setattr(step_profiler, "profile", parts.get("construct", lambda **_: SimpleNamespace(**parts)))
     assert Recorded(tmp_path).record(Window("broken", 0, 1), 0, 3).failed == [where]
 
 

@@ -9,11 +9,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
+from builders.faults import raising
 from builders.runs import QUIET, events_of
 from ranks import data_parallel
 from torch import distributed
@@ -46,15 +48,7 @@ class Small(data_parallel.Small):
         return super().measure(model, tensors)
 
 
-class Steps:
-    """Actions by step."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.act: Callable[[int], None] = lambda number: None
-
-
-STATE = Steps()
+STATE = SimpleNamespace(number=0, act=lambda number: None)
 
 
 def at_step() -> None:
@@ -66,17 +60,14 @@ def at_step() -> None:
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forbid Ray, poll quickly, and check that the process is restored."""
 
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("a run in this process starts no Ray")
-
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "init", never)
+    monkeypatch.setattr(ray, "init", raising(AssertionError("a run in this process starts no Ray")))
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(process_worker, "_POLL_S", 0.01)
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.01)
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
     monkeypatch.setattr(profiling, "_POLL_S", 0.02)
-    STATE.__init__()  # type: ignore[misc]
+    STATE.number, STATE.act = 0, lambda number: None
     root = logging.getLogger()
     handlers, level, threads = root.handlers, root.level, torch.get_num_threads()
     on_signal = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.faults import raising
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
@@ -26,14 +27,6 @@ DIED = WorkerGroupError("died", {0: ValueError("no")})
 NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
 FINISHED = {"step": 9}
 Outcome = Callable[[], dict[str, Any]]
-
-
-class Events:
-    def __init__(self) -> None:
-        self.written: list[tuple[str, dict[str, Any]]] = []
-
-    def write(self, kind: str, **fields: Any) -> None:
-        self.written.append((kind, fields))
 
 
 class Cluster:
@@ -67,7 +60,8 @@ class Attempts:
         self.num_workers: list[int] = []
         self.is_shared: list[bool] = []
         self.notes: list[str] = []
-        self.events = Events()
+        self.written: list[tuple[str, dict[str, Any]]] = []
+        self.events: Any = SimpleNamespace(write=lambda kind, **fields: self.written.append((kind, fields)))
         self.signals = Signals()
         monkeypatch.setattr(ray_launcher, "_attempt", self._attempt)
         self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
@@ -80,16 +74,8 @@ class Attempts:
     def run(self) -> dict[str, Any] | None:
         shares = ray_launcher.allocate_resources(self._config)
         return ray_launcher.run_attempts(
-            PreparedRun(self._config, self._folder, None, shares, 0.0),
-            Driver(self.events, self.signals, self.notes.append),  # type: ignore[arg-type]
+            PreparedRun(self._config, self._folder, None, shares, 0.0), Driver(self.events, self.signals, self.notes.append)
         )
-
-
-def fails(error: BaseException) -> Outcome:
-    def outcome() -> dict[str, Any]:
-        raise error
-
-    return outcome
 
 
 def test_failures_with_progress_do_not_accumulate(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,17 +88,17 @@ def test_failures_with_progress_do_not_accumulate(nodes: Cluster, monkeypatch: p
     monkeypatch.setattr(ray_launcher.time, "sleep", lambda seconds: None)
     run = Attempts(monkeypatch, [gets_on] * 5 + [lambda: FINISHED], config(max_failures=1), tmp_path)
     assert run.run() == FINISHED
-    assert [kind for kind, _ in run.events.written] == ["attempt", "failure"] * 5 + ["attempt"]
-    run = Attempts(monkeypatch, [gets_on, fails(DIED), lambda: FINISHED], config(max_failures=1), tmp_path)
+    assert [kind for kind, _ in run.written] == ["attempt", "failure"] * 5 + ["attempt"]
+    run = Attempts(monkeypatch, [gets_on, raising(DIED), lambda: FINISHED], config(max_failures=1), tmp_path)
     with pytest.raises(WorkerGroupError):
         run.run()
     # That it starts again is told where it does.
-    assert [kind for kind, _ in run.events.written] == ["attempt", "failure", "attempt"]
+    assert [kind for kind, _ in run.written] == ["attempt", "failure", "attempt"]
 
 
 def test_signal_without_last_save_ends_run(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for outcome, told in (
-        (fails(DIED), "worker 0: ValueError: no, before a last checkpoint was made"),
+        (raising(DIED), "worker 0: ValueError: no, before a last checkpoint was made"),
         (
             lambda: None,
             "SIGTERM, and the last checkpoint made no progress for failure.grace_s (60 s) or took longer than "
@@ -122,10 +108,10 @@ def test_signal_without_last_save_ends_run(nodes: Cluster, monkeypatch: pytest.M
         run = Attempts(monkeypatch, [outcome], config(grace_s=60.0), tmp_path)  # type: ignore[list-item]
         run.signals.cause = "SIGTERM"
         assert run.run() is None
-        assert run.events.written[1:] == [("failure", {"cause": told, "last": True})]
+        assert run.written[1:] == [("failure", {"cause": told, "last": True})]
 
 
-@pytest.mark.parametrize("ending", [fails(KeyboardInterrupt()), fails(InputError("no such column")), lambda: None])
+@pytest.mark.parametrize("ending", [raising(KeyboardInterrupt()), raising(InputError("no such column")), lambda: None])
 def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any) -> None:
     groups = {"another's"}
     monkeypatch.setattr(ray_launcher, "_placement_groups", groups.copy)
@@ -139,15 +125,15 @@ def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyP
 
 def test_run_uses_resources_left_by_other_jobs(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 1), (1, 0)]
-    run = Attempts(monkeypatch, [fails(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
+    run = Attempts(monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
     assert run.run() == FINISHED
     assert (run.num_workers, run.is_shared) == ([2, 1], [False, True])
-    assert [kind for kind, _ in run.events.written] == ["attempt", "attempt"]  # it did not fail: it never began
+    assert [kind for kind, _ in run.written] == ["attempt", "attempt"]  # it did not fail: it never began
 
 
 def test_wait_for_resources_reports_and_times_out(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes.slots = [(1, 0), (1, 0)]
-    run = Attempts(monkeypatch, [fails(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
+    run = Attempts(monkeypatch, [raising(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
     with pytest.raises(InputError, match="waited 0 s for resources in use by other jobs; scaling: "):
         run.run()
     first, second = run.notes
@@ -262,9 +248,8 @@ def test_missing_data_nodes_end_attempt_if_replaceable(
 def test_unreachable_head_does_not_end_attempt(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(connection, "data_nodes", fails(ray_launcher.ray.exceptions.RaySystemError("gone")))
+    monkeypatch.setattr(connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone")))
     watch = ray_launcher._DataNodes(config(), ray_launcher.allocate_resources(config()))
-    monkeypatch.setattr(connection, "data_nodes", lambda shares: fails(ray_launcher.ray.exceptions.RaySystemError("gone"))())
     for now_s in range(0, 60):
         clock[0] = float(now_s)
         assert not watch.are_missing()

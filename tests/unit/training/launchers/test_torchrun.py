@@ -1,14 +1,13 @@
 """Processes started by torchrun: their ranks, their messages, and a run with one process."""
 
 import json
-import socket
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders.faults import until
+from hosts.ports import free_ports
 from torch.distributed import DistStoreError, HashStore
 
 from rayrec import recipes
@@ -53,10 +52,7 @@ def test_fitted_config_has_one_worker_per_process() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> TorchrunEnv:
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    found = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
     for name, value in found.items():
         monkeypatch.setenv(name, value)
     launched = TorchrunEnv.from_environment()
