@@ -157,8 +157,7 @@ def all_reduce_sum(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def global_means(values: torch.Tensor) -> torch.Tensor:
-    """Return the column means, [columns], over the rows of all workers, 0 if there are none. `values`: [rows, columns];
-    collective."""
+    """Return the means, [columns], of `values`, [rows, columns], over all workers' rows, or 0 without rows; collective."""
     count, total = all_reduce_sum(values.new_ones(1).mul_(len(values)), values.sum(0))
     return total / count.detach().clamp(min=1)
 

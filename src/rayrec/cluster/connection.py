@@ -32,8 +32,7 @@ _PROBE_S = 2.0
 
 
 def is_in_process(address: str | None) -> bool:
-    """Return whether to run without Ray: the address is `none`, or there is no address, no RAY_ADDRESS and no connection to
-    Ray."""
+    """Return whether to run without Ray: by the address `none`, or without address, RAY_ADDRESS and connection."""
     if address is not None:
         return address == IN_PROCESS
     return not is_connected() and not os.environ.get("RAY_ADDRESS")
@@ -49,7 +48,7 @@ def connect(
     address: str | None, *, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool, preload: Sequence[str] = ()
 ) -> str:
     """Connect this process to Ray and return the address of its head: an existing connection, else the cluster at `address` or
-    RAY_ADDRESS, else a new local Ray, which imports the modules `ahead` once for all processes that name them.
+    RAY_ADDRESS, else a new local Ray, which imports the modules `preload` once for all processes that name them.
 
     Raises InputError within some 20 s if the address does not answer or the cluster rejects this user or environment; OSError if
     a local Ray does not start.
@@ -75,8 +74,8 @@ def connect(
 
 
 def require_direct(address: str | None) -> None:
-    """Check that the connection to Ray, or the address (None: RAY_ADDRESS), does not use Ray's client server, because rayrec
-    needs a node of the cluster. Raises InputError."""
+    """Check that the connection to Ray, or the address (None: RAY_ADDRESS), does not use Ray's client server, which provides no
+    node of the cluster. Raises InputError."""
     named, source = _named(address)
     if is_connected():
         from ray.util.client import ray as client
@@ -158,8 +157,7 @@ def is_local_ray() -> bool:
 
 
 def train_environment() -> dict[str, str]:
-    """Return the environment variables that Ray Train's controller gets when the connected Ray starts, in addition to this
-    process's own, and passes to its workers."""
+    """Return the additional environment variables of Ray Train's controller and workers since the start of the connected Ray."""
     return {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name.startswith("RAY_TRAIN_") and is_local_ray()}
 
 
@@ -200,8 +198,8 @@ def ship_code(config: Config) -> None:
 
 
 def user_modules(config: Config) -> set[str]:
-    """Return the names of the modules outside rayrec that define `config` and its nested configurations. Excludes `__main__`,
-    because pickle already sends its classes by value."""
+    """Return the modules outside rayrec that define `config` and its nested configurations, without `__main__`, whose classes
+    pickle sends by value."""
     nested = (getattr(config, field.name) for field in dataclasses.fields(config))
     modules = set().union(*(user_modules(value) for value in nested if isinstance(value, Config)))
     module = type(config).__module__

@@ -55,8 +55,7 @@ class ForkServer:
     """Fork server of the local Rays that this process starts. Ends with `close` or with this process."""
 
     def __init__(self, preload: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES) -> None:
-        """Start the server. `ahead`: modules of a template to create at once. `libraries`: modules that every process has
-        imported."""
+        """Start the server. `preload`: modules of a template to create at once. `libraries`: modules of every process."""
         self._folder = Scratch("fork")
         self.address = os.path.join(self._folder.path, "fork")
         with socket.socket(socket.AF_UNIX) as listener:
@@ -205,7 +204,7 @@ class _Server:
         return True
 
     def _new_template(self, modules: str) -> _Next | None:
-        """Fork a template. Returns None in this process, and the continuation in the new one. Raises OSError if it cannot be
+        """Fork a template; return None in this process and its continuation in the new one. Raises OSError if it cannot be
         forked."""
         self._templates[modules], theirs = socket.socketpair()
         try:
@@ -280,8 +279,7 @@ def _worker(connection: int, request: int, *standard: int) -> None:
 
 
 def expanded(added: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a runtime environment adds, with `${NAME}` expanded as in Ray: sequentially, and unknown names to
-    nothing. Pure."""
+    """Return a runtime environment's variables with `${NAME}` expanded like Ray: sequentially, unknown names to nothing. Pure."""
     values = dict(environment)
 
     def value_of(match: re.Match[str]) -> str:

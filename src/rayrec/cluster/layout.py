@@ -193,8 +193,7 @@ def layout(
 
 
 def has_enough_cpus(other_nodes: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
-    """Return whether `others` CPUs on nodes without workers suffice for the data tasks: 4 CPUs per worker, or half of its share
-    if data tasks ran on all nodes. Pure."""
+    """Return whether the CPUs of other nodes suffice for data tasks: 4 per worker, or half of its share of all nodes. Pure."""
     if other_nodes <= 0:
         return False
     shared = (all_cpus - cpus_per_worker * workers) / workers

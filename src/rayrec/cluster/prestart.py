@@ -39,8 +39,7 @@ def preloads_modules(variables: Mapping[str, str]) -> bool:
 
 
 def for_tasks_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for the tasks of a worker with `variables`, so that their processes import nothing early. Keeps a hook of
-    the job."""
+    """Return variables that keep the tasks of a worker with `variables` from preloading modules. Keeps a hook of the job."""
     return {HOOK: "", MODULES: ""} if preloads_modules(variables) else {}
 
 
@@ -68,8 +67,7 @@ def of_train_workers(variables: Mapping[str, str]) -> str:
 
 
 def start_actors_of_data() -> None:
-    """Start the cluster-wide actors of Ray Data. If a worker's Dataset started them, they would inherit its environment and
-    import unneeded modules."""
+    """Start Ray Data's cluster-wide actors, which would otherwise inherit the environment of a worker's Dataset."""
     from rayrec.compat.ray_compat import default_autoscaling_coordinator, get_or_create_stats_actor
 
     get_or_create_stats_actor()

@@ -96,8 +96,7 @@ def judge(policy: Policy, tally: AttemptHistory, ending: AttemptResult, *, jitte
 
 
 def pause_s(times: int, *, first_s: float, longest_s: float, jitter: float) -> float:
-    """Return the seconds to wait after `times` consecutive failures: doubled each time, with 25 % jitter so that supervisors do
-    not return simultaneously. Pure."""
+    """Return the seconds to wait after `times` consecutive failures: doubled each time, with 25 % jitter. Pure."""
     if times == 0:
         return 0.0
     doubled = min(first_s * 2.0 ** min(times - 1, 30), longest_s)

@@ -156,8 +156,7 @@ class _Supervisor:
     # One attempt ---------------------------------------------------------------------------------------------------
 
     def _current(self) -> Job | None:
-        """Return the job to follow: the stored one, another live one of this run, or a new one. None if the stored one is
-        gone."""
+        """Return the job to follow: the stored one (None if it is gone), another live one of this run, or a new one."""
         name, remembered, number = self._state.name, self._state.submission_id, 0
         if remembered is not None:
             job = self._jobs.find(remembered)
@@ -352,8 +351,7 @@ _FIRST_REPORT_S = 15.0
 
 
 class Outage:
-    """Outage of the head, from the first failed request until `over`. Successful probes do not end it, because a head may answer
-    without accepting jobs."""
+    """Outage of the head until `end`. Successful probes do not end it, because a head may answer without accepting jobs."""
 
     def __init__(self, jobs: Jobs, policy: Policy, *, report: Callable[[str], None]) -> None:
         self._jobs, self._limit_s, self._report = jobs, policy.max_wait_s, report

@@ -129,8 +129,8 @@ class Forecast:
 
     @property
     def bottleneck(self) -> Limit:
-        """Limiting resource. model: compute; network: exchange between workers; data: data tasks; cpus: CPUs shared by workers
-        and data tasks."""
+        """Limiting resource: the model, the network between workers, data tasks, or the CPUs that workers and data tasks
+        share."""
         return self._limits()[0][1]
 
     def _limits(self) -> list[tuple[float, Limit]]:

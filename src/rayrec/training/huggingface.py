@@ -91,8 +91,7 @@ def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: i
 
 @contextlib.contextmanager
 def _as_it_is(device: torch.device) -> Iterator[None]:
-    """Keep the device and thread count set by rayrec while accelerate sets up the process. Accelerate reads the device from a
-    variable."""
+    """Keep rayrec's device and thread count while accelerate sets up the process. It reads the device from a variable."""
     threads = torch.get_num_threads()
     try:
         with temporary_environment({"ACCELERATE_TORCH_DEVICE": str(device)}):
@@ -138,8 +137,8 @@ class _Wrapped(torch.nn.Module):
 
 @final
 class _Parts:
-    """Data loader for Trainer: the loader's batches, each in `accumulate` parts. Has no length, so that Trainer relies on
-    `max_steps` and sees one epoch."""
+    """Data loader for Trainer: batches in `accumulate` parts. Without a length, Trainer relies on `max_steps` and sees one
+    epoch."""
 
     def __init__(self, batches: Batches, accumulate: int) -> None:
         self._batches, self._accumulate = batches, accumulate

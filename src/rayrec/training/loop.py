@@ -44,7 +44,7 @@ def next_segment_end(step: int, end: int, *, evaluate_every: int, save_every: in
 
 
 def last_step(total: int, fraction: float | None) -> int:
-    """Return the first step at which `share` (None: all) of a run's `total` steps is done. Pure."""
+    """Return the first step at which `fraction` (None: all) of a run's `total` steps is done. Pure."""
     return total if fraction is None else min(total, max(1, math.ceil(total * fraction - _ROUNDING)))
 
 
@@ -174,15 +174,14 @@ class EvaluationWatch:
     """
 
     def __init__(self, stop_signal: StopSignal, *, save: Callable[[], None] | None, save_after_s: float) -> None:
-        """Start the watch. `save`: collective save of the evaluated step, or None if not needed, made after `save_after_s`
-        seconds."""
+        """Start the watch. `save`: collective save of the evaluated step after `save_after_s` seconds, or None."""
         self._stop_signal, self._save, self._save_after_s = stop_signal, save, save_after_s
         self._start_s = time.perf_counter()
         self._batches, self._poll_at = 0, 1
         self.saved = False
 
     def stopped(self) -> bool:
-        """Return whether the evaluation must end; called after each batch. Collective when a poll is due: after 1, 2, 4, ...
+        """Return whether the evaluation must end; called after each batch. Collective if a poll is due: after 1, 2, 4, ...
         batches, then about every two seconds."""
         self._batches += 1
         if self._batches < self._poll_at:
@@ -202,8 +201,7 @@ class EvaluationWatch:
 
 @torch.no_grad()
 def evaluate(setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None) -> dict[str, float] | None:
-    """Score each row of an evaluation set once and return the metrics, or None if `watch` ended the evaluation early;
-    collective."""
+    """Score each row of an evaluation set once; return the metrics, or None if `watch` ended the evaluation; collective."""
     setup.model.eval()
     metrics, source = setup.make_metrics(), setup.eval_batches[name]()
     batches, stopped = Batches(source, StepClock()), False

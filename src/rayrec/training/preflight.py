@@ -17,8 +17,7 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def preflight(config: TrainConfig) -> None:
-    """Check that the data can be read and, unless another cluster is configured, that this machine has room for the workers.
-    Raises InputError."""
+    """Check that the data is readable and this machine, if no cluster is configured, has room. Raises InputError."""
     config.workload.check_data(config)
     _check_resources(config)
 

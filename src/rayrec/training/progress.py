@@ -50,8 +50,7 @@ class Progress:
     evaluation_due: bool = False
     """Whether this step has yet to be evaluated, because the run was asked to stop here."""
     trained: RowTally | None = field(default_factory=RowTally)
-    """Rows trained by this worker in this attempt and, on worker 0, in earlier attempts. None if a batch did not provide its
-    rows."""
+    """Rows trained by this worker in this attempt, on worker 0 also in earlier ones. None if a batch did not provide its rows."""
 
     def state(self) -> dict[str, Any]:
         """Return JSON values for a checkpoint, equal on all workers; collective."""
@@ -95,8 +94,8 @@ class StopSignal(Protocol):
     """Reasons for an early save."""
 
     def poll(self) -> tuple[bool, bool]:
-        """Return (whether this worker was asked to stop or a node is about to go, whether to poll for preemption notices). Cheap
-        and local."""
+        """Return (whether a stop was requested or a node is about to go, whether to poll for preemption notices); cheap,
+        local."""
         ...
 
     def preempted(self) -> bool:

@@ -45,8 +45,7 @@ class DataStats:
         self._sums = dict.fromkeys(StageAccount.FIELDS, 0.0)
 
     def take(self) -> list[float]:
-        """Return this worker's numbers since the last call, equally many on each worker. `tell` takes their means over the
-        workers."""
+        """Return this worker's numbers since the last call, equally many on each worker, to be averaged for `log_means`."""
         return [] if self._account is None else self._account.take()
 
     def log_means(self, means: Sequence[float], *, step: int, log: Callable[[str, dict[str, Any]], None]) -> None:
@@ -191,8 +190,7 @@ class Batches:
         return batch
 
     def trained(self) -> RowNumbers | None:
-        """Return the rows of the oldest pulled but untrained batch, or None if unknown. Pipelines train in the order in which
-        they pull."""
+        """Return the rows of the oldest untrained batch, or None if unknown. Pipelines train in the order in which they pull."""
         return self._in_flight.popleft()
 
     def end(self) -> None:

@@ -107,8 +107,7 @@ ProfileRequest = dict[str, Any]
 
 
 class ControlChannel(Protocol):
-    """Messages between the driver and workers of one attempt. Picklable if workers are other processes. Raises OSError if
-    unreachable."""
+    """Messages of one attempt's driver and workers. Picklable for worker processes. Raises OSError if unreachable."""
 
     def stop_reason(self) -> str | None:
         """Return the driver's first reason to stop, or None."""

@@ -153,8 +153,8 @@ def train(
 def train_until(
     config: TrainConfig, fraction: float, *, console: Console | None = None, stop: threading.Event | None = None
 ) -> Result | None:
-    """Train a run in this process as `train` does, but only until `share`, in (0, 1], of its steps are done. Returns None if it
-    paused there, after an evaluation and a save; the next call resumes from it. Otherwise returns the finished run.
+    """Train a run in this process as `train` does, but only until `fraction`, in (0, 1], of its steps are done. Returns None if
+    it paused there, after an evaluation and a save; the next call resumes from it. Otherwise returns the finished run.
 
     Learning rates and row order are those for the full run, so pauses do not change the final weights.
     """

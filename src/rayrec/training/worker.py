@@ -92,15 +92,14 @@ def _log_contention(folder: str, worker: WorkerContext, waiting: float) -> None:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Set whether fp32 matrix products and convolutions on NVIDIA GPUs may use TF32. Torch's default allows it for
-    convolutions."""
+    """Set whether fp32 matrix products and convolutions on NVIDIA GPUs may use TF32 (torch's default: only convolutions)."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 def threads_of_worker(scaling: ScalingConfig, *, node_cpus: int) -> int:
-    """Return the number of threads for CPU operators: threads_per_worker, else the CPUs reserved by cpus_per_worker, else the
-    worker's `share` of the node's CPUs. Pure."""
+    """Return the number of threads for CPU operators: threads_per_worker, else the CPUs reserved by cpus_per_worker, else
+    `node_cpus`, the worker's share of its node. Pure."""
     reserved = None if scaling.cpus_per_worker is None else int(scaling.cpus_per_worker)
     return scaling.threads_per_worker or max(1, node_cpus if reserved is None else min(node_cpus, reserved))
 

@@ -141,8 +141,7 @@ class Launcher(Protocol):
         ...
 
     def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
-        """Train until the run ends and return worker 0's result, or None after a signal or pause. Raises the error that ended the
-        run."""
+        """Train until the run ends; return worker 0's result, or None after a signal or pause. Raises the run's error."""
         ...
 
     def cause_of(self, error: BaseException) -> str:

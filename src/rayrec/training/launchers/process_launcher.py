@@ -1,5 +1,4 @@
-"""Launcher for existing processes, without Ray: trains in threads of this process, or in processes of torchrun (or srun), one per
-worker. The first one is also the driver."""
+"""Launcher without Ray, in threads of this process or in one process per worker, started by torchrun or srun."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def fitted(config: TrainConfig, torchrun: TorchrunEnv) -> TrainConfig:
 
 
 class ProcessLauncher:
-    """Launcher in the first process. An error of its worker ends the run and is raised unchanged: no other process could restart
-    it."""
+    """Launcher in the first process. A worker's error ends the run unchanged, because no other process could restart it."""
 
     def __init__(self, config: TrainConfig, rendezvous: StoreRendezvous | None = None, *, pause_at: float | None = None) -> None:
         """Create the launcher. `rendezvous`: of torchrun's processes; None to train alone."""

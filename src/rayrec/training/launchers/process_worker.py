@@ -86,8 +86,8 @@ class StoreRendezvous:
             return self._store.add(key, amount)
 
     def close(self) -> None:
-        """Make all later calls raise OSError; called before the process ends. A thread inside the store's C++ code during
-        Python's shutdown would abort the process (`std::terminate`, status 134)."""
+        """Make later calls raise OSError; called before the process ends. A thread in the store's C++ code during Python's
+        shutdown would abort the process (`std::terminate`, status 134)."""
         with self._lock:
             self._closed = True
 

@@ -44,8 +44,7 @@ _PRESTART_S: Final = 600.0
 
 
 def allocate_resources(config: TrainConfig, *, probe: bool = False, free: bool = False) -> Layout:
-    """Allocate the current cluster to the run; `probe` and `free` as in `connection.alive_nodes`. Raises InputError if it does
-    not fit."""
+    """Allocate the current cluster to the run; see `connection.alive_nodes`. Raises InputError if it does not fit."""
     return layout_of(config, connection.alive_nodes(probe=probe, free=free))
 
 
@@ -142,8 +141,7 @@ def _abandon_workers(before: set[str]) -> None:
 
 
 def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str, Any] | None:
-    """Run one attempt. Returns None after a signal if the workers do not save within their `GracePeriod`. `crowded`: whether
-    other jobs use part of the cluster."""
+    """Run one attempt. Returns None after a signal if the workers do not save within their `GracePeriod`."""
     config, request, layout = run.config, StopRequest(), run.layout
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
@@ -174,8 +172,7 @@ def worker_environment(config: TrainConfig) -> dict[str, str]:
 
 
 def prestart_workers(config: TrainConfig, allocation: Layout) -> None:
-    """Prestart the processes of the first attempt's workers if their node and environment are known, i.e. on a Ray of one
-    node."""
+    """Prestart the first attempt's workers if their node and environment are known, i.e. on a single-node Ray."""
     variables = worker_environment(config)
     if not prestart.preloads_modules(variables):
         return
@@ -186,8 +183,7 @@ def prestart_workers(config: TrainConfig, allocation: Layout) -> None:
 
 
 def process_group(config: TrainConfig) -> ProcessGroup:
-    """Return the configuration of the workers' process group. Its timeout allows for workers that wait for an unavailable store.
-    Pure."""
+    """Return the configuration of the workers' process group. Its timeout includes a store outage. Pure."""
     timeout_s = math.ceil(config.failure.max_outage_s + config.failure.collective_timeout_s)
     return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
@@ -266,7 +262,7 @@ class _ScaleUpDetector:
     """Detects room for more workers on nodes that joined, in two consecutive polls after the resize interval."""
 
     def __init__(self, config: TrainConfig, num_workers: int, *, is_shared: bool) -> None:
-        """Start polling. With `crowded`, resources that other jobs use now do not count as new."""
+        """Start polling. With `is_shared`, resources that other jobs use now do not count as new."""
         self._config = config
         self._room = max(num_workers, self._num_workers()) if is_shared else num_workers
         self._next_look_s = time.monotonic() + config.scaling.resize_interval_s

@@ -29,8 +29,7 @@ _STANDBY_S: Final = 1800.0
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Train as one worker of one attempt; see `rayrec.training.worker.run_worker`. `arguments` has a reference to the
-    AttemptContext."""
+    """Train as one worker of one attempt, given a reference to its AttemptContext; see `run_worker`."""
     entered_s = time.time()  # the process group exists
     attempt: AttemptContext = ray.get(arguments["attempt"])
     stopwatch = attempt.stopwatch()
@@ -72,8 +71,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _standby(failure: FailureConfig, node: Mapping[str, Any]) -> Iterator[None]:
-    """Keep an idle process with a worker's imports on this node within the context, for the worker that replaces this one after a
-    failure."""
+    """Keep an idle process with a worker's imports on this node, for the worker that replaces this one after a failure."""
     runtime_env, ended = ray.get_runtime_context().get_runtime_env_string(), threading.Event()
 
     def keep(wait_s: float) -> None:
