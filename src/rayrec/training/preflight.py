@@ -13,20 +13,10 @@ def check_settings(config: TrainConfig) -> None:
     """Check the settings that are independent of the data, such as a storage path that cannot be a folder. Raises InputError."""
     config.workload.check(config)
     config.trackers.check(os.environ)
-    _check_storage(config.storage_path)
-
-
-def preflight(config: TrainConfig) -> None:
-    """Check that the data is readable and this machine, if no cluster is configured, has room. Raises InputError."""
-    config.workload.check_data(config)
-    _check_resources(config)
-
-
-def _check_storage(path: str) -> None:
-    if storage.is_url(path):
-        storage.resolve(path)
+    if storage.is_url(config.storage_path):
+        storage.resolve(config.storage_path)
         return
-    existing = storage.absolute(path)
+    existing = storage.absolute(config.storage_path)
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
@@ -35,7 +25,9 @@ def _check_storage(path: str) -> None:
         raise InputError(f"storage_path: cannot write to {existing}. Choose another folder or change its permissions")
 
 
-def _check_resources(config: TrainConfig) -> None:
+def preflight(config: TrainConfig) -> None:
+    """Check that the data is readable and this machine, if no cluster is configured, has room. Raises InputError."""
+    config.workload.check_data(config)
     if TorchrunEnv.from_environment() is not None:  # its processes are already running
         return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")

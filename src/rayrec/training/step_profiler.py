@@ -138,20 +138,14 @@ class _Recording:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, profile_memory=memory, with_stack=stack)
         self._profile.start()
-        self._step: record_function | None = None
+        self._step = contextlib.ExitStack()
 
     def mark(self, step: int) -> None:
-        self._leave()
-        self._step = record_function(f"step {step + 1}")
-        self._step.__enter__()
-
-    def _leave(self) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
+        self._step.close()
+        self._step.enter_context(record_function(f"step {step + 1}"))
 
     def stop(self) -> None:
-        self._leave()
+        self._step.close()
         self._profile.stop()
 
     def write(self, folder: str) -> None:

@@ -210,21 +210,17 @@ class StopMonitor:
         self._closed.set()
 
 
-class SaveReporter:
-    """Thread of a worker that reports the bytes written by its saves whenever they increase."""
+def report_saves(channel: ControlChannel, written_bytes: Callable[[], int], *, rank: int) -> threading.Event:
+    """Report the growing number of bytes written by a worker's saves, in a thread, until the returned event is set."""
+    closed = threading.Event()
 
-    def __init__(self, channel: ControlChannel, written_bytes: Callable[[], int], *, rank: int) -> None:
-        self._closed = threading.Event()
-        arguments = (channel, written_bytes, rank)
-        threading.Thread(target=self._report, args=arguments, name="save-reporter", daemon=True).start()
-
-    def _report(self, channel: ControlChannel, written_bytes: Callable[[], int], rank: int) -> None:
+    def report() -> None:
         before = 0
-        while not self._closed.wait(POLL_S):
+        while not closed.wait(POLL_S):
             if (now := written_bytes()) > before:
                 before = now
                 with contextlib.suppress(OSError):  # the run is over
                     channel.report_bytes_written(rank, now)
 
-    def close(self) -> None:
-        self._closed.set()
+    threading.Thread(target=report, name="save-reporter", daemon=True).start()
+    return closed

@@ -39,7 +39,7 @@ from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.progress import Progress, StopSignal, Training, with_lowered_rates
 from rayrec.training.step_log import multiply_adds_per_s_or_zero
 from rayrec.training.step_profiler import make_profiler, profiled
-from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, SaveReporter, StopMonitor
+from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, StopMonitor, report_saves
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.run_config import ScalingConfig
 from rayrec.workloads.step_timer import waits_noticed
@@ -139,7 +139,7 @@ def _train(
         damaged=damaged,
     )
     watch.write_s = lambda: saver.write_s
-    reporter = SaveReporter(attempt.channel, lambda: saver.written_bytes, rank=worker.rank)
+    reporting = report_saves(attempt.channel, lambda: saver.written_bytes, rank=worker.rank)
     _log_start(setup, loader, progress, checkpoint, damaged, log=log, world_size=worker.world_size, stopwatch=stopwatch)
 
     evaluated_step: int | None = None
@@ -179,7 +179,7 @@ def _train(
         raise
     finally:
         profiler.close()
-        reporter.close()
+        reporting.set()
         saver.close()
         loader.close()
     try:
