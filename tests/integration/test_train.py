@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from builders.faults import until
 from builders.golden import check_golden
 from builders.runs import events_of, losses
 from hosts.processes import Run
@@ -300,11 +301,8 @@ def test_torchrun_matches_weights_after_killed_process(finished: tuple[TrainConf
     with (tmp_path / "err").open("w") as err:
         torchrun = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=err, text=True)
     try:
-        deadline_s = time.monotonic() + 120
-        while not committed(str(tmp_path / "run")):
-            assert torchrun.poll() is None, (tmp_path / "err").read_text()[-3000:]
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
+        until(lambda: committed(str(tmp_path / "run")) or torchrun.poll() is not None, timeout_s=120)
+        assert torchrun.poll() is None, (tmp_path / "err").read_text()[-3000:]
         second = [child for child in psutil.Process(torchrun.pid).children() if child.environ().get("RANK") == "1"]
         second[0].kill()
         out, _ = torchrun.communicate(timeout=120)
@@ -344,10 +342,10 @@ def test_forked_ray_processes_share_no_identifiers(local_ray: None) -> None:
         return parent, "colorsys" in sys.modules, os.getpid(), ray.put(None).hex()
 
     task = ray.remote(runtime_env={"env_vars": {forked_worker.MODULES: "colorsys"}})(seen)
-    (parent, ahead, pid, name), (other_parent, _, other_pid, other_name) = ray.get([task.remote(), task.remote()])
+    (parent, is_imported, pid, name), (other_parent, _, other_pid, other_name) = ray.get([task.remote(), task.remote()])
     assert parent == other_parent
     assert fork_server.__name__ in parent
-    assert ahead
+    assert is_imported
     assert pid != other_pid
     assert name != other_name
 
