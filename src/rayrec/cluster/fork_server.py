@@ -78,9 +78,9 @@ class ForkServer:
 
 
 def main() -> None:
-    """Run a server. Arguments: file descriptors of the listening socket and of a file that becomes readable when the server must
-    end; the idle time in seconds after which it ends (it then also ends if its socket file is gone; 0 disables both); the modules
-    of a template to create at once; the libraries, by default `LIBRARIES`."""
+    """Run a server. Arguments: file descriptor of the listening socket; file descriptor that becomes readable when the server
+    must end; idle seconds after which it ends, and ends also if its socket file is gone (0 disables both); modules of a template
+    to create at once; libraries, by default `LIBRARIES`."""
     _, listening, watched, idle_s, preload, *libraries = sys.argv
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     # Python 3.12 warns of OpenBLAS threads, which OpenBLAS stops before a fork and restarts after it.

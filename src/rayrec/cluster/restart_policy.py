@@ -17,7 +17,7 @@ _NOT_STARTED = (126, 127)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Config):
-    """Limits after which supervision gives up."""
+    """Limits of supervision."""
 
     max_failures: Limit = 5
     """Maximum number of consecutive failures, i.e. attempts that were short-lived or ended with a user error. -1 for no limit."""

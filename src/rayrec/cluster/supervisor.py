@@ -64,7 +64,7 @@ def supervise(
     note: Callable[[str], None],
     show: Callable[[str], None] | None,
 ) -> Outcome:
-    """Keep `rayrec train ARGUMENTS`, for the run `name`, going on a cluster until it finishes or the policy gives up.
+    """Run `rayrec train ARGUMENTS`, for the run `name`, on a cluster until it finishes or the policy is exhausted.
 
     A stopped job has `stop_wait_s` seconds to end. `note` is called with each event, a line, and `show` with the job's output.
     SIGTERM and Ctrl-C (in the main thread) stop the job, unless `config` detaches, before SystemExit(143) or KeyboardInterrupt.

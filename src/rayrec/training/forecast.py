@@ -76,7 +76,7 @@ class ClusterShape:
         for name, value in options.items():
             if value == 0 or (value and name.startswith("gpu_") and not gpus):
                 raise InputError(f"--cluster: {name} must be more than 0, and gpu_ fields need gpus=N, got {text!r}")
-        if not gpus:  # nodes beside those with GPUs are then nodes like all others
+        if not gpus:  # all nodes are then equal
             nodes, cpu_nodes = nodes + cpu_nodes, 0
         return cls(values["cpus"], gpus, nodes, cpu_nodes, **options)
 

@@ -149,7 +149,7 @@ class StopMonitor:
     def __init__(
         self, channel: ControlChannel | None, *, rank: int, preemption: Callable[[], PreemptionInfo | None] = lambda: None
     ) -> None:
-        """Start polling. `preemption` returns the current preemption notice. Without a channel there are no stop requests."""
+        """Start polling. `preemption` returns the current preemption notice. Without a channel, no stop can be requested."""
         self.cause: str | None = None
         self._preemption = preemption
         self.write_s: Callable[[], float] = lambda: 0.0
@@ -219,7 +219,7 @@ def report_saves(channel: ControlChannel, written_bytes: Callable[[], int], *, r
         while not closed.wait(POLL_S):
             if (now := written_bytes()) > before:
                 before = now
-                with contextlib.suppress(OSError):  # the run is over
+                with contextlib.suppress(OSError):  # the run has ended
                     channel.report_bytes_written(rank, now)
 
     threading.Thread(target=report, name="save-reporter", daemon=True).start()

@@ -404,7 +404,7 @@ def finish(
     """Run the final test with the weights to use (with early stopping, the best ones) and report the result; collective.
 
     Returns None after a stop request during an evaluation: everything is saved by then, and the next attempt starts here.
-    `metrics` are those of the test rows, or without these, of the validation rows. `evaluated_step`: step of the weights that
+    `metrics` are computed on the test rows, or without these, on the validation rows. `evaluated_step`: step of the weights that
     this process evaluated last, or None. Raises InputError if the weights to use are damaged.
     """
     config = attempt.config

@@ -66,7 +66,7 @@ def _log_warning(
 
 
 def _handler(path: str) -> tuple[logging.Handler, OSError | None]:
-    """Return the file's handler, or that of standard error and the reason, if any."""
+    """Return the file's handler, or one for standard error and the reason, if any."""
     if storage.is_url(path):
         return logging.StreamHandler(sys.stderr), None
     try:

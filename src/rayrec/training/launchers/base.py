@@ -129,7 +129,7 @@ class Launcher(Protocol):
         ...
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
-        """Assign CPUs; wait for nodes if the run `resumes`. Raises InputError if there is no room for the workers."""
+        """Assign CPUs; wait for nodes if the run `resumes`. Raises InputError if the workers do not fit."""
         ...
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:

@@ -68,7 +68,7 @@ class StoreRendezvous:
             self._store.set(key, str(len(chunks)))  # written last, after all pieces
 
     def get(self, key: str) -> bytes | None:
-        """Return a published value, or None if there is none yet. Raises RuntimeError if the store is gone."""
+        """Return a published value, or None if it is not published yet. Raises RuntimeError if the store is gone."""
         with self._open():
             if not self._store.check([key]):
                 return None
@@ -130,7 +130,7 @@ class StoreControlChannel:
 
     def _watch(self, requested: Callable[[ProfileRequest], None]) -> None:
         seen = 0
-        with contextlib.suppress(OSError):  # the run is over
+        with contextlib.suppress(OSError):  # the run has ended
             while True:
                 value = self._get(f"{_REQUESTS}/{seen + 1}")
                 if value is None:

@@ -136,7 +136,7 @@ def _free_workers(before: set[str]) -> None:
 
 def _abandon_workers(before: set[str]) -> None:
     """End workers that would otherwise train for as long as this process, possibly the user's, lives."""
-    with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone has none
+    with contextlib.suppress(ray.exceptions.RayError):  # the cluster may be gone
         _free_workers(before)
 
 
@@ -163,8 +163,7 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
 
 def worker_environment(config: TrainConfig) -> dict[str, str]:
     """Return the additional environment variables of Ray Train's workers. Their processes import the workers' modules at start if
-    prestart `is_possible` and workers have no GPUs. Ray assigns GPUs after a process has started, when torch may have looked for
-    them."""
+    prestart `is_possible` and workers have no GPUs: torch may detect GPUs when imported, but Ray assigns them after the start."""
     variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
     if not config.scaling.use_gpu and prestart.is_possible():
         variables.update(prestart.importing([WORKER_MODULE], without_ray=config.workload.WORKER_MODULES))
