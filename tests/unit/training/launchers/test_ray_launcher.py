@@ -263,5 +263,5 @@ def test_collective_timeout_includes_store_outage() -> None:
     assert (ray_launcher.process_group(config).timeout_s, ray_launcher.process_group(config).backend) == (2400, "gloo")
     changed = config.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
     assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (7261, "nccl")
-    with pytest.raises(InputError, match=r"collective_timeout_s: 0.0 must be above 0"):
+    with pytest.raises(InputError, match=r"collective_timeout_s: must be above 0, got 0\.0"):
         config.replace(failure={"collective_timeout_s": 0.0})
