@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rayrec.cli import help
 from rayrec.cli.flags import SWITCHES
@@ -86,17 +86,26 @@ def _run(command: Command, words: list[str]) -> int:
     from rayrec.cli.output import print_json, show
     from rayrec.cli.parser import parse
 
-    call, out = parse(command, words), sys.stdout
-    quiet = "-q" in switches or not _is_first(command)
+    call, out, is_first = parse(command, words), sys.stdout, _is_first(command)
+    quiet = "-q" in switches or not is_first
     silent = quiet and command.recipe != "after --"  # -q hides the output of a job, but not of its supervisor.
-    given = {"console": lambda: _console("-v" in switches, silent), "started": lambda: lambda told: print_json(told, out)}
-    given |= {"stopwatch": _stopwatch, "show": lambda: None if quiet else _to_stderr}
-    parameters = inspect.signature(command.function).parameters
-    keywords = call.keywords | {name: make() for name, make in given.items() if name in parameters}
+    parameters, keywords = inspect.signature(command.function).parameters, call.keywords
+    if "console" in parameters:
+        from rayrec.observe.console import Console
+
+        keywords["console"] = Console(verbose="-v" in switches, quiet=silent)
+    if "stopwatch" in parameters:
+        from rayrec.observe.timing import Stopwatch
+
+        keywords["stopwatch"] = Stopwatch.of_process()
+    if "started" in parameters:
+        keywords["started"] = lambda served: print_json(served, out)
+    if "show" in parameters:
+        keywords["show"] = None if quiet else _to_stderr
     # Only results reach standard output. Output of Ray and other libraries goes to standard error.
     with contextlib.nullcontext() if command.prints else contextlib.redirect_stdout(sys.stderr):
         result = command.function(*call.arguments, **keywords)
-    if result is None or not _is_first(command):
+    if result is None or not is_first:
         return 0
     return show(command.show(result), as_json="--json" in switches, quiet=quiet, out=out)
 
@@ -125,18 +134,6 @@ def _is_first(command: Command) -> bool:
 
     launched = TorchrunEnv.from_environment()
     return launched is None or launched.rank == 0
-
-
-def _console(verbose: bool, quiet: bool) -> Any:
-    from rayrec.observe.console import Console
-
-    return Console(verbose=verbose, quiet=quiet)
-
-
-def _stopwatch() -> Any:
-    from rayrec.observe.timing import Stopwatch
-
-    return Stopwatch.of_process()
 
 
 def _to_stderr(text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from rayrec.cli.flags import MISSING, SWITCHES, Flag
+from rayrec.cli.flags import MISSING, SWITCHES, Flag, takes_many
 from rayrec.commands.declaration import COMMANDS, Command, Group
 from rayrec.config import Config
 
@@ -44,14 +44,14 @@ def overview() -> str:
 def usage(command: Command, flags: Sequence[Flag], recipe: str = "") -> str:
     """Return the usage line of a command."""
     job = {"": "", "first": recipe or "RECIPE", "after --": ""}[command.recipe]
-    needed = [flag.shown if flag.name else _argument(flag) for flag in flags if flag.value is MISSING or not flag.name]
+    needed = [_syntax(flag) for flag in flags if flag.value is MISSING or not flag.name]
     tail = "-- train RECIPE [flags]" if command.recipe == "after --" else ""
     return " ".join(word for word in ("rayrec", command.name, job, *needed, "[flags]", tail) if word)
 
 
-def _argument(flag: Flag) -> str:
-    from rayrec.cli.flags import takes_many
-
+def _syntax(flag: Flag) -> str:
+    if flag.name:
+        return flag.shown
     many = f"{flag.metavar}..." if takes_many(flag.type) else flag.metavar
     return many if flag.value is MISSING else f"[{many}]"
 
@@ -62,7 +62,7 @@ def command_help(command: Command, *, everything: bool = False) -> str:
 
     flags = own_flags(command)
     shown = [flag for flag in flags if everything or "." not in flag.name.removeprefix("gates.") or not flag.owner]
-    lines = [f"usage: {usage(command, flags)}", command.summary + ".", *_examples(command.examples)]
+    lines = [f"usage: {usage(command, flags)}", command.summary + ".", *(f"  {example}" for example in command.examples)]
     lines += _groups([("Arguments" if not flag.name else "Flags", flag) for flag in shown if not flag.owner])
     lines += _groups([(_title(flag.owner), flag) for flag in shown if flag.owner])
     if command.recipe == "first":
@@ -83,25 +83,20 @@ def recipe_help(command: Command, config: Any, *, everything: bool = False) -> s
     data = " --data PATH" if config.train_data.path is None and command.name in ("train", "tune") else ""
     recipe = recipes.ALL.get(config.recipe)
     summary = (recipe.__doc__ if recipe and recipe.__doc__ else f"{command.summary}.").strip().splitlines()[0]
-    examples = [example.replace("criteo_demo", config.recipe) for example in command.examples]
-    lines = [f"usage: {usage(command, own, config.recipe + data)}", summary, *_examples(examples)]
+    examples = [f"  {example.replace('criteo_demo', config.recipe)}" for example in command.examples]
+    lines = [f"usage: {usage(command, own, config.recipe + data)}", summary, *examples]
     lines += _groups([(command.name.capitalize(), flag) for flag in own])
     if everything:
         return "\n".join([*lines, *_groups([(_title(flag.owner), flag) for flag in settings if flag.owner])])
     by_path = {flag.path: flag for flag in settings}
     shown = []
     for path, short in SHORT.items():
-        if path in by_path:
-            flag = by_path[path]
+        if flag := by_path.get(path):
             name = short.name or flag.name
             shown.append((short.group, replace(flag, name=name, aliases=(), help=short.help, metavar=short.metavar)))
     lines += _groups(shown)
     more = f"rayrec config {config.recipe} > my.yaml, then rayrec train my.yaml"
     return "\n".join([*lines, f"{len(settings) - len(shown)} more: --help-all. As a file: {more}"])
-
-
-def _examples(examples: Sequence[str]) -> list[str]:
-    return [f"  {example}" for example in examples]
 
 
 def _title(owner: type[Config] | None) -> str:
@@ -111,27 +106,20 @@ def _title(owner: type[Config] | None) -> str:
 def _groups(flags: Sequence[tuple[str, Flag]]) -> Iterator[str]:
     """Yield the lines for flags, grouped below titles."""
     width = max(100, min(shutil.get_terminal_size().columns, 160))
-    column = min(36, max((len(_taken(flag)) for _, flag in flags), default=0)) + 4
+    column = min(36, max((len(_syntax(flag)) for _, flag in flags), default=0)) + 4
     title = ""
     for group, flag in flags:
         if group != title:
             title = group
-            yield f"{title}"
+            yield title
         text = " ".join(part for part in (flag.text, _default(flag)) if part)
-        taken = _taken(flag)
-        gap = " " * column
-        first = f"  {taken}".ljust(column)
+        syntax = f"  {_syntax(flag)}"
         wrapped = textwrap.wrap(text, width - column) or [""]
-        if len(taken) + 3 > column:
-            yield f"  {taken}"
-            yield from (gap + line for line in wrapped)
+        if len(syntax) + 1 > column:
+            yield syntax
         else:
-            yield (first + wrapped[0]).rstrip()
-            yield from (gap + line for line in wrapped[1:])
-
-
-def _taken(flag: Flag) -> str:
-    return flag.shown if flag.name else _argument(flag)
+            yield (syntax.ljust(column) + wrapped.pop(0)).rstrip()
+        yield from (" " * column + line for line in wrapped)
 
 
 def _default(flag: Flag) -> str:

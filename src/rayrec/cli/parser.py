@@ -96,7 +96,7 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
 
 def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]]:
     """Take single flags out of the words. Return their values and the other words."""
-    parser = _parser()
+    parser = _Parser(add_help=False, allow_abbrev=False)
     for name in names:
         parser.add_argument(name, action="append", default=[])
     found, rest = parser.parse_known_args(list(words))
@@ -111,9 +111,9 @@ def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]
 
 def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, Any]:
     """Parse the words and return the values of flags and arguments by path."""
-    parser = _parser()
+    parser = _Parser(add_help=False, allow_abbrev=False)
     for flag in flags:
-        names = [f"--{name}" for name in (flag.name, *flag.aliases) if name]
+        names = [f"--{name}" for name in (flag.name, *flag.aliases)]
         if not flag.name:
             continue
         if flag.type is bool:
@@ -174,10 +174,6 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(re.sub(r"^argument ([^:/]+)\S*: expected .*", r"\1 needs a value", message))
 
 
-def _parser() -> _Parser:
-    return _Parser(add_help=False, allow_abbrev=False)
-
-
 def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
     """Replace deprecated flags by their new names, with a notice on standard error."""
     new, known = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}, set(flag_names(flags))
@@ -195,8 +191,8 @@ def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
 
 def flag_names(flags: Iterable[Flag]) -> list[str]:
     """Return all flag names with dashes."""
-    names = [(*([flag.name] if flag.name else []), *flag.aliases, *([flag.negative] if flag.pair else [])) for flag in flags]
-    return [f"--{name}" for of_flag in names for name in of_flag]
+    names = [name for flag in flags for name in (flag.name, *flag.aliases, flag.negative if flag.pair else "")]
+    return [f"--{name}" for name in names if name]
 
 
 def _refuse(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:

@@ -146,14 +146,10 @@ def predict(
     from rayrec.inference.config import ScoringConfig
 
     asked = ScoringConfig().updated(options)
-    given: dict[str, Any] = {
-        "config": _scoring_config(checkpoint, recipe, cluster_address, asked),
-        "options": asked,
-        "console": _console(console),
-    }
+    config = _scoring_config(checkpoint, recipe, cluster_address, asked)
     if out is None:
-        return prediction.predict(checkpoint, path, **given)
-    return prediction.predict_to(checkpoint, path, out, **given)
+        return prediction.predict(checkpoint, path, config=config, options=asked, console=_console(console))
+    return prediction.predict_to(checkpoint, path, out, config=config, options=asked, console=_console(console))
 
 
 def predict_to(checkpoint: str, path: str, *, out: str, **options: Any) -> dict[str, Any]:

@@ -50,7 +50,17 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings with dotted names to nested settings."""
     nested: dict[str, Any] = {}
     for path, value in settings.items():
-        _put(nested, path.split("."), value)
+        *names, last = path.split(".")
+        place = nested
+        for name in names:
+            inner = place.setdefault(name, {})
+            if not isinstance(inner, dict):
+                inner = place[name] = {WHOLE: inner}
+            place = inner
+        if isinstance(place.get(last), dict) and not isinstance(value, Mapping):
+            place[last][WHOLE] = value
+        else:
+            place[last] = value
     return nested
 
 
@@ -64,19 +74,6 @@ def _written_out(config: Config, name: str, value: Any) -> Iterator[tuple[str, A
     yield path, value
     if name == "gpus":
         yield "scaling.use_gpu", True
-
-
-def _put(nested: dict[str, Any], names: list[str], value: Any) -> None:
-    for name in names[:-1]:
-        inner = nested.setdefault(name, {})
-        if not isinstance(inner, dict):
-            inner = nested[name] = {WHOLE: inner}
-        nested = inner
-    inner = nested.get(names[-1])
-    if isinstance(inner, dict) and not isinstance(value, Mapping):
-        inner[WHOLE] = value
-    else:
-        nested[names[-1]] = value
 
 
 def updated(config: Settings, changes: Mapping[str, Any]) -> Settings:

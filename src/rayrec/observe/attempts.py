@@ -52,11 +52,6 @@ class Attempts:
         self._restarting: tuple[int, float] | None = None
         """Index of the restarted attempt without a step so far, and time of the last sign of training before it."""
 
-    @property
-    def restarts(self) -> list[Restart]:
-        """All restarts, in order."""
-        return [attempt.restart for attempt in self.all if attempt.restart is not None]
-
     def update(self, event: Event) -> None:
         """Process the next event."""
         kind = event["kind"]
@@ -95,8 +90,7 @@ class Attempts:
         self._driver_begun = False
         self._change(num_workers=event.get("world_size"), first_step=event["step"])
         if self._alive_s is not None:
-            redone = max(0, self._step - event["step"])
-            cause = self._cause or "the workers were lost"
+            redone, cause = max(0, self._step - event["step"]), self._cause or "the workers were lost"
             self._change(restart=Restart(cause, event["time"] - self._alive_s, redone))
             self._restarting = len(self.all) - 1, self._alive_s
         self._step, self._cause = event["step"], None

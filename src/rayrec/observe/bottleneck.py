@@ -72,13 +72,6 @@ def _percent(share: float) -> str:
     return f"{share * 100:.0f} %"
 
 
-def _peak_text(fraction: float) -> str:
-    """Compare with the measured peak: the fastest of a few matrix products at worker start, so the device may do more."""
-    if fraction > 1:
-        return ", faster than the peak measured at the start (a lower bound of what the device can do)"
-    return f", at {_percent(fraction)} of the device's peak"
-
-
 def _rate(rows_per_s: float) -> str:
     """Format a speed estimate with two significant digits."""
     digits = -max(0, math.floor(math.log10(max(rows_per_s, 1.0))) - 1)
@@ -90,49 +83,42 @@ def _rate(rows_per_s: float) -> str:
 
 def _data(side: DataSide | None, split: TimeSplit) -> Verdict:
     share = split.shares()["data"]
-    begin = f"Blocked on data {_percent(share)} of the time: "
+
+    def found(cause: str, text: str) -> Verdict:
+        return Verdict("data", share, cause, f"Blocked on data {_percent(share)} of the time: {text}")
+
     if side is None or not side.stages:
-        return Verdict("data", share, "unknown", begin + "what makes the rows was not measured.")
+        return found("unknown", "what makes the rows was not measured.")
     now = split.rows / split.training_s if split.training_s else 0.0
     unblocked = now * min(_LARGEST_LIFT, split.training_s / max(split.training_s - split.times_s["data"], 1e-9))
     if side.spilling_share >= _SPILLING or (side.store_fill or 0.0) >= _FULL_STORE:
-        return Verdict("data", share, "object_store", begin + _store_text(side))
+        return found("object_store", _store_text(side))
     threads = [stage.name for stage in side.stages] == ["read"]  # Workers read rows in their own threads.
     if side.storage_share >= _WAITS_FOR_STORAGE and side.busy >= _BUSY / 2:
-        wait = _percent(side.storage_share)
-        return Verdict(
-            "data",
-            share,
-            "storage",
-            f"{begin}reading waits for storage, {wait} of the work on rows; storage nearer by, or {_more(side, now, unblocked)}"
-            if not threads
-            else f"{begin}reading waits for storage, {wait} of it; storage nearer by, or a larger "
-            "--train-data.prefetch-blocks, would lift it.",
-        )
+        wait = f"reading waits for storage, {_percent(side.storage_share)} of"
+        if threads:
+            return found("storage", f"{wait} it; storage nearer by, or a larger --train-data.prefetch-blocks, would lift it.")
+        return found("storage", f"{wait} the work on rows; storage nearer by, or {_more(side, now, unblocked)}")
     if side.busy < _BUSY:
-        return Verdict(
-            "data",
-            share,
+        return found(
             "delivery",
-            f"{begin}those who make rows pause {_percent(1 - side.busy)} of it, so rows are made in time but come late; a larger "
+            f"those who make rows pause {_percent(1 - side.busy)} of it, so rows are made in time but come late; a larger "
             "--train-data.prefetch-blocks, or smaller --train-data.block-bytes, would lift it.",
         )
     slowest = max(side.stages, key=lambda stage: stage.share)
     if threads:
-        text = (
+        return found(
+            slowest.name,
             f"the thread of each worker that reads rows has no pause at {_rate(now)} in all; more workers, or less to do for "
-            "each row, would lift it."
+            "each row, would lift it.",
         )
-        return Verdict("data", share, slowest.name, begin + text)
     what = {"read": "read", "parse": "read and parse", "encode": "parse and encode"}[slowest.name]
     starved = ""
     if side.contention < _CONTENDED:
         starved = f" (they share CPUs with others and get {_percent(side.contention)} of one each)"
-    return Verdict(
-        "data",
-        share,
+    return found(
         slowest.name,
-        f"{begin}the tasks that {what} are CPU-bound{starved}, {_percent(slowest.share)} of it to {slowest.name}; "
+        f"the tasks that {what} are CPU-bound{starved}, {_percent(slowest.share)} of it to {slowest.name}; "
         f"{_more(side, now, unblocked)} `rayrec preprocess` saves most of that work.",
     )
 
@@ -197,11 +183,12 @@ def _model(run: RunSummary, split: TimeSplit) -> Verdict:
         text = f"Nothing is waited for: blocked on data {_percent(shares['data'])} of the time."
         return Verdict("model", shares["other"], None, text)
     computing = sum(shares[name] for name in ("forward", "backward", "optimizer"))
-    parts = ", ".join(
-        f"{name} {_percent(shares[key])}"
-        for name, key in (("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"))
-    )
-    peak = _peak_text(run.peak_fraction) if run.peak_fraction else ""
+    parts = ", ".join(f"{name} {_percent(shares[name])}" for name in ("forward", "backward", "optimizer"))
+    peak = ""
+    if run.peak_fraction and run.peak_fraction > 1:  # The peak is the fastest of a few matrix products at worker start.
+        peak = ", faster than the peak measured at the start (a lower bound of what the device can do)"
+    elif run.peak_fraction:
+        peak = f", at {_percent(run.peak_fraction)} of the device's peak"
     text = f"The model computes {_percent(computing)} of the time ({parts}){peak}; it waits for data {_percent(shares['data'])}."
     if shares["other"] >= _WORTH_TELLING:
         text += f" {_percent(shares['other'])} is neither: Python between the steps."

@@ -136,7 +136,8 @@ class _LocalFile:
         if self._closed:
             raise OSError("the event writer is closed")
         if self._descriptor is None:
-            self._descriptor = self._opened()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if _tail_is_torn(self._descriptor):
             line = b"\n" + line_of({"time": time.time(), "kind": TORN_LINE}) + line
         written = os.write(self._descriptor, line)
@@ -152,10 +153,6 @@ class _LocalFile:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
-
-    def _opened(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def _tail_is_torn(descriptor: int) -> bool:

@@ -23,6 +23,18 @@ from rayrec.quantities import duration_text, number_text, size_text
 
 Event = Mapping[str, Any]
 _SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
+_NOTES: Final = {
+    "checkpoint_damaged": "passed over: {cause}",
+    "checkpoint_late": "step {step:,}  not saved yet: {cause}",
+    "checkpoint_slow": "step {step:,}  saving took {write_s:.0f} s, longer than failure.grace_s ({grace_s:.0f} s): raise "
+    "--failure.grace-s, and give the machines' own notice as long",
+    "cpu_contention": "rank {rank} on {node}: training is slower, because other processes use its CPUs; a thread waited "
+    "{waiting_share:.0%} of the time. Stop them, or give workers fewer CPUs: --scaling.threads-per-worker",
+    "stop": "step {step:,}  saved, stopping ({cause})",
+    "plateau": "step {step:,}  no better: learning rates are {learning_rate_scale:.3g} of the schedule's",
+    "early_stop": "step {step:,}  no better since step {best_step:,}: stopping early",
+}
+"""Console lines of events with a fixed form."""
 
 
 def metric_text(value: float | None) -> str:
@@ -42,46 +54,20 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
     kind = event["kind"]
     if kind == "evaluate":
         return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
-    if kind in ("start", "warm_start"):
-        return _note_of_start(event)
-    if kind == "failure":
-        return event["cause"] if event.get("last") else f"{event['cause']}: starting again"
-    if kind == "checkpoint_damaged":
-        return f"passed over: {event['cause']}"
-    if kind == "checkpoint_repaired":
-        return f"{event['path']}: damaged files were written again ({', '.join(event['files'])})"
-    if kind == "checkpoint_late":
-        return f"step {event['step']:,}  not saved yet: {event['cause']}"
-    if kind == "checkpoint_slow":
-        return (
-            f"step {event['step']:,}  saving took {event['write_s']:.0f} s, longer than failure.grace_s "
-            f"({event['grace_s']:.0f} s): raise --failure.grace-s, and give the machines' own notice as long"
-        )
-    if kind == "cpu_contention":
-        return (
-            f"rank {event['rank']} on {event['node']}: training is slower, because other processes use its CPUs; a thread waited "
-            f"{event['waiting_share']:.0%} of the time. Stop them, or give workers fewer CPUs: --scaling.threads-per-worker"
-        )
-    if kind == "stop":
-        return f"step {event['step']:,}  saved, stopping ({event['cause']})"
-    if kind == "checkpoint" and verbose:
-        return f"step {event['step']:,}  saved {event['path']} ({size_text(event['bytes'])})"
-    if kind == "plateau":
-        return f"step {event['step']:,}  no better: learning rates are {event['learning_rate_scale']:.3g} of the schedule's"
-    if kind == "early_stop":
-        return f"step {event['step']:,}  no better since step {event['best_step']:,}: stopping early"
-    return None
-
-
-def _note_of_start(event: Event) -> str | None:
-    if event["kind"] == "warm_start":
+    if kind == "warm_start":
         amounts = [f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event]
         return f"starts with {event['checkpoint']}" + (f"; categories: {', '.join(amounts)}" if amounts else "")
-    if event["step"]:
+    if kind == "start" and event["step"]:
         return f"resumes from step {event['step']:,} with {event['world_size']} workers"
-    if event.get("damaged"):
+    if kind == "start" and event.get("damaged"):
         return f"no undamaged checkpoint is left (damaged: {len(event['damaged'])}): training starts again from step 0"
-    return None
+    if kind == "failure":
+        return event["cause"] if event.get("last") else f"{event['cause']}: starting again"
+    if kind == "checkpoint_repaired":
+        return f"{event['path']}: damaged files were written again ({', '.join(event['files'])})"
+    if kind == "checkpoint" and verbose:
+        return f"step {event['step']:,}  saved {event['path']} ({size_text(event['bytes'])})"
+    return _NOTES[kind].format_map(event) if kind in _NOTES else None
 
 
 def figures(run: RunSummary) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
 from rayrec.config import InputError
-from rayrec.observe.attempts import Attempt, Attempts, Restart
+from rayrec.observe.attempts import Attempts, Restart
 from rayrec.observe.data_side import DataSums
 from rayrec.observe.timing import Interval, TimeSplit
 
@@ -28,12 +28,6 @@ def metrics_of(evaluation: Event) -> dict[str, Any]:
 def series(event: Event) -> tuple[str, str]:
     """Return the curve of an event: its kind, and the set for evaluations."""
     return event["kind"], str(event.get("set", ""))
-
-
-def _has_ended(event: Event, *, before: bool) -> bool:
-    if event["kind"] in ("failure", "stop"):
-        return bool(event.get("last"))
-    return event["kind"] == "summary" or (before and event["kind"] not in _BEGINS)
 
 
 @dataclass
@@ -135,6 +129,7 @@ class RunSummary:
         self.data: Final = DataSums()
         self.saves: Final = Saves()
         self._attempts: Final = Attempts()
+        self.attempts: Final = self._attempts.all
         self._curves = curves
         self._curve: dict[int, dict[str, Any]] = {}
         self._seen: dict[tuple[str, str], int] = {}
@@ -154,7 +149,8 @@ class RunSummary:
         self.latest[kind] = event
         if kind in _BEGINS or kind in _ENDS:
             self._turn = event
-        self.ended = _has_ended(event, before=self.ended)
+        still_ended = kind == "summary" or (self.ended and kind not in _BEGINS)
+        self.ended = bool(event.get("last")) if kind in ("failure", "stop") else still_ended
         if "step" in event:
             before = self._seen.get(series(event), -1)
             self.is_repeat = event["step"] <= before
@@ -181,9 +177,8 @@ class RunSummary:
             if not self._is_starting:
                 self.starts.append({})
             self._is_starting = True
-            stages = self.starts[-1]
             for name, seconds in event["stages"].items():
-                stages[name] = stages.get(name, 0.0) + seconds
+                self.starts[-1][name] = self.starts[-1].get(name, 0.0) + seconds
             return
         self.status = "preparing" if kind == "run" else "starting workers"
         if kind == "prepared":
@@ -273,18 +268,9 @@ class RunSummary:
     # -- results
 
     @property
-    def attempts(self) -> list[Attempt]:
-        """All attempts, in order."""
-        return self._attempts.all
-
-    @property
     def restarts(self) -> list[Restart]:
         """All restarts, in order."""
-        return self._attempts.restarts
-
-    @property
-    def finished(self) -> bool:
-        return self.status.startswith("finished")
+        return [attempt.restart for attempt in self.attempts if attempt.restart is not None]
 
     @property
     def peak_fraction(self) -> float | None:

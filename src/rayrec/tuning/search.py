@@ -134,7 +134,7 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
     place = storage.join(folder, SEARCH)
     if storage.exists(place):
         before = storage.read_json(place)
-        changed = [name for name in searched if before.get(name) != _plain(searched[name])]
+        changed = [name for name in searched if before.get(name) != json.loads(storage.json_text(searched[name]))]
         if changed:
             raise InputError(
                 f"{folder}: holds a search with another {' and '.join(changed)}; give the same ones, or choose another --name"
@@ -142,10 +142,6 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
         return
     storage.make_folder(folder)
     storage.write_json(place, searched)
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(storage.json_text(value))
 
 
 def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepared, str]:
@@ -236,8 +232,16 @@ def _concluded(
     compared = None
     if best.number and own.checkpoint is not None and "test" in prepared.sets:
         compared = _compared(configs, best, own, console)
+    begun = [trial for trial in trials if trial.share]
+    full_rows = sum(trial.rows / trial.share for trial in begun)
+    winner = with_values(config, best.values).replace(name=None)
+    chosen = ", ".join(f"{field}: {value}" for field, value in best.values.items()) or "the recipe's own settings"
+    head = (
+        f"# The best of a search: {chosen}\n"
+        f"# {options.metric} {best.best:.5f} on {prepared.sets['validation'].rows:,} validation rows, on which it was chosen\n"
+    )
     best_config = storage.join(folder, "best.yaml")
-    storage.write_bytes(best_config, _best_yaml(config, best, options, prepared).encode())
+    storage.write_bytes(best_config, (head + winner.to_yaml()).encode())
     found = {
         "folder": folder,
         "metric": options.metric,
@@ -246,33 +250,16 @@ def _concluded(
         "validation_rows": prepared.sets["validation"].rows,
         "test_rows": prepared.sets["test"].rows if "test" in prepared.sets else 0,
         "compared": compared,
-        "trained_share": _trained_share(trials),
+        "trained_share": sum(trial.rows for trial in begun) / full_rows if full_rows else None,
         "trials": [{**vars(trial), "values": dict(trial.values)} for trial in ranked],
     }
-    plain: dict[str, Any] = _plain(found)
+    plain: dict[str, Any] = json.loads(storage.json_text(found))
     storage.write_json(storage.join(folder, "trials.json"), plain)
     page = storage.join(folder, "report.html")
     storage.write_bytes(page, render(str(config.name), plain).encode())
     console.note(table_text(plain))
     console.note(f"best settings: {best_config}, report: {page}")
     return {**plain, "report": page}
-
-
-def _trained_share(trials: Sequence[Trial]) -> float | None:
-    """Return the trained share of the rows of full training. Ignores trials that failed before their first step."""
-    begun = [trial for trial in trials if trial.share]
-    whole = sum(trial.rows / trial.share for trial in begun)
-    return sum(trial.rows for trial in begun) / whole if whole else None
-
-
-def _best_yaml(config: TrainConfig, best: Trial, options: TuneConfig, prepared: Prepared) -> str:
-    winner = with_values(config, best.values).replace(name=None)
-    chosen = ", ".join(f"{field}: {value}" for field, value in best.values.items()) or "the recipe's own settings"
-    head = (
-        f"# The best of a search: {chosen}\n"
-        f"# {options.metric} {best.best:.5f} on {prepared.sets['validation'].rows:,} validation rows, on which it was chosen\n"
-    )
-    return head + winner.to_yaml()
 
 
 def _compared(configs: Sequence[TrainConfig], best: Trial, own: Trial, console: Console) -> dict[str, Any]:

@@ -119,18 +119,18 @@ def chosen(evaluations: Sequence[Mapping[str, Any]], config: TrainConfig, metric
     does not count, kept no weights.
     """
     kept = [*(event for event in evaluations[:-1] if event.get("counted", True)), *evaluations[-1:]]
+
+    def score(event: Mapping[str, Any]) -> float:
+        metrics = {name: math.nan if value is None else value for name, value in event.items() if name in ("auroc", "logloss")}
+        return config.workload.score(metrics)
+
     if config.early_stopping.patience:
-        kept.sort(key=lambda event: _score(event, config))
+        kept.sort(key=score)
     return _finite(kept[-1][metric]) if kept else None
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _score(event: Mapping[str, Any], config: TrainConfig) -> float:
-    metrics = {name: math.nan if value is None else value for name, value in event.items() if name in ("auroc", "logloss")}
-    return config.workload.score(metrics)
 
 
 @final
@@ -169,9 +169,9 @@ def shares_of(options: TuneConfig) -> tuple[float, ...]:
     """Return the share of a trial's steps at the end of each wave; the last is 1. Each is `keep_fraction` of the next. Uses the
     fewest waves for which the cost without rounding, `keep**n * (1 + n * (1 - keep))` for n waves before the last, is at most
     a sixth. Pure."""
-    keep = options.keep_fraction
     if not options.stop_early:
         return (1.0,)
+    keep = options.keep_fraction
     waves = next(n for n in itertools.count(1) if keep**n * (1 + n * (1 - keep)) <= _MOST_COST)
     return tuple(keep**power for power in range(waves, -1, -1))
 

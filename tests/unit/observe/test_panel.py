@@ -61,14 +61,14 @@ def test_a_finished_run_shows_its_chosen_weights() -> None:
     events += [early, finish, {"time": 2e9, "kind": "summary", "steps": 150}]
     run = RunSummary(events)
     known = dict(figures(run))
-    assert (run.step, run.steps, run.finished, run.ended) == (150, 150, True, True)
+    assert (run.step, run.steps, run.status.startswith("finished"), run.ended) == (150, 150, True, True)
     assert (known["perplexity"], known["weights of"]) == ("1.5000", "step 100")  # the last evaluation's is 2
     text = shown(run)
     assert "step 150 of 150" in text
     assert "finished, stopped early at step 150 of 200" in text
     # A driver that trains it for longer.
     run.update({"time": 3e9, "kind": "start", "step": 150, "steps": 400, "world_size": 2})
-    assert (run.finished, run.steps, dict(figures(run))["perplexity"]) == (False, 400, "2.0000")
+    assert (run.status.startswith("finished"), run.steps, dict(figures(run))["perplexity"]) == (False, 400, "2.0000")
 
 
 def test_figures_grow_with_what_is_known() -> None:
@@ -204,7 +204,7 @@ def test_top_follows_until_the_run_is_finished(tmp_path: Path, monkeypatch: pyte
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert top(str(tmp_path), console=screen(out, force_terminal=True)).finished
+    assert top(str(tmp_path), console=screen(out, force_terminal=True)).status == "finished"
     thread.join()
     text = out.getvalue()
     assert [text.count("starting again"), "step 120 of 200" in text, "step 200 of 200" in text] == [1, True, True]
@@ -223,7 +223,7 @@ def test_top_returns_when_a_run_ended_unfinished(tmp_path: Path, last: dict[str,
     assert not RunSummary([*told, {**last, "last": False}]).ended  # another attempt follows
     write(tmp_path, [*told, {**last, "last": True}])
     run = top(str(tmp_path), console=screen(io.StringIO(), force_terminal=True))
-    assert (run.ended, run.finished, run.status) == (True, False, status)
+    assert (run.ended, run.status) == (True, status)
     assert "nothing told" not in shown(run, full=True)
     assert "left" not in dict(figures(run))
     run.update({"kind": "run", "time": run.last_time_s})

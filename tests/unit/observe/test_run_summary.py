@@ -96,7 +96,7 @@ def test_failure_without_training_around_is_no_restart() -> None:
 def test_longer_training_of_finished_run_is_no_restart() -> None:
     longer = ((90, "run", {}), (95, "start", {"step": 40, "steps": 60}), (97, "step", {"step": 50, "steps": 60}))
     run = summary(*BEGIN, *END, (31, "summary", {}), *longer)
-    assert (run.restarts, run.finished, run.standing()) == ([], False, "not finished at step 50 of 60")
+    assert (run.restarts, run.standing()) == ([], "not finished at step 50 of 60")
     first, second = run.attempts
     assert (first.end, first.last_step) == ("finished", 40)
     assert (second.first_step, second.last_step, second.end, second.restart) == (40, 50, None, None)

@@ -8,7 +8,8 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from types import SimpleNamespace
+from typing import Final
 
 from markupsafe import Markup
 
@@ -21,14 +22,8 @@ NUM_SERIES = 8
 Point = tuple[float, float]
 
 
-class _View(NamedTuple):
-    """Size of the SVG, in pixels."""
-
-    width: float
-    height: float
-
-
-_VIEW: Final = _View(480.0, 230.0)
+_VIEW: Final = SimpleNamespace(width=480.0, height=230.0)
+"""Size of the SVG, in pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 14.0, 36.0
 """Margins around the lines, for labels."""
 _MOST_POINTS = 800
@@ -89,9 +84,8 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequen
         return Markup()
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x_axis = _Axis.around(0.0, max(xs), start=_LEFT, stop=_VIEW.width - _RIGHT, padding=0.0, most_ticks=7)
-    y_axis = _Axis.around(
-        0.0 if from_zero else min(ys), max(ys), start=_VIEW.height - _BOTTOM, stop=_TOP, padding=0.06, most_ticks=5
-    )
+    low = 0.0 if from_zero else min(ys)
+    y_axis = _Axis.around(low, max(ys), start=_VIEW.height - _BOTTOM, stop=_TOP, padding=0.06, most_ticks=5)
     if from_zero:
         y_axis = replace(y_axis, low=0.0)
     return draw(
@@ -105,7 +99,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequen
         x_label=x_label,
         marks=[mark for mark in marks if x_axis.low <= mark.x <= x_axis.high],
         lines=drawn,
-        numbers=_numbers(title, drawn, x_label),
+        numbers=_numbers(title, [x_label, *(line.name for line in drawn)], _point_rows(drawn)),
     )
 
 
@@ -116,15 +110,13 @@ def _said(line: _Drawn) -> str:
     return f"{line.name} from {first} to {last}, lowest {lowest}, highest {highest}"
 
 
-def _numbers(title: str, drawn: Sequence[_Drawn], x_label: str) -> Markup:
+def _point_rows(drawn: Sequence[_Drawn]) -> list[list[str]]:
     """Tabulate a few points of each line, for readers who cannot see the chart or use its tooltips."""
     values = [dict(line.points) for line in drawn]
     places = sorted({x for line in values for x in line})
     if len(places) > _MOST_ROWS:
         places = [places[round(number * (len(places) - 1) / (_MOST_ROWS - 1))] for number in range(_MOST_ROWS)]
-    rows = [[number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(places)]
-    heads = [x_label, *(line.name for line in drawn)]
-    return folded(f"Numbers: {title}", table(heads, rows, name=title, unfolded=True))
+    return [[number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(places)]
 
 
 def _pieces(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
@@ -190,21 +182,8 @@ NUM_PARTS = 9
 """Maximum number of parts in a bar. Each has a color, the last one gray."""
 
 
-class _BarView(NamedTuple):
-    """Sizes and positions in the SVG, in pixels."""
-
-    width: float
-    left: float
-    right: float
-    bar: float
-    row: float
-
-    @property
-    def inner(self) -> float:
-        return self.width - self.left - self.right
-
-
-_BAR_VIEW: Final = _BarView(width=960.0, left=120.0, right=70.0, bar=20.0, row=28.0)
+_BAR_VIEW: Final = SimpleNamespace(width=960.0, left=120.0, right=70.0, inner=770.0, bar=20.0, row=28.0)
+"""Sizes and positions in the SVG, in pixels. `inner` is the width between the margins."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +214,7 @@ def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], *, text:
         bars=bars,
         scale=_BAR_VIEW.inner / longest,
         text=text,
-        numbers=_bar_numbers(title, ["", *parts, "together"], rows),
+        numbers=_numbers(title, ["", *parts, "together"], rows),
     )
 
 
@@ -265,6 +244,8 @@ def timeline(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: S
     end_s = max([span.stop_s for _, spans in lanes for span in spans], default=0.0)
     if end_s <= 0:
         return Markup()
+    rows = [[name, clock_text(span.start_s), clock_text(span.stop_s), span.text] for name, spans in lanes for span in spans]
+    rows += [[name, clock_text(tick.at_s), "", tick.text] for name, ticks in moments for tick in ticks]
     return draw(
         "charts.html",
         "timeline",
@@ -274,18 +255,11 @@ def timeline(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: S
         moments=moments,
         scale=_BAR_VIEW.inner / end_s,
         end_s=end_s,
-        numbers=_places(title, lanes, moments),
+        numbers=_numbers(title, ["", "from", "to", "what"], rows),
     )
 
 
-def _places(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]) -> Markup:
-    """Tabulate a timeline."""
-    rows = [[name, clock_text(span.start_s), clock_text(span.stop_s), span.text] for name, spans in lanes for span in spans]
-    rows += [[name, clock_text(tick.at_s), "", tick.text] for name, ticks in moments for tick in ticks]
-    return _bar_numbers(title, ["", "from", "to", "what"], rows)
-
-
-def _bar_numbers(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+def _numbers(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     return folded(f"Numbers: {title}", table(heads, rows, name=title, unfolded=True))
 
 

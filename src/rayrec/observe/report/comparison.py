@@ -123,12 +123,9 @@ def _column(run: Run, spent: Cost | None) -> dict[str, str]:
         column |= {f"test {name}": value_text(value) for name, value in run.summary["metrics"].items()}
     column["restarts"] = str(len(run.sums.restarts))
     if spent is not None:
-        unit = spent.currency
-        column[f"cost ({unit})"] = f"{spent.total:.4g}"
-        column[f"cost per epoch ({unit})"] = "-" if spent.per_epoch is None else f"{spent.per_epoch:.4g}"
-        column[f"cost per 0.01 of AUROC above 0.5 ({unit})"] = (
-            "-" if spent.per_auroc_point is None else f"{spent.per_auroc_point:.4g}"
-        )
+        costs = {"": spent.total, " per epoch": spent.per_epoch, " per 0.01 of AUROC above 0.5": spent.per_auroc_point}
+        for name, value in costs.items():
+            column[f"cost{name} ({spent.currency})"] = "-" if value is None else f"{value:.4g}"
     column["config hash"] = str(run.begun.get("config_hash", "-"))
     return column
 
@@ -142,15 +139,10 @@ def _curves(names: Sequence[str], rows: Sequence[list[dict[str, Any]]]) -> Marku
         "rows_per_s": "Rows per second",
         "blocked_fraction": "Share of time blocked on data",
     }
-    drawn = [
-        line_chart(
-            title,
-            [Line(name, points(each, field)) for name, each in zip(names, rows, strict=True)],
-            x_label="step",
-            from_zero=field in ("rows_per_s", "blocked_fraction"),
-        )
-        for field, title in titles.items()
-    ]
+    drawn = []
+    for field, title in titles.items():
+        lines = [Line(name, points(each, field)) for name, each in zip(names, rows, strict=True)]
+        drawn.append(line_chart(title, lines, x_label="step", from_zero=field in ("rows_per_s", "blocked_fraction")))
     return charts(drawn)
 
 

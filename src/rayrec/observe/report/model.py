@@ -70,20 +70,12 @@ def sharding(events: Sequence[Event]) -> Section | None:
         return None
     ranks = sorted({int(rank) for shards in start["tables"] for rank in shards["bytes_of_rank"]})
     kinds = list(dict.fromkeys(shards["sharding_type"] for shards in start["tables"]))
-    bars = [
-        Bar(
-            f"worker {rank}",
-            [
-                float(
-                    sum(
-                        shards["bytes_of_rank"].get(str(rank), 0) for shards in start["tables"] if shards["sharding_type"] == kind
-                    )
-                )
-                for kind in kinds
-            ],
-        )
-        for rank in ranks
-    ]
+    bars = []
+    for rank in ranks:
+        sizes = dict.fromkeys(kinds, 0.0)
+        for shards in start["tables"]:
+            sizes[shards["sharding_type"]] += shards["bytes_of_rank"].get(str(rank), 0)
+        bars.append(Bar(f"worker {rank}", list(sizes.values())))
     chart = stacked_bars("Weights and optimizer state of embedding tables, by worker", kinds, bars, text=size_text)
     rows = [
         [
@@ -103,15 +95,9 @@ def sharding(events: Sequence[Event]) -> Section | None:
 def samples(events: Sequence[Event]) -> Section:
     """Show sample images and texts of the final model."""
     images = [_image(sample) for sample in _samples(events, "image")]
-    return Section(
-        "Samples, by the final weights",
-        joined(
-            (
-                draw("parts.html", "images", samples=images) if images else Markup(),
-                draw("parts.html", "texts", samples=_samples(events, "text")),
-            )
-        ),
-    )
+    drawn = draw("parts.html", "images", samples=images) if images else Markup()
+    texts = draw("parts.html", "texts", samples=_samples(events, "text"))
+    return Section("Samples, by the final weights", joined((drawn, texts)))
 
 
 def _samples(events: Sequence[Event], kind: str) -> list[Mapping[str, Any]]:

@@ -30,11 +30,6 @@ class Run:
     """Content of summary.json. None if the run is not finished."""
 
     @property
-    def title(self) -> str:
-        begun = self.begun
-        return f"{begun.get('recipe', 'run')}: {begun.get('name', '')}"
-
-    @property
     def begun(self) -> Event:
         """Last run event, or empty."""
         return self.sums.latest.get("run", {})
@@ -62,8 +57,7 @@ def write(folder: str, *, out: str | None = None, price: Price | None = None) ->
 
     Includes the cost if `price` is set. Raises InputError if `folder` contains no run.
     """
-    page = render(read(folder), price=price)
-    return save(page, out or folder)
+    return save(render(read(folder), price=price), out or folder)
 
 
 def save(page: str, out: str) -> str:
@@ -89,7 +83,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
     """Render the page. Pure."""
     events, summary, sums = run.events, run.summary, run.sums
     return document(
-        run.title,
+        f"{run.begun.get('recipe', 'run')}: {run.begun.get('name', '')}",
         (
             training.costs(sums.cost(price) if price is not None else None),
             model.metrics(sums.latest.get("evaluate"), summary),
@@ -110,10 +104,6 @@ def render(run: Run, *, price: Price | None = None) -> str:
     )
 
 
-_ORIGIN = {"commit": "commit", "machine": "machine", "command": "command"}
-"""Provenance fields of the run event, with their labels."""
-
-
 def _facts(run: Run) -> Markup:
     events, begun = run.events, run.begun
     named = [("status", run.sums.standing())]
@@ -131,14 +121,12 @@ def _facts(run: Run) -> Markup:
             named.append(("AUROC reached", f"{share:.1%} of the way from 0.5 to the best possible {best:.4f}"))
     if events:
         began_s, ended_s = events[0]["time"], events[-1]["time"]
-        named += [
-            ("began", date_text(began_s)),
-            ("last event", f"{date_text(ended_s)}, {duration_text(ended_s - began_s)} later"),
-        ]
+        later = f"{date_text(ended_s)}, {duration_text(ended_s - began_s)} later"
+        named += [("began", date_text(began_s)), ("last event", later)]
     if begun:
         versions = ", ".join(f"{name} {version}" for name, version in begun["versions"].items())
         named += [("config hash", begun["config_hash"]), ("versions", versions)]
-        named += [(name, str(begun[key])) for key, name in _ORIGIN.items() if begun.get(key)]
+        named += [(name, str(begun[name])) for name in ("commit", "machine", "command") if begun.get(name)]
     return facts(named)
 
 

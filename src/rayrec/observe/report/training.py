@@ -1,6 +1,7 @@
 """Report sections about training: curves, time, attempts, checkpoints, cost. Pure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -8,6 +9,7 @@ from markupsafe import Markup
 
 from rayrec.observe.attempts import Attempt
 from rayrec.observe.data_side import DataSide
+from rayrec.observe.panel import note_of
 from rayrec.observe.report.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
 from rayrec.observe.report.page import Section, charts, facts, table
 from rayrec.observe.run_summary import VALIDATION, Cost, Event, RunSummary
@@ -37,7 +39,7 @@ def curves(sums: RunSummary, events: Sequence[Event], summary: Mapping[str, Any]
     """Plot loss and metrics by step, speed and waiting by time."""
     rows = sums.curve()
     by_step, by_time, (unit, unit_s) = *_marks(sums.attempts, summary), time_unit(events)
-    by_time = [Mark(mark.x / unit_s, mark.label, mark.text) for mark in by_time]
+    by_time = [replace(mark, x=mark.x / unit_s) for mark in by_time]
     losses = [Line("training", points(rows, "loss"))]
     if any(f"{VALIDATION}loss" in row for row in rows):
         losses.append(Line("validation", points(rows, f"{VALIDATION}loss")))
@@ -83,9 +85,6 @@ def time_unit(events: Sequence[Event]) -> tuple[str, float]:
     return next((unit, size) for unit, size, most in TIME_UNITS if seconds < most)
 
 
-# -- where the time went
-
-
 def time_split(events: Sequence[Event]) -> Section | None:
     """Show how the time was spent, over the full run and over fifths of its logged steps."""
     steps = [place for place, event in enumerate(events) if event["kind"] == "step"]
@@ -119,14 +118,10 @@ def stages(side: DataSide | None) -> Section | None:
     if side is None or not side.stages:
         return None
     heads = ["stage", "rows/s it could do alone", "busy", "computing", "queued for a CPU"]
-    rows = [
-        [
-            stage.name,
-            number_text(round(stage.rows_per_s)),
-            *(f"{share:.1%}" for share in (stage.busy, stage.cpu_share, stage.queue_share)),
-        ]
-        for stage in side.stages
-    ]
+    rows = []
+    for stage in side.stages:
+        shares = [f"{share:.1%}" for share in (stage.busy, stage.cpu_share, stage.queue_share)]
+        rows.append([stage.name, number_text(round(stage.rows_per_s)), *shares])
     told = [
         ("CPUs for it", f"{side.cpus:g}, busy {side.busy:.1%} of the time"),
         ("rows/s", number_text(round(side.rows_per_s))),
@@ -138,9 +133,6 @@ def stages(side: DataSide | None) -> Section | None:
         told.append(("object store", f"{side.store_fill:.1%} in use{spilled}"))
     name = "Stages of the data pipeline, over the run"
     return Section("Data pipeline, over the run", table(heads, rows, name=name) + facts(told))
-
-
-# -- start, attempts, checkpoints, cost
 
 
 def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
@@ -178,9 +170,8 @@ def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
         trained.append(Span(alive[0], alive[-1], f"{text}, {attempt.end or 'under way'}"))
         cost = attempt.restart
         if cost is not None:
-            down.append(
-                Span(max(0.0, alive[0] - cost.lost_s), alive[0], f"{duration_text(cost.lost_s)}: {cost.cause}", lost=True)
-            )
+            text = f"{duration_text(cost.lost_s)}: {cost.cause}"
+            down.append(Span(max(0.0, alive[0] - cost.lost_s), alive[0], text, lost=True))
     moments = [
         (name, [Moment(_since(events, event), f"step {event['step']:,}") for event in events if event["kind"] == kind])
         for name, kind in (("evaluations", "evaluate"), ("checkpoints", "checkpoint"))
@@ -192,21 +183,11 @@ def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
 def _attempts(tried: Sequence[Attempt]) -> Markup:
     rows = []
     for number, attempt in enumerate(tried, start=1):
+        steps = ["-" if step is None else f"{step:,}" for step in (attempt.first_step, attempt.last_step)]
+        end = attempt.end or "under way, or its end was not told"
         cost = attempt.restart
-        began = "-" if attempt.first_step is None else f"{attempt.first_step:,}"
-        reached = "-" if attempt.last_step is None else f"{attempt.last_step:,}"
-        rows.append(
-            [
-                str(number),
-                clock_text(attempt.begin_s),
-                str(attempt.num_workers or "-"),
-                began,
-                reached,
-                attempt.end or "under way, or its end was not told",
-                duration_text(cost.lost_s) if cost else "",
-                f"{cost.steps_redone:,}" if cost else "",
-            ]
-        )
+        lost = [duration_text(cost.lost_s), f"{cost.steps_redone:,}"] if cost else ["", ""]
+        rows.append([str(number), clock_text(attempt.begin_s), str(attempt.num_workers or "-"), *steps, end, *lost])
     heads = ["attempt", "after", "workers", "from step", "to step", "ended", "time lost before", "steps done again"]
     return table(heads, rows, name="Attempts")
 
@@ -215,17 +196,17 @@ def checkpoints(events: Sequence[Event]) -> Section:
     """List all saves, including late and damaged ones."""
     rows: list[list[str]] = []
     for event in events:
-        after = clock_text(_since(events, event))
-        if event["kind"] == "checkpoint":
-            cells = [size_text(event["bytes"]), duration_text(event["stall_s"]), duration_text(event["write_s"])]
-            rows.append([after, f"{event['step']:,}", *cells, ""])
-        elif event["kind"] == "checkpoint_late":
-            rows.append([after, f"{event['step']:,}", "", "", "", f"not saved: {event['cause']}"])
-        elif event["kind"] == "checkpoint_damaged":
-            rows.append([after, "", "", "", "", f"passed over: {event['cause']}"])
-        elif event["kind"] == "checkpoint_repaired":
-            files = ", ".join(event["files"])
-            rows.append([after, "", "", "", "", f"{event['path']}: damaged files were written again ({files})"])
+        kind, saved, trouble = event["kind"], ["", "", ""], ""
+        if kind == "checkpoint":
+            saved = [size_text(event["bytes"]), duration_text(event["stall_s"]), duration_text(event["write_s"])]
+        elif kind == "checkpoint_late":
+            trouble = f"not saved: {event['cause']}"
+        elif kind in ("checkpoint_damaged", "checkpoint_repaired"):
+            trouble = note_of(event) or ""
+        else:
+            continue
+        step = f"{event['step']:,}" if kind in ("checkpoint", "checkpoint_late") else ""
+        rows.append([clock_text(_since(events, event)), step, *saved, trouble])
     heads = ["after", "step", "size", "training held up", "written in", "trouble"]
     return Section("Checkpoints", table(heads, rows, name="Checkpoints") if rows else Markup())
 

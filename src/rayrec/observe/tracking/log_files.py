@@ -114,16 +114,8 @@ class MlLogTracker:
 
 def line(event_type: Type, key: str, value: Any, *, time_ms: int, metadata: Mapping[str, Any]) -> str:
     """Format one log line. Adds `file` and `lineno` to the metadata, as mlperf-logging does."""
-    where = {"file": "rayrec", "lineno": 0}
-    record = {
-        "namespace": "",
-        "time_ms": time_ms,
-        "event_type": event_type,
-        "key": key,
-        "value": value,
-        "metadata": {**where, **metadata},
-    }
-    return TOKEN + json.dumps(record, allow_nan=False)
+    record = {"namespace": "", "time_ms": time_ms, "event_type": event_type, "key": key, "value": value}
+    return TOKEN + json.dumps(record | {"metadata": {"file": "rayrec", "lineno": 0, **metadata}}, allow_nan=False)
 
 
 def optimizer_lines(workload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

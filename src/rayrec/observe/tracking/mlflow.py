@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
 
-from mlflow.entities import Metric, Param, RunStatus, RunTag
+from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -17,6 +17,7 @@ _MOST_METRICS: Final = 1000
 _MOST_PARAMS: Final = 100
 """MLflow's limits per request."""
 _PARAM_LENGTH: Final = 6000
+_STATUSES: Final = {"run": "RUNNING", "start": "RUNNING", "finish": "FINISHED", "stop": "KILLED", "failure": "FAILED"}
 
 
 @final
@@ -37,7 +38,7 @@ class MlflowTracker:
         self._metrics: list[Metric] = []
         self._sent: dict[tuple[str, str], int] = {}
         """Last step of each series sent by an earlier driver."""
-        self._status = RunStatus.to_string(RunStatus.RUNNING)
+        self._status = "RUNNING"
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind = event["kind"]
@@ -46,14 +47,7 @@ class MlflowTracker:
         if kind == "run":
             self._tags["rayrec.config_hash"] = str(event["config_hash"])
             self._tags |= {f"version.{name}": str(version) for name, version in event["versions"].items()}
-            self._status = RunStatus.to_string(RunStatus.RUNNING)
-        elif kind == "finish":
-            self._status = RunStatus.to_string(RunStatus.FINISHED)
-        elif kind in ("stop", "failure"):
-            stopped = kind == "stop"
-            self._status = RunStatus.to_string(RunStatus.KILLED if stopped else RunStatus.FAILED)
-        elif kind == "start":
-            self._status = RunStatus.to_string(RunStatus.RUNNING)
+        self._status = _STATUSES.get(kind, self._status)
         if "step" in event and not run.is_repeat and scalars(event):
             self._waiting.append(event)
 
@@ -67,7 +61,8 @@ class MlflowTracker:
             if series(event) not in self._sent:
                 self._sent[series(event)] = self._last_step(next(iter(scalars(event))))
             if event["step"] > self._sent[series(event)]:
-                self._metrics += _metrics(event)
+                time_ms = int(event["time"] * 1000)
+                self._metrics += [Metric(name, value, time_ms, event["step"]) for name, value in scalars(event).items()]
             del self._waiting[0]
         while self._metrics:
             self._client.log_batch(self._run_id, metrics=self._metrics[:_MOST_METRICS])
@@ -86,7 +81,7 @@ class MlflowTracker:
         name = self._config["name"]
         run = found[0] if found else self._client.create_run(number, run_name=name, tags={IDENTITY: self._identity})
         run_id = run.info.run_id
-        self._client.update_run(run_id, status=RunStatus.to_string(RunStatus.RUNNING))
+        self._client.update_run(run_id, status="RUNNING")
         tags = [RunTag(key, value) for key, value in self._tags.items()]
         params = [Param(key, value) for key, value in parameters(self._config) if key not in run.data.params]
         self._client.log_batch(run_id, tags=tags)
@@ -104,11 +99,6 @@ class MlflowTracker:
                 raise
             return -1
         return max((metric.step for metric in history), default=-1)
-
-
-def _metrics(event: Mapping[str, Any]) -> list[Metric]:
-    time_ms = int(event["time"] * 1000)
-    return [Metric(name, value, time_ms, event["step"]) for name, value in scalars(event).items()]
 
 
 def parameters(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

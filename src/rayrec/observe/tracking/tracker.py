@@ -182,22 +182,21 @@ class Feed:
         self._has_taken = True
 
     def _deliver_due(self, tracker: Tracker) -> None:
-        if self._has_taken and time.monotonic() >= self._next_flush_s:
-            self._deliver(tracker)
-            self._next_flush_s = time.monotonic() + FLUSH_S
-
-    def _deliver(self, tracker: Tracker) -> None:
-        """Retry `flush` until it succeeds or the run ends."""
+        """Call `flush` if it is due. Retry it until it succeeds or the run ends."""
+        if not self._has_taken or time.monotonic() < self._next_flush_s:
+            return
         pause_s = _FIRST_WAIT_S
         while True:
             try:
-                return tracker.flush()
+                tracker.flush()
+                break
             except Exception as error:  # See `_run`.
                 self.num_failures += 1
                 self._tell(f"{_line(error)}; it is tried again, and the run continues")
             if self._stop.wait(pause_s):
-                return None
+                break
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        self._next_flush_s = time.monotonic() + FLUSH_S
 
     def _tell(self, text: str) -> None:
         if not self._noted:

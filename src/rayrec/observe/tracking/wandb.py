@@ -79,7 +79,8 @@ class WandbTracker:
                 wandb.teardown()  # Unlike `finish`, waits until W&B's process has written everything.
         if self._scratch is not None:
             if self._offline and not self._abandoned:
-                self._send(Path(self._scratch.path) / "wandb")
+                for run in (Path(self._scratch.path) / "wandb").glob("offline-run-*"):
+                    storage.copy_files(str(run), storage.join(self._folder, "wandb", run.name))
             self._scratch.close()
 
     def abandon(self) -> None:
@@ -128,10 +129,6 @@ class WandbTracker:
         if self._scratch is None:
             self._scratch = storage.Scratch("wandb")
         return self._scratch.path
-
-    def _send(self, written: Path) -> None:
-        for run in written.glob("offline-run-*"):
-            storage.copy_files(str(run), storage.join(self._folder, "wandb", run.name))
 
 
 def children_named(name: str) -> list[psutil.Process]:
