@@ -315,7 +315,7 @@ class Run:
         try:
             return read_events(storage.join(self.path, "events.jsonl"), kinds=kinds or None)
         except InputError as error:
-            if "no such event file" in str(error):
+            if "event file not found" in str(error):
                 return []
             raise
 

@@ -74,7 +74,7 @@ def test_a_trial_whose_process_dies_resumes_in_another_one(local_ray: None, tmp_
     standings = [Standing.of(folder_of(job.config)) for job in first]
     assert [standing.state for standing in standings] == ["failed", "finished", "finished"]
     assert standings[0].error is not None
-    assert standings[0].error.startswith("its process died 2 times")
+    assert standings[0].error.startswith("process killed 2 times")
     assert standings[0].can_retry
 
 
@@ -92,7 +92,7 @@ def test_processes_that_never_start_end_the_search(local_ray: None, tmp_path: Pa
     try:
         (job,) = jobs(tmp_path, 1)
         pool.submit(job)
-        with pytest.raises(InputError, match=r"^tune: \d+ processes in a row ended before a trial began \([^\n]+$"):
+        with pytest.raises(InputError, match=r"^tune: \d+ trial processes in a row failed to start \([^\n]+$"):
             pool.next()
     finally:
         pool.close()
@@ -121,5 +121,5 @@ def test_a_signal_stops_the_trials_in_progress(local_ray: None, tmp_path: Path) 
 
 
 def test_a_trial_that_fits_on_no_node_is_refused(local_ray: None) -> None:
-    with pytest.raises(InputError, match=r"a trial needs 1000 CPUs and 0 GPUs, which no node has; lower --tune"):
+    with pytest.raises(InputError, match=r"no node has 1000 CPUs and 0 GPUs for a trial. Lower --tune"):
         RayPool(TuneConfig(cpus_per_trial=1000), Signals(), max_failures=0, note=QUIET.note)

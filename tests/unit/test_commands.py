@@ -143,21 +143,21 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--step 5", "no flag --step; did you mean --steps?"),
-        ("--batchsize=5", "no flag --batchsize; did you mean --batch-size?"),
-        ("--shuffl none", "no flag --shuffl; did you mean --train-data.shuffle or --eval-data.shuffle?"),
-        ("--pin_memory", "no flag --pin_memory; `rayrec config criteo_demo --help-all` shows every flag"),
-        ("--qqqqqqq", "no flag --qqqqqqq; `rayrec config criteo_demo --help-all` shows every flag"),
-        ("more", "takes no argument 'more'; `rayrec config criteo_demo --help` shows what it takes"),
+        ("--step 5", "unknown flag --step, did you mean --steps?"),
+        ("--batchsize=5", "unknown flag --batchsize, did you mean --batch-size?"),
+        ("--shuffl none", "unknown flag --shuffl, did you mean --train-data.shuffle or --eval-data.shuffle?"),
+        ("--pin_memory", "unknown flag --pin_memory. `rayrec config criteo_demo --help-all` shows all flags."),
+        ("--qqqqqqq", "unknown flag --qqqqqqq. `rayrec config criteo_demo --help-all` shows all flags."),
+        ("more", "unexpected argument 'more'. See `rayrec config criteo_demo --help`."),
         ("--steps few", "--steps: must be a whole number, got 'few'"),
         ("--precision fp8", "--precision: must be fp32 or bf16, got 'fp8'"),
         ("--scaling.num-workers 1 2 3", "--scaling.num-workers: must be a whole number or 2 whole numbers, got '1 2 3'"),
         ("--batch-size 0", "TrainConfig.batch_size: 0 must be at least 1"),
         ("--scaling.num-workers 0", "scaling.num_workers: must be at least 1, and min at most max, got 0"),
-        ("--config", "--config needs a value"),
-        ("--config=", "--config needs a value"),
-        ("--schema --steps 5", "--schema needs a value"),
-        ("--config=a --config b", "--config is given 2 times; give it once"),
+        ("--config", "--config: requires a value"),
+        ("--config=", "--config: requires a value"),
+        ("--schema --steps 5", "--schema: requires a value"),
+        ("--config=a --config b", "--config: must be set once, got 2 values"),
     ],
     ids=str,
 )
@@ -168,8 +168,8 @@ def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str], words: str
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("evaluate run", "missing PATH; `rayrec evaluate --help` describes every flag"),
-        ("predict run log --uot x", "no flag --uot; did you mean --out?"),
+        ("evaluate run", "missing PATH. See `rayrec evaluate --help`."),
+        ("predict run log --uot x", "unknown flag --uot, did you mean --out?"),
         ("predict run log --out x --recipe criteo_dem", "no recipe 'criteo_dem'; did you mean 'criteo_demo'?"),
     ],
 )
@@ -265,8 +265,11 @@ def test_a_model_by_its_name() -> None:
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.model == FinalNetConfig(embedding_dim=16, first_tower=(8,))
     for words, match in (
-        ("criteo_kaggle --model finalnett", r"^model: no model finalnett; did you mean finalnet\?$"),
-        ("criteo_kaggle --model=tree", r"^model: no model tree; there are .*dlrm, .*finalnet.*, and your own, by a recipe$"),
+        ("criteo_kaggle --model finalnett", r"^model: unknown model finalnett, did you mean finalnet\?$"),
+        (
+            "criteo_kaggle --model=tree",
+            r"^model: unknown model tree\. Use one of .*dlrm, .*finalnet.*, or a recipe with a custom model\.$",
+        ),
         ("mnist_resnet18 --model dlrm", r"^model: must be settings of ResNetConfig, got 'dlrm'"),
         (flags.replace("tower", "towe"), r"did you mean --workload\.model\.first-tower"),
     ):
@@ -352,10 +355,10 @@ def test_recipe_may_be_a_file_or_a_run(
     assert parse(COMMANDS["train"], ["my.yaml"]).arguments == [config]
     resumed = config.replace(name="demo", storage_path=str(tmp_path / "runs"))
     assert parse(COMMANDS["train"], ["runs/demo/", "--steps", "9"]).arguments == [resumed.replace(steps=9)]
-    assert run(capsys, "resume", "none")[2].startswith("rayrec resume: none/: is no recipe, and no folder of a run")
+    assert run(capsys, "resume", "none")[2].startswith("rayrec resume: none/: not a recipe, and not a run folder")
     (tmp_path / "log.txt").write_text("")
     for data in ("log.txt", "runs"):
-        with pytest.raises(InputError, match=f"^{data}: is no recipe.* rayrec train criteo_demo --data {data}$"):
+        with pytest.raises(InputError, match=f"^{data}: not a recipe.* rayrec train criteo_demo --data {data}$"):
             parse(COMMANDS["train"], [data])
 
 

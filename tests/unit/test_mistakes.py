@@ -93,7 +93,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     # the command line
     "unknown command": (command("trainn criteo_demo"), "did you mean 'train'?"),
     "unknown recipe": (command("train criteo_dem"), "did you mean 'criteo_demo'?"),
-    "no recipe": (command("train"), "which recipe?"),
+    "no recipe": (command("train"), "missing recipe"),
     "recipe file absent": (command("train own.py:mine"), "own.py: no such file"),
     "missing argument": (command("evaluate run"), "missing PATH"),
     "steps 0": (train("--steps 0"), "steps: 0 must be at least 1"),
@@ -134,7 +134,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "bad S3 URL": (train("--train-data.path s3:///key"), "names no bucket"),
     "S3 option": (train("--train-data.path s3://b/k?colour=red"), "colour is no option"),
     "storage scheme": (good("--storage-path nosuch://x"), "nosuch://x"),
-    "MLflow": (good("--trackers.mlflow --trackers.mlflow-uri s3://bucket/x"), "MLflow does not know s3"),
+    "MLflow": (good("--trackers.mlflow --trackers.mlflow-uri s3://bucket/x"), "MLflow does not support s3"),
     # machines
     "more workers than CPUs": (
         good("--scaling.num-workers 9 --scaling.cpus-per-worker 1 --cluster.num-cpus 2"),
@@ -155,8 +155,8 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "holds no complete checkpoint"),
     "checkpoint damaged": (checkpoint("{"), "manifest.json"),
     "nothing to export": (command("export FOLDER --out FOLDER/out"), "holds no complete checkpoint"),
-    "no run to report on": (command("report FOLDER"), "not the folder of a run"),
-    "no run to watch": (command("top FOLDER --once"), "not the folder of a run"),
+    "no run to report on": (command("report FOLDER"), "not a run folder"),
+    "no run to watch": (command("top FOLDER --once"), "not a run folder"),
 }
 
 

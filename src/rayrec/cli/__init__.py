@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     command = COMMANDS.get("train" if name == "resume" else name)
     if command is None:
         near = difflib.get_close_matches(name, [*COMMANDS, "resume"], n=1)
-        return _fail(f"rayrec: no command '{name}'; " + (f"did you mean '{near[0]}'?" if near else "see rayrec --help"))
+        return _fail(f"rayrec: unknown command '{name}'" + (f", did you mean '{near[0]}'?" if near else ". See rayrec --help."))
     try:
         return _run(command, words)
     except InputError as error:
@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> int:
         return _fail(f"rayrec {name}: {str(error) or type(error).__name__}", status=1)
     except ModuleNotFoundError as error:
         if error.name in ("torchrec", "fbgemm_gpu", "torch", "ray"):
-            return _fail(f"rayrec {name}: {error.name} is not installed; `rayrec doctor` says how to fix it")
+            return _fail(f"rayrec {name}: {error.name} is not installed. Run `rayrec doctor` for the fix.")
         raise
     except KeyboardInterrupt:
         print(f"rayrec {name}: interrupted", file=sys.stderr)

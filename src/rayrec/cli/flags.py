@@ -10,9 +10,9 @@ from rayrec.commands.settings import whole_metavar
 from rayrec.config import Config, InputError, field_docs, field_types
 
 SWITCHES = {
-    "--json": "JSON in place of tables; always JSON into a pipe",
-    "-v": "also shows every checkpoint and the output of Ray's processes",
-    "-q": "shows only the result and errors",
+    "--json": "print JSON instead of tables (default into a pipe)",
+    "-v": "show every checkpoint and the output of Ray's processes",
+    "-q": "show only the result and errors",
 }
 """Flags of all commands, parsed before the others."""
 

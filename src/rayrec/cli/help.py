@@ -11,9 +11,9 @@ from rayrec.commands.declaration import COMMANDS, Command, Group
 from rayrec.config import Config
 
 STATUSES = {
-    0: "done",
-    1: "any other error, with a traceback if it is unexpected",
-    2: "the user can fix it: one line says what, where and how; also a gate that fails",
+    0: "success",
+    1: "other error, with a traceback if unexpected",
+    2: "user error, with the fix in one line, or failed gate",
     130: "interrupted (Ctrl-C), after a checkpoint if a run was in progress",
     143: "terminated (SIGTERM), after a checkpoint if a run was in progress",
 }
@@ -27,7 +27,7 @@ First steps:  rayrec generate log --rows 200000
 def overview() -> str:
     """Return the help of `rayrec`."""
     lines = [
-        "rayrec: click models from raw logs to a served model, on a laptop, under torchrun or on Ray.",
+        "rayrec: train and serve click models from raw logs, on a laptop, with torchrun or on Ray.",
         f"usage: rayrec COMMAND [arguments] [{'] ['.join(SWITCHES)}]",
         _FIRST_STEPS,
     ]
@@ -36,7 +36,7 @@ def overview() -> str:
         for number, command in enumerate(of_group):
             text = command.summary[0].lower() + command.summary[1:]
             lines.append(f"{'' if number else group:8}{command.name:13}{text}")
-    lines.append("rayrec COMMAND --help explains a command; rayrec train RECIPE --help-all shows every setting.")
+    lines.append("rayrec COMMAND --help describes a command. rayrec train RECIPE --help-all shows all settings.")
     lines += ["Exit status:", *(f"  {status:<5} {text}" for status, text in STATUSES.items())]
     return "\n".join(lines)
 

@@ -59,7 +59,7 @@ def parse(command: Command, words: Sequence[str]) -> Call:
         place = words.index("--") if "--" in words else len(words)
         job, words = words[place + 1 :], words[:place]
         if job[:1] != ["train"]:
-            raise InputError("what shall be supervised? rayrec supervise [--flags] -- train RECIPE [--flags]")
+            raise InputError("missing command to supervise. Usage: rayrec supervise [--flags] -- train RECIPE [--flags]")
         unswitched = [word for word in job[1:] if word not in SWITCHES]
         first = [*parse(COMMANDS["train"], unswitched).arguments, job[1:]]
         return _call(command, first, read(f"rayrec {command.name}", own_flags(command), words))
@@ -86,9 +86,8 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
     elif text is not None:
         config = named_configuration(text)
     else:
-        raise InputError(
-            f"which recipe? rayrec {command.name} RECIPE; there are {', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml and RUN"
-        )
+        known = f"{', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml or RUN"
+        raise InputError(f"missing recipe. Usage: rayrec {command.name} RECIPE, where RECIPE is one of {known}.")
     (schema, model), rest = take(rest, "--schema", "--model")
     given = {name: text for name, text in (("schema", schema), ("model", model)) if text is not None}
     return (updated(config, settings_of(config, given)) if given else config), rest
@@ -103,9 +102,9 @@ def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]
     values = [getattr(found, name.lstrip("-")) for name in names]
     for name, given in zip(names, values, strict=True):
         if given[1:]:
-            raise InputError(f"{name} is given {len(given)} times; give it once")
+            raise InputError(f"{name}: must be set once, got {len(given)} values")
         if given == [""]:
-            raise InputError(f"{name} needs a value")
+            raise InputError(f"{name}: requires a value")
     return [given[0] if given else None for given in values], rest
 
 
@@ -131,7 +130,7 @@ def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, An
     given.update(_placed(prog, [flag for flag in flags if not flag.name], rest))
     missing = [flag.shown for flag in flags if flag.value is MISSING and not given.get(flag.path)]
     if missing:
-        raise InputError(f"missing {', '.join(missing)}; `{prog} --help` describes every flag")
+        raise InputError(f"missing {', '.join(missing)}. See `{prog} --help`.")
     return {flag.path: _value(flag, given[flag.path]) for flag in flags if flag.path in given}
 
 
@@ -149,7 +148,7 @@ def _placed(prog: str, arguments: Sequence[Flag], words: list[str]) -> dict[str,
         if taken:
             placed[argument.path] = taken
     if rest:
-        raise InputError(f"takes no argument '{rest[0]}'; `{prog} --help` shows what it takes")
+        raise InputError(f"unexpected argument '{rest[0]}'. See `{prog} --help`.")
     return placed
 
 
@@ -171,7 +170,7 @@ def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise an InputError instead of printing the usage and exiting."""
-        raise InputError(re.sub(r"^argument ([^:/]+)\S*: expected .*", r"\1 needs a value", message))
+        raise InputError(re.sub(r"^argument ([^:/]+)\S*: expected .*", r"\1: requires a value", message))
 
 
 def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
@@ -203,8 +202,8 @@ def _refuse(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
         last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in known}
         similar = difflib.get_close_matches(wanted.removeprefix("--").rpartition(".")[2], last.values(), n=1)
         near = [flag for flag, name in last.items() if name in similar and _has_words_of(flag, wanted)][:_MOST_MATCHES]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"`{prog} --help-all` shows every flag"
-    raise InputError(f"no flag {word.partition('=')[0]}; {hint}")
+    hint = f", did you mean {' or '.join(near)}?" if near else f". `{prog} --help-all` shows all flags."
+    raise InputError(f"unknown flag {word.partition('=')[0]}{hint}")
 
 
 def _has_words_of(flag: str, wanted: str) -> bool:

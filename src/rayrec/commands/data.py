@@ -21,19 +21,17 @@ _PREPARATION = ("", "rayrec.prepare.config:PreparationConfig")
 
 @command("Data", examples=("rayrec generate log --rows 20000",))
 def generate(
-    out: Annotated[str, Argument("folder to write to", "OUT")],
+    out: Annotated[str, Argument("output folder", "OUT")],
     *,
-    rows: Annotated[int, Argument("rows to write")] = 1_500_000,
+    rows: Annotated[int, Argument("number of rows")] = 1_500_000,
     dialect: Annotated[
-        Literal["kaggle", "terabyte"], Argument("columns like those of Criteo Kaggle (one file) or Criteo 1TB (a file a day)")
+        Literal["kaggle", "terabyte"], Argument("columns of Criteo Kaggle (one file) or Criteo 1TB (one file per day)")
     ] = "kaggle",
-    days: Annotated[int, Argument("days the rows are spread over")] = 7,
-    seed: Annotated[int, Argument("the same seed gives the same bytes")] = 0,
-    drift: Annotated[
-        int, Argument("from one day to the next, clicks and categories change as much as in so many days; 0: never")
-    ] = 1,
+    days: Annotated[int, Argument("number of days covered by the rows")] = 7,
+    seed: Annotated[int, Argument("seed; equal seeds create equal bytes")] = 0,
+    drift: Annotated[int, Argument("number of days of change in clicks and categories between consecutive days; 0: none")] = 1,
     first_date: Annotated[
-        str | None, Argument("write a folder a day, dt=2026-01-31/train.txt, from this date on", "DATE")
+        str | None, Argument("write one folder per day, dt=2026-01-31/train.txt, from this date on", "DATE")
     ] = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -57,9 +55,9 @@ def generate(
 def fetch(
     name: Annotated[str, Argument("criteo_kaggle, criteo_small, criteo_full or mnist", "NAME")],
     *,
-    out: Annotated[str, Argument("folder to write to", "DIR")],
-    base_url: Annotated[str | None, Argument("another URL of the files, such as your own mirror", "URL")] = None,
-    verify: Annotated[bool, Argument("check the checksums of files that are there already, too")] = False,
+    out: Annotated[str, Argument("output folder", "DIR")],
+    base_url: Annotated[str | None, Argument("URL of a mirror", "URL")] = None,
+    verify: Annotated[bool, Argument("also check the checksums of existing files")] = False,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Download a published data set. Resumes partial downloads and checks each file.
@@ -89,7 +87,7 @@ def _shown_report(report: Report) -> Shown:
 def validate(
     path: LogPath,
     *,
-    preprocessor: Annotated[str | None, Argument("folder of a Preprocessor, whose unknown categories are counted", "DIR")] = None,
+    preprocessor: Annotated[str | None, Argument("Preprocessor folder, to count unknown categories", "DIR")] = None,
     gates: Gates | None = None,
     console: Console | None = None,
     **options: Any,
@@ -157,8 +155,8 @@ def vocabulary(
     extend: Annotated[
         str | None,
         Argument(
-            "folder of an older Preprocessor, or of a run or checkpoint that has one: keep its ids, constants, schema and rules, "
-            "and append the log's new categories",
+            "folder of an older Preprocessor, or of a run or checkpoint with one, to keep its ids, constants, schema and rules "
+            "and append new categories",
             "DIR",
         ),
     ] = None,
@@ -191,17 +189,13 @@ def preprocess(
     format: Annotated[
         Format,
         Argument(
-            "parquet; npy (TorchRec's three arrays a file); binary (int32 rows); mds (text as rows of tokens)",
+            "parquet; npy (TorchRec's three arrays per file); binary (int32 rows); mds (text as token rows)",
             type="rayrec.prepare.preprocess:Format",
         ),
     ],
-    preprocessor: Annotated[
-        str | None, Argument("folder of a Preprocessor; else the categories are counted first", "DIR")
-    ] = None,
-    shuffle: Annotated[
-        Literal["none", "full"], Argument("full puts the training rows into an order that is random over the whole log")
-    ] = "none",
-    seed: Annotated[int, Argument("seed of that order")] = 0,
+    preprocessor: Annotated[str | None, Argument("Preprocessor folder; by default, categories are counted first", "DIR")] = None,
+    shuffle: Annotated[Literal["none", "full"], Argument("full shuffles the training rows over the full log")] = "none",
+    seed: Annotated[int, Argument("seed of the shuffle")] = 0,
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -237,14 +231,12 @@ def adopt(
     path: Annotated[
         str,
         Argument(
-            "folder of day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz; or of MDS shards",
+            "folder with day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz; or MDS shards",
             "FOLDER",
         ),
     ],
     *,
-    out: Annotated[
-        str | None, Argument("new folder, with links to the arrays; else their own folder is written to", "DIR")
-    ] = None,
+    out: Annotated[str | None, Argument("new folder with links to the arrays; default: the folder of the arrays", "DIR")] = None,
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:

@@ -37,28 +37,24 @@ def table_sizes(option: str, text: str) -> tuple[int, ...]:
         return MLPERF_NUM_EMBEDDINGS
     sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
     if min(sizes) < 1:
-        raise InputError(f"{option}: {text!r} is neither mlperf nor numbers of rows, such as 1000,200, each at least 1")
+        raise InputError(f"{option}: must be mlperf or row counts of at least 1, such as 1000,200, got {text!r}")
     return sizes
 
 
 Checkpoint = Annotated[
-    str, Argument("folder of a checkpoint, or of a run (then the one its summary names, else the newest)", "CHECKPOINT")
+    str, Argument("folder of a checkpoint, or of a run (the checkpoint in its summary, otherwise the latest)", "CHECKPOINT")
 ]
-Checkpoints = Annotated[
-    Sequence[str], Argument("two or more folders of checkpoints, or of runs; the first is the baseline", "CHECKPOINT")
-]
+Checkpoints = Annotated[Sequence[str], Argument("two or more checkpoint or run folders; the first is the baseline", "CHECKPOINT")]
 LogPath = Annotated[str, Argument("click log: file, glob or folder", "PATH")]
 InputPath = Annotated[str, Argument("rows to score: a click log, images, text; file, glob or folder", "PATH")]
-NewFolder = Annotated[str, Argument("folder to write to, which appears complete or not at all", "DIR")]
-RunFolder = Annotated[str, Argument("folder of a run, local or a URL", "RUN")]
-OwnRecipe = Annotated[
-    str | Callable[..., Any] | None, Argument("recipe of the checkpoint, if it is one of your own", "FILE.py:FUNCTION")
-]
+NewFolder = Annotated[str, Argument("output folder, written completely or not at all", "DIR")]
+RunFolder = Annotated[str, Argument("run folder or URL", "RUN")]
+OwnRecipe = Annotated[str | Callable[..., Any] | None, Argument("recipe of the checkpoint, if custom", "FILE.py:FUNCTION")]
 ClusterAddress = Annotated[
     str | None,
     Argument(
-        "HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: the Ray that "
-        "RAY_ADDRESS names, else threads of this process",
+        "HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: RAY_ADDRESS, "
+        "otherwise threads of this process",
         flag="cluster.address",
     ),
 ]

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 @command("Watch", prints=True, examples=("rayrec top runs/demo",))
 def top(
-    run: RunFolder,
-    *,
-    once: Annotated[bool, Argument("show it as it stands now, and end; the default if no terminal is there")] = False,
+    run: RunFolder, *, once: Annotated[bool, Argument("show the current state and exit (default without a terminal)")] = False
 ) -> None:
     """Show a run in the terminal while it trains. Ctrl-C does not stop the run.
 
@@ -37,14 +35,12 @@ def top(
     examples=("rayrec report runs/demo", "rayrec report runs/one runs/two --out both.html"),
 )
 def report(
-    *runs: Annotated[str, Argument("folder of a run, or of up to eight", "RUN")],
+    *runs: Annotated[str, Argument("folders of up to eight runs", "RUN")],
     out: Annotated[
-        str | None, Argument("file (.html) or folder to write to; default RUN/report.html, for several runs none", "FILE")
+        str | None, Argument("output file (.html) or folder; default RUN/report.html, required for several runs", "FILE")
     ] = None,
-    price_per_node_hour: Annotated[
-        float | None, Argument("price of a machine, for the costs in all, of each epoch and of each point of AUROC")
-    ] = None,
-    nodes: Annotated[int, Argument("machines that this price was paid for")] = 1,
+    price_per_node_hour: Annotated[float | None, Argument("price of a node per hour, to report costs")] = None,
+    nodes: Annotated[int, Argument("number of nodes")] = 1,
     currency: Annotated[str, Argument("currency of the price")] = "USD",
 ) -> str:
     """Write an HTML report of one or several runs, finished or in progress.
@@ -61,9 +57,9 @@ def report(
     if len(runs) == 1:
         return run_report.write(runs[0], out=out, price=price)
     if not runs:
-        raise InputError("which run? give the folder of one, or of several to compare them")
+        raise InputError("missing run folder. Set one, or several to compare them.")
     if out is None:
-        raise InputError("out: several runs have no folder in common; say which file to write, --out FILE.html")
+        raise InputError("out: required for several runs. Set --out FILE.html.")
     return comparison.write(runs, out=out, price=price)
 
 
@@ -71,8 +67,8 @@ def report(
 def profile(
     run: RunFolder,
     *,
-    steps: Annotated[int, Argument("steps to record, 200 at most")] = 10,
-    timeout_s: Annotated[float, Argument("seconds to wait for the workers to have written it")] = 300.0,
+    steps: Annotated[int, Argument("number of steps to record, at most 200")] = 10,
+    timeout_s: Annotated[float, Argument("maximum seconds to wait for the profile")] = 300.0,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Record steps of a run in progress with torch.profiler, on all workers.
@@ -91,12 +87,12 @@ def profile(
 
 
 @command("Watch", prints=True, raw=True, examples=("rayrec benchmark train --quick",))
-def benchmark(*arguments: Annotated[str, Argument("name of a benchmark, then its flags; --help lists them", "NAME")]) -> None:
+def benchmark(*arguments: Annotated[str, Argument("name of a benchmark and its flags; --help lists them", "NAME")]) -> None:
     """Run a benchmark against other implementations. Prints one JSON object per row."""
     # Benchmarks exist only in the source tree.
     script = Path(__file__).parents[3] / "benchmarks" / "run.py"
     if not script.exists():
-        raise InputError("benchmarks are part of the source tree; run them from a checkout installed with `pip install -e .`")
+        raise InputError("benchmarks not found. They require a source checkout, installed with `pip install -e .`.")
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 

@@ -128,7 +128,7 @@ def predict(
     path: InputPath,
     *,
     out: Annotated[
-        str | None, Argument("folder for the Parquet files: row and what is predicted, such as score", "DIR", required=True)
+        str | None, Argument("output folder for Parquet files with row and predictions, such as score", "DIR", required=True)
     ] = None,
     recipe: OwnRecipe = None,
     cluster_address: ClusterAddress = None,
@@ -216,5 +216,5 @@ def _grouped(config: TrainConfig, group: str | None) -> TrainConfig:
     if group is None:
         return config
     if not isinstance(config.workload, ClickWorkload):
-        raise InputError(f"group: recipe {config.recipe} predicts no clicks, and only of clicks there is a gauc; leave it out")
+        raise InputError(f"group: gauc requires a click model, and recipe {config.recipe} is not one. Omit group.")
     return config.replace(workload=config.workload.replace(schema=config.workload.schema.replace(group=group)))

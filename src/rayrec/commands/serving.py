@@ -24,18 +24,18 @@ def serve(
     model: Annotated[
         str | None,
         Argument(
-            "folder of a checkpoint, of a run (then the checkpoint its summary names, else the newest), or of an export",
+            "folder of a checkpoint, a run (the checkpoint in its summary, otherwise the latest), or an export",
             "CHECKPOINT_OR_EXPORT",
         ),
     ] = None,
     *,
-    swap: Annotated[bool, Argument("give the running server the model, without losing a request")] = False,
-    rollback: Annotated[bool, Argument("give the running server back the model before")] = False,
-    no_shadow: Annotated[bool, Argument("end the running server's use of its shadow model")] = False,
-    stop: Annotated[bool, Argument("end the running server, also one whose own process was killed")] = False,
+    swap: Annotated[bool, Argument("swap the model of the running server without losing requests")] = False,
+    rollback: Annotated[bool, Argument("restore the previous model of the running server")] = False,
+    no_shadow: Annotated[bool, Argument("remove the shadow model of the running server")] = False,
+    stop: Annotated[bool, Argument("stop the running server, even if its process was killed")] = False,
     cluster_address: Annotated[
         str | None,
-        Argument("HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, else a local Ray", flag="cluster.address"),
+        Argument("HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, otherwise a local Ray", flag="cluster.address"),
     ] = None,
     started: Callable[[dict[str, Any]], None] | None = None,
     console: Console | None = None,
@@ -58,11 +58,11 @@ def serve(
     wishes = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
     asked = [name for name, wish in wishes.items() if wish]
     if len(asked) > 1:
-        raise InputError("swap, rollback, no_shadow and stop: one at a time")
+        raise InputError(f"swap, rollback, no_shadow and stop: must be set one at a time, got {' and '.join(asked)}")
     if asked or (model is None and config.shadow):
         given = [name for name, value in vars(ServerConfig()).items() if getattr(config, name) != value]
         if unused := [name for name in given if asked or name != "shadow"]:
-            raise InputError(f"{(asked or ['shadow'])[0]}: tells a running server, and takes no {', '.join(unused)}")
+            raise InputError(f"{(asked or ['shadow'])[0]}: changes a running server. Omit {', '.join(unused)}.")
     if model is None:
         if rollback:
             tell(control.roll_back(address=address))
@@ -71,9 +71,9 @@ def serve(
         elif no_shadow or config.shadow:
             tell(control.set_shadow(None if no_shadow else config.shadow, address=address))
         else:
-            raise InputError("which model? give the folder of a checkpoint, a run or an export")
+            raise InputError("missing model. Set the folder of a checkpoint, a run or an export.")
     elif rollback or no_shadow or stop:
-        raise InputError(f"{model}: rollback, no_shadow and stop take no model")
+        raise InputError(f"{model}: rollback, no_shadow and stop take no model. Omit it.")
     elif swap:
         tell(control.swap(model, address=address))
     else:

@@ -70,7 +70,7 @@ def _written_out(config: Config, name: str, value: Any) -> Iterator[tuple[str, A
         return
     path = aliased(config, name)
     if path is None:
-        raise InputError(f"{name}: recipe {getattr(config, 'recipe', '')} has no {ALIASES[name][0]}; leave it out")
+        raise InputError(f"{name}: recipe {getattr(config, 'recipe', '')} has no {ALIASES[name][0]}. Omit it.")
     yield path, value
     if name == "gpus":
         yield "scaling.use_gpu", True
@@ -119,8 +119,8 @@ def _model(current: Any, names: str) -> Config:
         kind = models.config_class(name) if name in models.names() else None
         if kind is None:
             near = difflib.get_close_matches(name, models.names(), n=1)
-            known = f"there are {', '.join(models.names())}, and your own, by a recipe"
-            raise InputError(f"model: no model {name}; {f'did you mean {near[0]}?' if near else known}")
+            known = f". Use one of {', '.join(models.names())}, or a recipe with a custom model."
+            raise InputError(f"model: unknown model {name}" + (f", did you mean {near[0]}?" if near else known))
         kinds.append(kind)
     made: Config = EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
     return made

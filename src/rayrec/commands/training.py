@@ -49,11 +49,10 @@ def plan(
     config: TrainConfig | Recipe | str,
     *,
     cluster: Annotated[
-        str | None,
-        Argument("resources of the machines to plan for, such as cpus=16,gpus=1,nodes=2,network_gbit=100", "RESOURCES"),
+        str | None, Argument("resources of the cluster, such as cpus=16,gpus=1,nodes=2,network_gbit=100", "RESOURCES")
     ] = None,
     tables: Annotated[
-        Sequence[int] | None, Argument("mlperf, or the rows of each table, such as 1000,200", "ROWS", read=table_sizes)
+        Sequence[int] | None, Argument("mlperf, or the number of rows of each table, such as 1000,200", "ROWS", read=table_sizes)
     ] = None,
     **settings: Any,
 ) -> str:
@@ -135,7 +134,7 @@ def tune(
     *,
     search: Annotated[
         Mapping[str, Any] | str,
-        Argument("which settings: a YAML file such as workload.model.dropout: {uniform: [0, 0.5]}", "FILE", type="builtins:str"),
+        Argument("search space as a YAML file, such as workload.model.dropout: {uniform: [0, 0.5]}", "FILE", type="builtins:str"),
     ],
     console: Console | None = None,
     **options: Any,
@@ -190,8 +189,8 @@ def supervise(
 
     if not os.path.isabs(config.storage_path) and not storage.is_url(config.storage_path):
         raise InputError(
-            f"storage_path: {config.storage_path!r} is relative, and a job of a new head would look for it elsewhere; "
-            "give an absolute path of a file system that outlives the head, or a URL"
+            "storage_path: must be absolute, because a new head node would resolve a relative path elsewhere, got "
+            f"{config.storage_path!r}. Use a file system that outlives the head, or a URL."
         )
     name = config.name or f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     named = config.replace(name=name)
@@ -232,11 +231,11 @@ def named_configuration(text: str) -> TrainConfig:
         place = storage.join(folder, "config.yaml")
         if not storage.exists(place):
             data = f"rayrec train criteo_demo --data {text}"
-            raise InputError(f"{text}: is no recipe, and no folder of a run, which holds a config.yaml; for data: {data}")
+            raise InputError(f"{text}: not a recipe, and not a run folder (config.yaml not found). For data: {data}")
         path, _, name = storage.absolute(folder).rpartition("/")
         return recipes.load_config(storage.read_text(place), source=place).replace(storage_path=path, name=name)
     if os.path.isfile(text):
-        raise InputError(f"{text}: is no recipe; for a file of data: rayrec train criteo_demo --data {text}")
+        raise InputError(f"{text}: not a recipe. For data: rayrec train criteo_demo --data {text}")
     return recipes.find(text)()
 
 

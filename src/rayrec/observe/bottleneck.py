@@ -60,10 +60,9 @@ def verdict(run: RunSummary) -> Verdict | None:
     if worst == "collectives":
         return _collectives(split)
     texts = {
-        "host_to_device": "Copying batches to the device {share} of the time: the link to the device is the limit; fewer dense "
-        "columns or ids a row would lift it.",
-        "evaluation": "Evaluating {share} of the time: a larger --evaluate-every, or a smaller log as --eval-data.path, would "
-        "give it to training.",
+        "host_to_device": "Copying batches to the device {share} of the time: limited by the link to the device. Use fewer dense "
+        "columns or ids per row.",
+        "evaluation": "Evaluating {share} of the time. Use a larger --evaluate-every, or a smaller log for --eval-data.path.",
     }
     return Verdict(worst, share, None, texts[worst].format(share=_percent(share)))
 
@@ -88,38 +87,37 @@ def _data(side: DataSide | None, split: TimeSplit) -> Verdict:
         return Verdict("data", share, cause, f"Blocked on data {_percent(share)} of the time: {text}")
 
     if side is None or not side.stages:
-        return found("unknown", "what makes the rows was not measured.")
+        return found("unknown", "the data stages were not measured.")
     now = split.rows / split.training_s if split.training_s else 0.0
     unblocked = now * min(_LARGEST_LIFT, split.training_s / max(split.training_s - split.times_s["data"], 1e-9))
     if side.spilling_share >= _SPILLING or (side.store_fill or 0.0) >= _FULL_STORE:
         return found("object_store", _store_text(side))
     threads = [stage.name for stage in side.stages] == ["read"]  # Workers read rows in their own threads.
     if side.storage_share >= _WAITS_FOR_STORAGE and side.busy >= _BUSY / 2:
-        wait = f"reading waits for storage, {_percent(side.storage_share)} of"
+        wait = f"waiting for storage is {_percent(side.storage_share)} of the data work. Use faster storage, or"
         if threads:
-            return found("storage", f"{wait} it; storage nearer by, or a larger --train-data.prefetch-blocks, would lift it.")
-        return found("storage", f"{wait} the work on rows; storage nearer by, or {_more(side, now, unblocked)}")
+            return found("storage", f"{wait} a larger --train-data.prefetch-blocks.")
+        return found("storage", f"{wait} more CPUs: {_more(side, now, unblocked)}")
     if side.busy < _BUSY:
         return found(
             "delivery",
-            f"those who make rows pause {_percent(1 - side.busy)} of it, so rows are made in time but come late; a larger "
-            "--train-data.prefetch-blocks, or smaller --train-data.block-bytes, would lift it.",
+            f"data tasks pause {_percent(1 - side.busy)} of the time, so rows are made in time but delivered late. Use a larger "
+            "--train-data.prefetch-blocks, or smaller --train-data.block-bytes.",
         )
     slowest = max(side.stages, key=lambda stage: stage.share)
     if threads:
         return found(
             slowest.name,
-            f"the thread of each worker that reads rows has no pause at {_rate(now)} in all; more workers, or less to do for "
-            "each row, would lift it.",
+            f"the reader thread of each worker is always busy, at {_rate(now)} in total. Use more workers, or less work per row.",
         )
     what = {"read": "read", "parse": "read and parse", "encode": "parse and encode"}[slowest.name]
     starved = ""
     if side.contention < _CONTENDED:
-        starved = f" (they share CPUs with others and get {_percent(side.contention)} of one each)"
+        starved = f" (and get only {_percent(side.contention)} of a CPU each, because other processes use them)"
     return found(
         slowest.name,
-        f"the tasks that {what} are CPU-bound{starved}, {_percent(slowest.share)} of it to {slowest.name}; "
-        f"{_more(side, now, unblocked)} `rayrec preprocess` saves most of that work.",
+        f"the tasks that {what} are CPU-bound{starved}, {_percent(slowest.share)} of it to {slowest.name}. "
+        f"{_more(side, now, unblocked)} `rayrec preprocess` avoids most of this work.",
     )
 
 
@@ -128,17 +126,17 @@ def _more(side: DataSide, now: float, unblocked: float) -> str:
     more = max(1, math.ceil(side.cpus * (unblocked / now - 1))) if now else 1
     lifted = min(unblocked, now * (side.cpus + more) / side.cpus)
     cpus = f"{more} more CPU{'s' if more > 1 else ''} for data tasks (now {side.cpus:g})"
-    return f"{cpus} would lift {_rate(now)} to about {_rate(lifted)}."
+    return f"{cpus} would raise {_rate(now)} to about {_rate(lifted)}."
 
 
 def _store_text(side: DataSide) -> str:
     told = f"{size_text(side.spilled_bytes)} were spilled from the object store to disk"
     if side.store_fill is not None and side.store_fill >= _FULL_STORE:
-        told = f"the object store is full to {_percent(side.store_fill)}"
+        told = f"the object store is {_percent(side.store_fill)} full"
         told += f" and {size_text(side.spilled_bytes)} were spilled to disk" if side.spilled_bytes else ""
     return (
-        f"{told}; more memory for it (--cluster.object-store-bytes), smaller --train-data.block-bytes or a smaller "
-        "--train-data.prefetch-blocks would lift it."
+        f"{told}. Use a larger --cluster.object-store-bytes, smaller --train-data.block-bytes or a smaller "
+        "--train-data.prefetch-blocks."
     )
 
 
@@ -148,10 +146,10 @@ def _store_text(side: DataSide) -> str:
 def _checkpoint_text(saves: Saves, share: float) -> str:
     speed = f"{size_text(saves.bytes / saves.write_s)}/s" if saves.write_s else "an unknown speed"
     late = saves.late
-    skipped = f", and {late} save{'s were' if late > 1 else ' was'} left out, as the one before was not through" if late else ""
+    skipped = f", and {late} save{'s were' if late > 1 else ' was'} skipped during an earlier one" if late else ""
     return (
-        f"Held up by checkpoints {_percent(share)} of the time: storage takes them at {speed}{skipped}; a larger "
-        "--checkpoint.every, or faster storage for --storage-path, would give it to training."
+        f"Blocked on checkpoints {_percent(share)} of the time: storage writes them at {speed}{skipped}. Use a larger "
+        "--checkpoint.every, or faster storage for --storage-path."
     )
 
 
@@ -162,17 +160,17 @@ def _collectives(split: TimeSplit) -> Verdict:
     slow = max((name for name in PHASES if name != "collectives"), key=lambda name: most[name] - shares[name])
     if most[slow] - shares[slow] < _ONE_WORKER * share:
         text = (
-            "exchanging ids, embeddings and gradients takes that long, or some workers are slower than others; fewer workers "
-            "with larger batches, or a faster network, would lift it."
+            "exchanging ids, embeddings and gradients is slow, or some workers are slower than others. Use fewer workers "
+            "with larger batches, or a faster network."
         )
         return Verdict("collectives", share, None, begin + text)
     remedies = {
-        "data": "what makes its rows is slower than the others', so look at the data tasks, storage and CPUs of its node.",
-        "host_to_device": "its link to the device is slower, or shared.",
+        "data": "Its data pipeline is slower. Check the data tasks, storage and CPUs of its node.",
+        "host_to_device": "Its link to the device is slower, or shared.",
     }
     text = (
         f"{WORDS[slow]} takes one worker {_percent(most[slow])} ({_percent(shares[slow])} on average), and the others wait for "
-        f"it; {remedies.get(slow, 'look at the processor of its node, and who else uses it.')}"
+        f"it. {remedies.get(slow, 'Check the processor of its node for slowness and other jobs.')}"
     )
     return Verdict("collectives", share, slow, begin + text)
 
@@ -180,21 +178,21 @@ def _collectives(split: TimeSplit) -> Verdict:
 def _model(run: RunSummary, split: TimeSplit) -> Verdict:
     shares = split.shares()
     if not split.measured:
-        text = f"Nothing is waited for: blocked on data {_percent(shares['data'])} of the time."
+        text = f"Not limited by waiting: blocked on data {_percent(shares['data'])} of the time."
         return Verdict("model", shares["other"], None, text)
     computing = sum(shares[name] for name in ("forward", "backward", "optimizer"))
     parts = ", ".join(f"{name} {_percent(shares[name])}" for name in ("forward", "backward", "optimizer"))
     peak = ""
     if run.peak_fraction and run.peak_fraction > 1:  # The peak is the fastest of a few matrix products at worker start.
-        peak = ", faster than the peak measured at the start (a lower bound of what the device can do)"
+        peak = ", faster than the peak measured at the start (a lower bound for the device)"
     elif run.peak_fraction:
         peak = f", at {_percent(run.peak_fraction)} of the device's peak"
-    text = f"The model computes {_percent(computing)} of the time ({parts}){peak}; it waits for data {_percent(shares['data'])}."
+    text = f"The model computes {_percent(computing)} of the time ({parts}){peak}, and waits for data {_percent(shares['data'])}."
     if shares["other"] >= _WORTH_TELLING:
-        text += f" {_percent(shares['other'])} is neither: Python between the steps."
+        text += f" The other {_percent(shares['other'])} is Python between the steps."
     side = run.data.side()
     capacity = side.capacity_rows_per_s if side is not None and side.storage_share < _WAITS_FOR_STORAGE else None
     now = split.rows / split.training_s
     if capacity is not None and capacity > now:
-        text += f" The data side could make {number_text(round(capacity, -2))} rows/s, {capacity / now:.1f} times as many."
+        text += f" The data pipeline could deliver {number_text(round(capacity, -2))} rows/s, {capacity / now:.1f} times as many."
     return Verdict("model", computing, None, text)

@@ -138,7 +138,7 @@ class Console:
                     if event["time"] >= since:
                         self._show(event, run)
             except (InputError, OSError) as error:  # A damaged line does not stop the run.
-                self.note(f"nothing more can be shown of this run ({error})")
+                self.note(f"Stopping the display of this run: {error}")
 
         shown = Live(get_renderable=lambda: panel(run), console=self._out, refresh_per_second=4)
         with shown if self._out.is_terminal and not self._out.quiet else nullcontext():

@@ -50,7 +50,7 @@ def lines_and_events(lines: Iterable[bytes], path: str | Path) -> Iterator[tuple
 
 
 def _not_an_event(path: str | Path, number: int) -> InputError:
-    return InputError(f"{path}, line {number}: not an event; delete the line, or restore the file from its origin")
+    return InputError(f"{path}, line {number}: not an event. Delete the line, or restore the file.")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -74,7 +74,7 @@ class EventParts:
             if self._closed:
                 raise OSError("the event writer is closed")
             if sum(part.waiting_bytes for part in self._parts) + len(line) > _WAITING_BYTES:
-                raise OSError("too many events wait for the store")
+                raise OSError("too many events waiting for upload")
             self._ensure_thread()
             if len(self._parts[-1].lines) > PART_BYTES:
                 self._parts.append(_Part(self._parts[-1].number + 1))
@@ -108,7 +108,7 @@ class EventParts:
             num_lost = self._num_waiting() if self._process == os.getpid() else 0
             self._changed.notify_all()
         if num_lost:
-            self._on_loss(num_lost, f"the store was out for the last {CLOSE_S:.0f} s")
+            self._on_loss(num_lost, f"store unavailable for the last {CLOSE_S:.0f} s")
 
     def _ensure_thread(self) -> None:
         if self._thread is None:

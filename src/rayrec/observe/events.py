@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 KINDS: Final = {
-    "run": "A driver started: recipe, name, config hash, versions, and the settings that a resume changed.",
-    "prepared": "The data is indexed and the Preprocessor is complete: seconds, rows, faults, vocabularies.",
-    "attempt": "Workers are being started: the number of the attempt and of its workers.",
-    "start": "An attempt trains: the step it starts at, the goal, workers, peak speed, which checkpoint it resumes from.",
-    "start_up": "How long the stages of the start took, of the driver or of a worker.",
-    "warm_start": "What the run takes over from the checkpoint of `init_from`: tables, rows kept and rows that are new.",
-    "step": "Progress, every `log_every` steps: loss, learning rates, rows/s, share of time blocked, seconds of each phase.",
-    "data": "What data tasks did since the last such event: rows/s, CPU, waiting, for each stage.",
-    "evaluate": "Metrics of an evaluation; `set` is validation or test; `counted`: whether early stopping and `plateau` use it.",
-    "plateau": "Learning rates were lowered, because evaluations no longer improve.",
-    "early_stop": "Training ends before its last step: the best step and its score.",
-    "checkpoint": "A checkpoint is complete: path, bytes, seconds of writing, seconds for which training waited.",
-    "checkpoint_late": "A save was skipped or is late: the one before is still being written, or storage fails.",
-    "checkpoint_slow": "A save took longer than `failure.grace_s`: a preempted run could lose it.",
-    "checkpoint_damaged": "A checkpoint was skipped on resume: its path and what is wrong with it.",
-    "checkpoint_repaired": "A file that checkpoints share was written again from its source.",
-    "cpu_contention": "Other processes use a worker's CPUs: its rank, node, and the share of time that a thread waited.",
-    "stop": "Workers agreed to stop: at which step, why, whether the run ends, and `paused` if a later call was to resume it.",
-    "failure": "An attempt failed: the cause; `last` if the run ends with it.",
-    "finish": "The last step is done: what the worker measured over its attempt.",
-    "samples": "Texts or images that the final model produced, for the report.",
-    "profile": "Steps were recorded with torch.profiler: where the files are.",
-    "profile_failed": "A requested profile could not be recorded: why.",
-    "summary": "The run is finished: the content of summary.json.",
-    TORN_LINE: "The line before is incomplete, because a process or the disk failed while it was written.",
+    "run": "Driver started: recipe, name, config hash, versions, and settings changed by a resume.",
+    "prepared": "Data indexed and Preprocessor completed: seconds, rows, faults, vocabularies.",
+    "attempt": "Workers starting: number of the attempt and of its workers.",
+    "start": "Training started: first step, planned steps, workers, peak speed, and the resumed checkpoint.",
+    "start_up": "Startup times of the driver or a worker, by stage.",
+    "warm_start": "Weights loaded from the checkpoint of `init_from`: tables, kept rows, new rows.",
+    "step": "Progress, every `log_every` steps: loss, learning rates, rows/s, share of time blocked, seconds per phase.",
+    "data": "Data tasks since the previous data event: rows/s, CPU time and waiting of each stage.",
+    "evaluate": "Metrics of an evaluation. `set` is validation or test; `counted`: whether early stopping and `plateau` use it.",
+    "plateau": "Learning rates lowered, because evaluations no longer improve.",
+    "early_stop": "Training stopped early: best step and its score.",
+    "checkpoint": "Checkpoint saved: path, bytes, seconds of writing, seconds for which training waited.",
+    "checkpoint_late": "Save skipped or late, because the previous save is in progress or storage fails.",
+    "checkpoint_slow": "Save took longer than `failure.grace_s`. A preempted run could lose it.",
+    "checkpoint_damaged": "Checkpoint skipped on resume: path and cause.",
+    "checkpoint_repaired": "File shared by checkpoints rewritten from its source.",
+    "cpu_contention": "Other processes use a worker's CPUs: rank, node, and the share of time that a thread waited.",
+    "stop": "Workers stopped: step, cause, whether the run ends, and `paused` if planned for a later call.",
+    "failure": "Attempt failed: cause, and `last` if it ends the run.",
+    "finish": "Last step completed: measurements of the worker over its attempt.",
+    "samples": "Sample texts or images of the final model, for the report.",
+    "profile": "Profile recorded with torch.profiler: folder.",
+    "profile_failed": "Profile failed: cause.",
+    "summary": "Run finished: content of summary.json.",
+    TORN_LINE: "Previous line incomplete, because a process or the disk failed while writing it.",
 }
 """Description of each event kind."""
 
@@ -112,14 +112,13 @@ class EventWriter:
 
     def _lose(self, count: int, cause: str) -> None:
         if not self.num_lost:
-            what = "an event is" if count == 1 else f"{count} events are"
-            _logger.warning("%s: %s lost (%s); later losses are only counted", self.path, what, cause)
+            _logger.warning("Lost %d event(s) of %s: %s. Later losses are only counted.", count, self.path, cause)
         self.num_lost += count
 
     def _wait(self, cause: str) -> None:
         if not self._waited:
             self._waited = True
-            _logger.warning("%s: events wait in memory, as they cannot be uploaded (%s)", self.path, cause)
+            _logger.warning("Keeping events of %s in memory, because uploading failed: %s", self.path, cause)
 
 
 @final
@@ -143,7 +142,7 @@ class _LocalFile:
         written = os.write(self._descriptor, line)
         # Do not truncate after a full disk: other processes may have appended since.
         if written < len(line):
-            raise OSError(f"only {written} of {len(line)} bytes were written")
+            raise OSError(f"wrote only {written} of {len(line)} bytes")
 
     def flush(self, timeout_s: float) -> bool:
         return True
@@ -210,7 +209,7 @@ def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
     try:
         import pandas
     except ModuleNotFoundError:
-        raise InputError("metrics_dataframe: pandas is not installed; `pip install pandas`") from None
+        raise InputError("metrics_dataframe: pandas is not installed. Run `pip install pandas`.") from None
     rows = RunSummary(read_events(path, kinds=("run", "prepared", "start", "step", "evaluate"))).curve()
     metrics = dict.fromkeys(name for row in rows for name in row if name.startswith(VALIDATION))
     columns = ["step", "epoch", "rows", "loss", "rows_per_s", "blocked_fraction", *metrics, "time_s"]
@@ -261,7 +260,7 @@ def _followed(url: str, *, stop: threading.Event, poll_s: float, idle: Callable[
                 new = remote.new()
         except OSError as error:  # Events follow after the outage.
             if stopping:
-                _logger.warning("%s: the last events cannot be shown (%s)", url, error)
+                _logger.warning("Cannot show the last events of %s: %s", url, error)
         for _, event in new:
             yield event
         if stopping:
@@ -294,4 +293,4 @@ def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float, idle: Ca
 
 
 def _no_file(path: str | Path) -> InputError:
-    return InputError(f"{path}: no such event file; give the events.jsonl of a run")
+    return InputError(f"{path}: event file not found. Set the events.jsonl of a run.")

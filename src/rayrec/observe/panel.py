@@ -24,15 +24,15 @@ from rayrec.quantities import duration_text, number_text, size_text
 Event = Mapping[str, Any]
 _SHOWN_METRICS: Final = ("auroc", "logloss", "accuracy", "perplexity")
 _NOTES: Final = {
-    "checkpoint_damaged": "passed over: {cause}",
+    "checkpoint_damaged": "skipped: {cause}",
     "checkpoint_late": "step {step:,}  not saved yet: {cause}",
-    "checkpoint_slow": "step {step:,}  saving took {write_s:.0f} s, longer than failure.grace_s ({grace_s:.0f} s): raise "
-    "--failure.grace-s, and give the machines' own notice as long",
-    "cpu_contention": "rank {rank} on {node}: training is slower, because other processes use its CPUs; a thread waited "
-    "{waiting_share:.0%} of the time. Stop them, or give workers fewer CPUs: --scaling.threads-per-worker",
+    "checkpoint_slow": "step {step:,}  saving took {write_s:.0f} s, longer than failure.grace_s ({grace_s:.0f} s). Raise "
+    "--failure.grace-s and the termination notice of the machines.",
+    "cpu_contention": "rank {rank} on {node}: other processes use its CPUs and slow down training (a thread waited "
+    "{waiting_share:.0%} of the time). Stop them, or lower --scaling.threads-per-worker.",
     "stop": "step {step:,}  saved, stopping ({cause})",
-    "plateau": "step {step:,}  no better: learning rates are {learning_rate_scale:.3g} of the schedule's",
-    "early_stop": "step {step:,}  no better since step {best_step:,}: stopping early",
+    "plateau": "step {step:,}  no improvement: learning rates lowered to {learning_rate_scale:.3g} of the schedule",
+    "early_stop": "step {step:,}  no improvement since step {best_step:,}: stopping early",
 }
 """Console lines of events with a fixed form."""
 
@@ -56,15 +56,15 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
         return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}"
     if kind == "warm_start":
         amounts = [f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event]
-        return f"starts with {event['checkpoint']}" + (f"; categories: {', '.join(amounts)}" if amounts else "")
+        return f"starting from {event['checkpoint']}" + (f"; categories: {', '.join(amounts)}" if amounts else "")
     if kind == "start" and event["step"]:
-        return f"resumes from step {event['step']:,} with {event['world_size']} workers"
+        return f"resuming from step {event['step']:,} with {event['world_size']} workers"
     if kind == "start" and event.get("damaged"):
-        return f"no undamaged checkpoint is left (damaged: {len(event['damaged'])}): training starts again from step 0"
+        return f"no undamaged checkpoint found (damaged: {len(event['damaged'])}): restarting from step 0"
     if kind == "failure":
-        return event["cause"] if event.get("last") else f"{event['cause']}: starting again"
+        return event["cause"] if event.get("last") else f"{event['cause']}: restarting"
     if kind == "checkpoint_repaired":
-        return f"{event['path']}: damaged files were written again ({', '.join(event['files'])})"
+        return f"{event['path']}: rewrote damaged files ({', '.join(event['files'])})"
     if kind == "checkpoint" and verbose:
         return f"step {event['step']:,}  saved {event['path']} ({size_text(event['bytes'])})"
     return _NOTES[kind].format_map(event) if kind in _NOTES else None
@@ -87,7 +87,7 @@ def figures(run: RunSummary) -> list[tuple[str, str]]:
         found.append(("blocked", f"{last['blocked_fraction']:.1%}"))
     if last.get("peak_fraction") is not None:
         # Above 100 % means that the peak, measured for a few hundredths of a second, was underestimated.
-        found.append(("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above the measured one"))
+        found.append(("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above measurement"))
     if last.get("learning_rate") is not None:
         found.append(("learning rate", f"{last['learning_rate']:.3g}"))
     left_s = run.left_s()
@@ -132,7 +132,7 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
     age_s = (time.time() if now_s is None else now_s) - (run.last_time_s or 0.0)
     status = run.status
     if full and run.last_time_s is not None and age_s > _STALE_S and not run.ended:
-        status += f" (nothing told for {duration_text(round(age_s))})"
+        status += f" (no events for {duration_text(round(age_s))})"
     begun = run.latest.get("run", {})
     title = Text(" ".join(part for part in (begun.get("recipe"), begun.get("name")) if part) or "run")
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left")
@@ -176,7 +176,7 @@ def top(run: str, *, once: bool = False, console: Console | None = None) -> RunS
     """
     folder = storage.absolute(run).rstrip("/")
     if not storage.exists(storage.join(folder, "config.yaml")):
-        raise InputError(f"{run}: not the folder of a run, which holds a config.yaml; give storage_path/name of one")
+        raise InputError(f"{run}: not a run folder (config.yaml not found). Set storage_path/name of a run.")
     console = console or Console(highlight=False, markup=False, emoji=False)
     place, view = storage.join(folder, "events.jsonl"), RunSummary(curves=False)
     if once or not console.is_terminal:

@@ -53,7 +53,8 @@ class Price:
 
     def __post_init__(self) -> None:
         if self.per_node_hour < 0 or self.nodes < 1:
-            raise InputError(f"price_per_node_hour {self.per_node_hour}, nodes {self.nodes}: at least 0, and at least 1 node")
+            got = f"got {self.per_node_hour} and {self.nodes}"
+            raise InputError(f"price_per_node_hour and nodes: must be at least 0 and at least 1, {got}")
 
 
 @dataclass(frozen=True)

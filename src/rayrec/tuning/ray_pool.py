@@ -75,8 +75,8 @@ class RayPool:
         self._room, self._looked_s = 0, -_NODES_POLL_S
         if not self._look_for_room():
             raise InputError(
-                f"tune: a trial needs {options.cpus_per_trial} CPUs and {options.gpus_per_trial:g} GPUs, which no node has; "
-                "lower --tune.cpus-per-trial or --tune.gpus-per-trial"
+                f"tune: no node has {options.cpus_per_trial} CPUs and {options.gpus_per_trial:g} GPUs for a trial. Lower "
+                "--tune.cpus-per-trial or --tune.gpus-per-trial."
             )
 
     def submit(self, job: Job) -> None:
@@ -86,7 +86,7 @@ class RayPool:
         note_s = time.monotonic() + _NOTE_S
         while True:
             if not self._busy and time.monotonic() > note_s:
-                self._note("waiting for nodes, or for resources that others hold: no process of a trial has started yet")
+                self._note("Waiting for nodes or resources: no trial process has started")
                 note_s = math.inf
             self._start_processes()
             while self._queue and self._idle:
@@ -137,13 +137,13 @@ class RayPool:
                 self._failed_starts += 1
                 if self._failed_starts >= _MOST_FAILED_STARTS:
                     raise InputError(
-                        f"tune: {self._failed_starts} processes in a row ended before a trial began "
-                        f"({' '.join(str(error).split())[-200:]}); see Ray's logs of workers for the cause"
+                        f"tune: {self._failed_starts} trial processes in a row failed to start "
+                        f"({' '.join(str(error).split())[-200:]}). See Ray's worker logs."
                     ) from None
                 return None  # Another process replaces it.
             self._deaths[job.number] += 1
             if 0 <= self._max_failures < self._deaths[job.number]:
-                cause = f"its process died {self._deaths[job.number]} times ({type(error).__name__})"
+                cause = f"process killed {self._deaths[job.number]} times ({type(error).__name__})"
                 failed(job, cause, can_retry=True)
                 return job
             self._queue.appendleft(job)

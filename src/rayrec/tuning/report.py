@@ -38,19 +38,19 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
     best, metric = found["best"], found["metric"]
     values = ", ".join(f"{field} {_value(value)}" for field, value in best["values"].items())
     notes = [
-        f"Trial {best['number']} is best: {metric} {best[metric]:.5f} on {found['validation_rows']:,} validation rows, by which "
-        f"it was chosen, so that this flatters it. {values or 'It has the settings of the recipe.'}"
+        f"Trial {best['number']} is best: {metric} {best[metric]:.5f} on {found['validation_rows']:,} validation rows "
+        f"(optimistic, because these rows selected it). {values or 'It has the settings of the recipe.'}"
     ]
     if found["trained_share"] is not None and found["trained_share"] < 1:
-        notes.append(f"{found['trained_share']:.1%} of the rows of these trials were trained; the others were stopped early.")
+        notes.append(f"Trained {found['trained_share']:.1%} of the rows of these trials, because weak trials were stopped early.")
     compared = found["compared"]
     if compared is not None:
         auroc = compared["auroc"]
         notes.append(
-            f"On {found['test_rows']:,} test rows its AUROC is {auroc['difference']:+.5f} above that of the recipe's own "
+            f"On {found['test_rows']:,} test rows, its AUROC differs by {auroc['difference']:+.5f} from the recipe's own "
             f"settings ({auroc['low']:+.5f} to {auroc['high']:+.5f}, p = {auroc['p_value']:.3g})."
             if None not in auroc.values()
-            else f"{found['test_rows']:,} test rows are too few to compare it with the recipe's own settings."
+            else f"{found['test_rows']:,} test rows are too few for a comparison with the recipe's own settings."
         )
     return notes
 

@@ -83,9 +83,9 @@ def tune(
     config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     workload = config.workload
     if not isinstance(workload, ClickWorkload) or not workload.predicts_clicks:
-        raise InputError(f"tune: recipe {config.recipe} trains no click model")
+        raise InputError(f"tune: requires a click model, and recipe {config.recipe} is not one")
     if config.eval_data.path is not None or LogSource.at(config.train_data.path or "").is_preprocessed:
-        raise InputError("tune: takes one raw log, whose split gives validation and test rows; leave --eval-data.path out")
+        raise InputError("tune: requires one raw log, split into training, validation and test rows. Omit --eval-data.path.")
     folder = storage.join(storage.absolute(config.storage_path), str(config.name))
     space.check(config)
     check_settings(config)
@@ -113,7 +113,7 @@ def _trained(configs: Sequence[TrainConfig], wanted: ClusterConfig, options: Tun
         @functools.cache
         def pool() -> Pool:
             share = cost(len(configs), options)
-            console.note(f"{len(configs)} trials, of which {share:.1%} of all steps are to be trained")
+            console.note(f"Training {share:.1%} of all steps of {len(configs)} trials")
             if wanted.address == connection.IN_PROCESS:
                 return HerePool()
             from rayrec.tuning.ray_pool import ray_pool
@@ -137,7 +137,7 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
         changed = [name for name in searched if before.get(name) != json.loads(storage.json_text(searched[name]))]
         if changed:
             raise InputError(
-                f"{folder}: holds a search with another {' and '.join(changed)}; give the same ones, or choose another --name"
+                f"{folder}: contains a search with a different {' and '.join(changed)}. Use the same, or choose another --name."
             )
         return
     storage.make_folder(folder)
@@ -227,7 +227,7 @@ def _concluded(
     finished = [trial for trial in ranked if trial.checkpoint is not None and trial.best is not None]
     if not finished:
         errors = [f"trial {trial.number}: {trial.error}" for trial in trials if trial.error]
-        raise InputError(f"tune: no trial could be trained to its end ({errors[0] if errors else 'all were interrupted'})")
+        raise InputError(f"tune: no trial finished ({errors[0] if errors else 'all were interrupted'})")
     best, own = finished[0], trials[0]
     compared = None
     if best.number and own.checkpoint is not None and "test" in prepared.sets:
@@ -258,7 +258,7 @@ def _concluded(
     page = storage.join(folder, "report.html")
     storage.write_bytes(page, render(str(config.name), plain).encode())
     console.note(table_text(plain))
-    console.note(f"best settings: {best_config}, report: {page}")
+    console.note(f"Wrote the best settings to {best_config} and the report to {page}")
     return {**plain, "report": page}
 
 

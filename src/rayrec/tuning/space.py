@@ -26,7 +26,7 @@ _SHARED: Final = {
     "workload.schema": "all trials read the same rows",
     "workload.preset": "all trials share one Preprocessor",
     "workload.preprocessor": "all trials share one Preprocessor",
-    "workload.teacher": "all trials share one Preprocessor, which a teacher brings along",
+    "workload.teacher": "all trials share one Preprocessor, and a teacher has its own",
     "name": "a trial's name is its number",
     "storage_path": "trials are kept in the search's folder",
     "cluster": "a trial trains in one process of the search's Ray",
@@ -69,7 +69,7 @@ class Space:
         """Parse a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}. Raises InputError with `source` for an invalid
         mapping."""
         if not isinstance(values, Mapping) or not values:
-            raise InputError(f"{source}: needs fields and their values, such as workload.model.dropout: {{uniform: [0, 0.5]}}")
+            raise InputError(f"{source}: must map fields to values, such as workload.model.dropout: {{uniform: [0, 0.5]}}")
         return cls(tuple(_domain(str(field), given, source) for field, given in values.items()))
 
     @classmethod
@@ -80,7 +80,7 @@ class Space:
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise InputError(f"{source}: is not YAML ({' '.join(str(error).split())})") from None
+            raise InputError(f"{source}: invalid YAML ({' '.join(str(error).split())})") from None
         return cls.of(values, source=source)
 
     def plain(self) -> dict[str, Any]:
@@ -131,12 +131,12 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 def _domain(field: str, given: object, source: str) -> Domain:
     where = f"{source}: {field}"
     if not isinstance(given, Mapping) or len(given) != 1:
-        raise InputError(f"{where}: needs one of {', '.join(_KINDS)}, such as {{choice: [1, 2]}}")
+        raise InputError(f"{where}: must be one of {', '.join(_KINDS)}, such as {{choice: [1, 2]}}")
     ((kind, values),) = given.items()
     if kind not in _KINDS:
-        raise InputError(f"{where}: {kind} is none of {', '.join(_KINDS)}")
+        raise InputError(f"{where}: must be one of {', '.join(_KINDS)}, got {kind}")
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise InputError(f"{where}.{kind}: needs a list of values")
+        raise InputError(f"{where}.{kind}: must be a list of values")
     values = _numbers(values)
     if kind not in _LISTS:
         _check_range(f"{where}.{kind}", kind, values)
@@ -155,9 +155,9 @@ def _check_range(where: str, kind: str, values: Sequence[Any]) -> None:
     fits = len(values) == 2 and all(isinstance(value, wanted) and not isinstance(value, bool) for value in values)
     if not fits or not values[0] < values[1] or not all(math.isfinite(value) for value in values):
         numbers = "integers" if kind == "integers" else "numbers"
-        raise InputError(f"{where}: {list(values)} must be two {numbers}, the least and the largest")
+        raise InputError(f"{where}: must be two {numbers} (minimum, maximum), got {list(values)}")
     if kind == "loguniform" and values[0] <= 0:
-        raise InputError(f"{where}: {values[0]} must be above 0")
+        raise InputError(f"{where}: must be above 0, got {values[0]}")
 
 
 @dataclass(frozen=True, kw_only=True)

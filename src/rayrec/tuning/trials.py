@@ -242,7 +242,7 @@ def run_waves(
         if wave < last and group:
             values = {number: standings[number].value(wave) for number in group}
             kept = best_of(values, options.keep_fraction, sign=sign)
-            note(f"{len(kept)} of {len(group)} trials train on after {shares[wave]:.1%} of their steps")
+            note(f"Continuing {len(kept)} of {len(group)} trials after {shares[wave]:.1%} of their steps")
             group = kept
     if own:
         take()

@@ -179,7 +179,7 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(InputError, match=message):
             several.replace(workload={"model": given})
     assert run(["config", "criteo_demo", "--model", "finalnet+dnc"]) == 2
-    assert "model: no model dnc" in capsys.readouterr().err
+    assert "model: unknown model dnc" in capsys.readouterr().err
 
 
 def test_earlier_widedeep_keeps_its_second_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,8 @@ def above_the_peak() -> list[dict[str, Any]]:
 VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "data/parse: slow parsing": (
         run({"data": 0.4}, stages=CPU_BOUND),
-        "Blocked on data 40 % of the time: the tasks that read and parse are CPU-bound, 74 % of it to parse; 3 more CPUs for "
-        "data tasks (now 4) would lift 1,000 rows/s to about 1,700 rows/s. `rayrec preprocess` saves most of that work.",
+        "Blocked on data 40 % of the time: the tasks that read and parse are CPU-bound, 74 % of it to parse. 3 more CPUs for "
+        "data tasks (now 4) would raise 1,000 rows/s to about 1,700 rows/s. `rayrec preprocess` avoids most of this work.",
     ),
     "data/encode: the stage that takes most": (
         run({"data": 0.2}, stages={"read": (0.1, 0.9, 0.0), "parse": (0.2, 1, 0.0), "encode": (0.6, 1, 0.0)}),
@@ -91,19 +91,19 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "data/storage: slow storage of the log": (
         run({"data": 0.6}, stages={"read": (0.8, 0.05, 0.0), "parse": (0.1, 0.95, 0.0)}),
-        "reading waits for storage, 84 % of the work on rows",
+        "waiting for storage is 84 % of the data work. Use faster storage, or more CPUs: ",
     ),
     "data/read: reading that waits for a CPU": (
         run({"data": 0.5}, stages={"read": (0.5, 0.3, 0.68), "parse": (0.45, 0.3, 0.69)}),
-        "get 30 % of one each",
+        "get only 30 % of a CPU each",
     ),
     "data/object_store: a full object store": (
         spilling([0, 2e6, 2e6, 7e6], filled=96),
-        "the object store is full to 96 % and 7 MB were spilled to disk; more memory for it",
+        "the object store is 96 % full and 7 MB were spilled to disk. Use a larger --cluster.object-store-bytes",
     ),
     "data/object_store: an object store that spills": (
         spilling([5e6, 6e6, 6e6, 7e6], filled=30),
-        ": 2 MB were spilled from the object store to disk; more memory for it",
+        ": 2 MB were spilled from the object store to disk. Use a larger --cluster.object-store-bytes",
     ),
     "data/parse: nothing spilled": (spilling([0, 0, 0, 0], filled=30), ""),
     "data/parse: spilled before, or by another job": (spilling([9e9, 9e9, 9e9, 9e9], filled=30), ""),
@@ -111,34 +111,34 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "data/parse: a store that is full for a moment": (full_for_a_moment(), ""),
     "data/delivery: rows that come late though nobody is busy": (
         run({"data": 0.3}, stages={"read": (0.02, 0.9, 0.0), "parse": (0.1, 0.9, 0.0)}),
-        "rows are made in time but come late",
+        "rows are made in time but delivered late",
     ),
     "data/read: a thread that reads, which needs no CPUs": (
         run({"data": 0.3}, stages={"read": (0.95, 0.99, 0.0)}, cpus=2.0),
-        "has no pause at 1,000 rows/s in all; more workers, or less to do for each row, would lift it.",
+        "is always busy, at 1,000 rows/s in total. Use more workers, or less work per row.",
     ),
     "data/unknown: data that was not measured": (run({"data": 0.3}), ""),
     "data/unknown: phases that were not measured": (run({"data": 0.3}, measured=False), ""),
     "model: a slow model": (
         run({"data": 0.02, "backward": 0.5, "optimizer": 0.05}, stages={"parse": (0.1, 1.0, 0.0)}),
-        "The model computes 98 % of the time (forward 43 %, backward 50 %, optimizer 5 %), at 60 % of the device's peak; it "
-        "waits for data 2 %. The data side could make 10k rows/s, 10.0 times as many.",
+        "The model computes 98 % of the time (forward 43 %, backward 50 %, optimizer 5 %), at 60 % of the device's peak, and "
+        "waits for data 2 %. The data pipeline could deliver 10k rows/s, 10.0 times as many.",
     ),
     "model: a peak that was underestimated": (
         above_the_peak(),
-        "optimizer 5 %), faster than the peak measured at the start (a lower bound of what the device can do); it waits",
+        "optimizer 5 %), faster than the peak measured at the start (a lower bound for the device), and waits",
     ),
     "model: time between the steps": (
         run({"data": 0.02, "other": 0.3, "optimizer": 0.05}),
-        "The model computes 68 % of the time (forward 63 %, backward 0 %, optimizer 5 %), at 60 % of the device's peak; it waits "
-        "for data 2 %. 30 % is neither: Python between the steps.",
+        "The model computes 68 % of the time (forward 63 %, backward 0 %, optimizer 5 %), at 60 % of the device's peak, and "
+        "waits for data 2 %. The other 30 % is Python between the steps.",
     ),
-    "model: little time between the steps": (run({"data": 0.02, "other": 0.05}), "peak; it waits for data 2 %."),
+    "model: little time between the steps": (run({"data": 0.02, "other": 0.05}), "peak, and waits for data 2 %."),
     "collectives: waiting for all workers": (run({"data": 0.07, "collectives": 0.52}), "a faster network"),
     "collectives/data: one worker that waits for data": (
         slowest(data=0.6, collectives=0.6),
         "Waiting for other workers 52 % of the time: waiting for data takes one worker 60 % (7 % on average), and the others "
-        "wait for it; what makes its rows is slower than the others', so look at the data tasks, storage and CPUs of its node.",
+        "wait for it. Its data pipeline is slower. Check the data tasks, storage and CPUs of its node.",
     ),
     "collectives/forward: one worker that computes": (
         slowest(forward=0.9, collectives=0.6),
@@ -157,11 +157,11 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
                 {"time": 42.0, "kind": "checkpoint_late", "step": 40, "cause": "not through"},
             ],
         ),
-        "25 % of the time: storage takes them at 2 MB/s, and 1 save was left out",
+        "25 % of the time: storage writes them at 2 MB/s, and 1 save was skipped",
     ),
     "evaluation: evaluation that takes over": (
         run({"data": 0.02}, then=[EVALUATED]),
-        "a larger --evaluate-every, or a smaller log as --eval-data.path, would",
+        "Use a larger --evaluate-every, or a smaller log for --eval-data.path.",
     ),
 }
 

@@ -127,8 +127,8 @@ def test_events_that_cannot_be_read_end_the_showing_alone(
     with Console().training(follow):
         time.sleep(0.2)
     told = capsys.readouterr().err
-    assert "worker 1 died: starting again" in told
-    assert "nothing more can be shown of this run (events.jsonl, line 2: not an event)" in told
+    assert "worker 1 died: restarting" in told
+    assert "Stopping the display of this run: events.jsonl, line 2: not an event" in told
     assert not failures
 
 

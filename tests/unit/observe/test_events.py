@@ -190,7 +190,7 @@ def test_writer_after_a_crash_mends_the_end(path: Path) -> None:
 
 
 def test_missing_file_is_named(path: Path) -> None:
-    with pytest.raises(InputError, match="no such event file"):
+    with pytest.raises(InputError, match="event file not found"):
         read_events(path)
 
 

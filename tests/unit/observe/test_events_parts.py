@@ -138,7 +138,7 @@ def test_what_an_outage_outlasts_is_counted(
         assert time.monotonic() - start < 5.0
         writer.write("step", step=4)
     assert writer.num_lost == 3
-    assert "2 events are lost" in caplog.text
+    assert "Lost 2 event(s)" in caplog.text
     assert _steps(url) == [1]
 
 
@@ -277,7 +277,7 @@ def test_follow_waits_for_a_store_that_is_out(url: str, monkeypatch: pytest.Monk
 
 
 def test_nothing_there_is_said(url: str) -> None:
-    with pytest.raises(InputError, match="no such event file"):
+    with pytest.raises(InputError, match="event file not found"):
         read_events(url)
     merge_events(url)
     assert not storage.exists(url)

@@ -49,7 +49,7 @@ def test_figures_of_a_run_under_way() -> None:
     told = "loss 0.2231  perplexity 2.0000  rows/s 1150  blocked 1.0%  of peak 25%  learning rate 0.00125  left 8 s"
     assert line(run) == f"{told}  saved step 150 (44 MB)  restarts 1"
     run.update({"time": 1e9, "kind": "step", **run.latest["step"], "peak_fraction": 1.15})
-    assert dict(figures(run))["of peak"] == "above the measured one"
+    assert dict(figures(run))["of peak"] == "above measurement"
     run.update({"time": 1e9, "kind": "finish", "step": 200})
     assert run.status == "finishing"  # it evaluates its test rows
 
@@ -90,8 +90,8 @@ def test_the_panel() -> None:
     text = shown(run, full=True, now_s=run.last_time_s + 1)
     wanted = ["step 150 of 200", "waiting for data 20%", "parse", "20k", "object store 3 MB of 300 MB"]
     assert [word for word in (*wanted, "Blocked on data") if word not in text] == []
-    assert "nothing told" not in text
-    assert "nothing told for 5 min" in shown(run, full=True, now_s=run.last_time_s + 300)
+    assert "no events" not in text
+    assert "no events for 5 min" in shown(run, full=True, now_s=run.last_time_s + 300)
     assert "Blocked on data" not in shown(run, now_s=run.last_time_s)
     assert "finished" in shown(RunSummary(run_events.run()))
 
@@ -99,27 +99,27 @@ def test_the_panel() -> None:
 @pytest.mark.parametrize(
     ("event", "told"),
     [
-        ({"kind": "start", "step": 8, "world_size": 2}, "resumes from step 8 with 2 workers"),
+        ({"kind": "start", "step": 8, "world_size": 2}, "resuming from step 8 with 2 workers"),
         (
             {"kind": "checkpoint_slow", "step": 8, "write_s": 95.4, "grace_s": 60.0},
-            "step 8  saving took 95 s, longer than failure.grace_s (60 s): raise --failure.grace-s, and give the machines' own "
-            "notice as long",
+            "step 8  saving took 95 s, longer than failure.grace_s (60 s). Raise --failure.grace-s and the termination notice "
+            "of the machines.",
         ),
         (
             {"kind": "start", "step": 0, "world_size": 2, "damaged": [4, 8]},
-            "no undamaged checkpoint is left (damaged: 2): training starts again from step 0",
+            "no undamaged checkpoint found (damaged: 2): restarting from step 0",
         ),
         (
             {"kind": "cpu_contention", "rank": 1, "node": "n2", "waiting_share": 0.93},
-            "rank 1 on n2: training is slower, because other processes use its CPUs; a thread waited 93% of the time. Stop them, "
-            "or give workers fewer CPUs: --scaling.threads-per-worker",
+            "rank 1 on n2: other processes use its CPUs and slow down training (a thread waited 93% of the time). Stop them, "
+            "or lower --scaling.threads-per-worker.",
         ),
         ({"kind": "start", "step": 0, "world_size": 2}, None),
-        ({"kind": "failure", "cause": "worker 1 died"}, "worker 1 died: starting again"),
+        ({"kind": "failure", "cause": "worker 1 died"}, "worker 1 died: restarting"),
         ({"kind": "failure", "cause": "the loss is nan", "last": True}, "the loss is nan"),
         (
             {"kind": "plateau", "step": 1500, "learning_rate_scale": 0.1**2},
-            "step 1,500  no better: learning rates are 0.01 of the schedule's",
+            "step 1,500  no improvement: learning rates lowered to 0.01 of the schedule",
         ),
         (SAVED, None),
         ({"kind": "step", "step": 8}, None),
@@ -150,7 +150,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # the next is due in ten seconds
     assert "worker 1 died" in text
-    assert "resumes from step 100 with 1 workers" in text
+    assert "resuming from step 100 with 1 workers" in text
     assert "\x1b" not in text
     monkeypatch.setattr(console_module, "PLAIN_INTERVAL_S", 0.0)
     text = console_lines(now(measured()), capsys)
@@ -182,7 +182,7 @@ def test_top_once(tmp_path: Path) -> None:
     out = io.StringIO()
     assert top(str(tmp_path), console=screen(out)).step == 150
     assert "step 150 of 200" in out.getvalue()
-    with pytest.raises(InputError, match=r"not the folder of a run"):
+    with pytest.raises(InputError, match=r"not a run folder"):
         top(str(tmp_path / "nowhere"))
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("no event\n{}\n")
@@ -207,7 +207,7 @@ def test_top_follows_until_the_run_is_finished(tmp_path: Path, monkeypatch: pyte
     assert top(str(tmp_path), console=screen(out, force_terminal=True)).status == "finished"
     thread.join()
     text = out.getvalue()
-    assert [text.count("starting again"), "step 120 of 200" in text, "step 200 of 200" in text] == [1, True, True]
+    assert [text.count(": restarting"), "step 120 of 200" in text, "step 200 of 200" in text] == [1, True, True]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_top_returns_when_a_run_ended_unfinished(tmp_path: Path, last: dict[str,
     write(tmp_path, [*told, {**last, "last": True}])
     run = top(str(tmp_path), console=screen(io.StringIO(), force_terminal=True))
     assert (run.ended, run.status) == (True, status)
-    assert "nothing told" not in shown(run, full=True)
+    assert "no events" not in shown(run, full=True)
     assert "left" not in dict(figures(run))
     run.update({"kind": "run", "time": run.last_time_s})
     assert (run.ended, run.status) == (False, "preparing")

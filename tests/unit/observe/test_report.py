@@ -101,7 +101,7 @@ def test_what_events_and_configuration_hold_is_text(finished: str) -> None:
 
 def test_numbers_are_there(finished: str) -> None:
     wanted = ["finished", "0123456789abcdef", "torch 2.13.0", "1.6487", "0.25", "75 s", "0.4%", "44 MB", "cut short"]
-    wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20steps done again"]  # at 0:00:02 the first attempt began
+    wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20repeated steps"]  # at 0:00:02 the first attempt began
     assert _lacking(_Page(finished).text, *wanted) == []
 
 
@@ -114,7 +114,7 @@ def test_step_charts_draw_fields_of_step_events() -> None:
 def test_curves_and_marks(finished: str) -> None:
     said = [chart.get("aria-label", "") for chart in _charts(finished)]
     curves = ["Loss", "Validation perplexity", "Rows per second", "Share of time blocked on data"]
-    bars = ["The run as a whole", "In the course of the run", "What happened when"]
+    bars = ["Full run", "Over the run", "Timeline"]
     assert [text.split(":")[0] for text in said] == curves + bars
     assert said[0].startswith("Loss: training from 9 to 0.135335, lowest 0.135335, highest 9; validation from ")
     loss, _, speed, *_ = _charts(finished)
@@ -169,7 +169,7 @@ def test_writing(tmp_path: Path) -> None:
     elsewhere = tmp_path / "new" / "page.html"
     assert report.write(str(tmp_path / "run"), out=str(elsewhere)) == str(elsewhere)
     assert elsewhere.read_bytes() == (tmp_path / "run" / "report.html").read_bytes()
-    with pytest.raises(InputError, match="not the folder of a run"):
+    with pytest.raises(InputError, match="not a run folder"):
         report.write(str(tmp_path))
 
 
@@ -177,7 +177,7 @@ def test_trouble_with_a_report_is_noted(tmp_path: Path) -> None:
     notes: list[str] = []
     report.write_or_note(str(tmp_path), note=notes.append)
     assert len(notes) == 1
-    assert "no report could be written" in notes[0]
+    assert "Cannot write the report" in notes[0]
     _write_run(tmp_path / "run")
     with EventWriter(tmp_path / "run" / "events.jsonl") as writer:
         writer.write("samples", samples=[{"kind": "image", "pixels": [[300]], "label": "1", "prediction": "1"}])
@@ -195,8 +195,8 @@ def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, c
 
 def test_where_the_time_went() -> None:
     page = report.render(_click())
-    whole, course = _chart(page, "The run as a whole"), _chart(page, "In the course of the run")
-    assert "; ".join(tip.removeprefix("in all, ") for tip in _tips(whole)) == (
+    whole, course = _chart(page, "Full run"), _chart(page, "Over the run")
+    assert "; ".join(tip.removeprefix("total, ") for tip in _tips(whole)) == (
         "waiting for data: 2 s (18.0%); forward pass: 2.5 s (22.5%); backward pass: 3.5 s (31.5%); optimizer: 0.5 s (4.5%); "
         "waiting for other workers: 1 s (9.0%); everything else: 0.5 s (4.5%); held up by checkpoints: 0.1 s (0.9%); "
         "evaluation: 1 s (9.0%)"
@@ -214,8 +214,8 @@ def test_where_the_time_went_without_phases_and_with_all_of_them() -> None:
     events = run_events.click_run()
     for event in events:
         event.pop("times_s", None)
-    whole = _chart(report.render(report.Run("", events, None)), "The run as a whole")
-    assert _tips(whole)[:2] == ["in all, waiting for data: 2 s (18.0%)", "in all, everything else: 8 s (72.1%)"]
+    whole = _chart(report.render(report.Run("", events, None)), "Full run")
+    assert _tips(whole)[:2] == ["total, waiting for data: 2 s (18.0%)", "total, everything else: 8 s (72.1%)"]
     for event in run_events.click_run():
         if event["kind"] == "step":
             event["times_s"]["host_to_device"] = 0.1
@@ -236,7 +236,7 @@ def test_data_pipeline_is_shown_over_the_whole_run() -> None:
         for seconds, rows, stages in ((1.0, 1000, [stage]), (29.0, 0, []), (1.0, 3000, [{**stage, "busy": 15.0}]))
     ]
     events[events.index(data) :] = late
-    assert _lacking(_text(events), "read20050.0%50.0%10.0%", "CPUs for it2, busy 50.0% of the time") == []
+    assert _lacking(_text(events), "read20050.0%50.0%10.0%", "data CPUs2, busy 50.0% of the time") == []
     events[-2:] = [{**late[-1], "seconds": 1.0}]
     assert "read200100.0%50.0%10.0%" in _text(events)
 
@@ -271,7 +271,7 @@ def test_runs_side_by_side() -> None:
     assert "<p>★ is the best value" in page
     assert '<main class="all">' in page
     same = _Page(comparison.render([_click(), _click()])).text
-    assert _lacking(same, "They are the same.", "clicks (1)clicks (2)") == []
+    assert _lacking(same, "All configurations are equal.", "clicks (1)clicks (2)") == []
 
 
 def test_runs_of_other_seeds_are_summed_up() -> None:
@@ -291,7 +291,7 @@ def test_a_report_says_where_the_run_came_from_and_how_it_ended() -> None:
     best = {"share_of_best_auroc": 0.953, "best_auroc": 0.8123, "chosen_step": 50}
     text = _text(report.Run("", [*events, early], run_events.click_summary() | best))
     wanted = ["commit0123abcd+", "machinehost, 8 CPUs", "commandrayrec train criteo_demo", "weights to usestep 50"]
-    wanted += ["early stopat step 100 of 100: no better since step 50"]
+    wanted += ["early stopat step 100 of 100: no improvement since step 50"]
     wanted += ["95.3% of the way from 0.5 to the best possible 0.8123"]
     assert _lacking(text, *wanted) == []
 
@@ -313,7 +313,7 @@ def test_writing_several(tmp_path: Path) -> None:
         _write_run(Path(folder))
     assert rayrec.report(one, two, out=out) == out
     assert "2 runs" in _Page(Path(out).read_text()).text
-    for message, runs, place in (("--out", [one, two], None), ("at most 8", [one] * 9, out), ("which run", [], out)):
+    for message, runs, place in (("--out", [one, two], None), ("at most 8", [one] * 9, out), ("missing run folder", [], out)):
         with pytest.raises(InputError, match=message):
             rayrec.report(*runs, out=place)
 
@@ -350,7 +350,7 @@ def test_lines_are_told_apart_without_their_colours() -> None:
 
 def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
     words = ["start 2", "interpreter and imports", "restoring the checkpoint", "later_stage"]
-    assert _lacking(_starts(run_events.run()), *words, "together", "16 s", "10 s") == []
+    assert _lacking(_starts(run_events.run()), *words, "total", "16 s", "10 s") == []
     assert training.start_up([]) is None
     many: list[dict[str, Any]] = [{"time": 0.0, "kind": "run"}]
     for number in range(1, 10):

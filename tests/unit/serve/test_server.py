@@ -250,15 +250,15 @@ def test_no_server_is_named() -> None:
 @pytest.mark.parametrize(
     ("model", "given", "unused"),
     [
-        ("a", {"swap": True, "shadow": "b"}, "swap: .* takes no shadow"),
-        ("a", {"swap": True, "follow": "best"}, "swap: .* takes no follow"),
-        (None, {"rollback": True, "shadow": "b"}, "rollback: .* takes no shadow"),
-        (None, {"no_shadow": True, "shadow": "b"}, "no_shadow: .* takes no shadow"),
-        (None, {"stop": True, "port": 81, "replicas": 2}, "stop: .* takes no port, replicas"),
-        (None, {"shadow": "b", "follow": "newest"}, "shadow: .* takes no follow"),
-        (None, {"rollback": True, "stop": True}, "one at a time"),
+        ("a", {"swap": True, "shadow": "b"}, "swap: .* Omit shadow"),
+        ("a", {"swap": True, "follow": "best"}, "swap: .* Omit follow"),
+        (None, {"rollback": True, "shadow": "b"}, "rollback: .* Omit shadow"),
+        (None, {"no_shadow": True, "shadow": "b"}, "no_shadow: .* Omit shadow"),
+        (None, {"stop": True, "port": 81, "replicas": 2}, "stop: .* Omit port, replicas"),
+        (None, {"shadow": "b", "follow": "newest"}, "shadow: .* Omit follow"),
+        (None, {"rollback": True, "stop": True}, "one at a time, got rollback and stop"),
         ("a", {"rollback": True}, "take no model"),
-        (None, {"swap": True}, "which model"),
+        (None, {"swap": True}, "missing model"),
     ],
 )
 def test_what_a_running_server_is_not_told_is_refused(model: str | None, given: dict[str, Any], unused: str) -> None:

@@ -104,9 +104,9 @@ def test_the_same_call_trains_nothing_twice(found: dict[str, Any], config: Train
     assert again == found
     assert [place.read_bytes() for place in events] == before
     for changes, message in (
-        ({"search": {RATE: {"grid": [0.1]}}}, "holds a search with another space; give the same ones"),
-        ({"trials": 3}, "holds a search with another options"),
-        ({"stop_early": False}, "holds a search with another options and waves"),
+        ({"search": {RATE: {"grid": [0.1]}}}, "contains a search with a different space. Use the same"),
+        ({"trials": 3}, "contains a search with a different options"),
+        ({"stop_early": False}, "contains a search with a different options and waves"),
     ):
         with pytest.raises(InputError, match=message):
             rayrec.tune(config, **{"search": SEARCH, "console": QUIET, **changes})

@@ -39,8 +39,8 @@ def test_the_table_has_a_line_a_trial() -> None:
     assert lines[3].endswith("InputError: <too> large")
     assert "Trial 1 is best: auroc 0.75000 on 1,429 validation rows" in lines[4]
     assert "workload.model.dropout 0.25, batch_size 512" in lines[4]
-    assert lines[5] == "13.5% of the rows of these trials were trained; the others were stopped early."
-    assert "On 1,428 test rows its AUROC is +0.01200 above" in lines[6]
+    assert lines[5] == "Trained 13.5% of the rows of these trials, because weak trials were stopped early."
+    assert "On 1,428 test rows, its AUROC differs by +0.01200 from" in lines[6]
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
 
 
@@ -48,7 +48,7 @@ def test_what_is_not_known_is_not_told() -> None:
     own = {"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}
     text = table_text(found(best=own, compared=None, trained_share=1.0))
     assert "It has the settings of the recipe." in text
-    assert "above that of the recipe" not in text
+    assert "differs by" not in text
     assert "stopped early" not in text
     nothing = dict.fromkeys(("difference", "low", "high", "p_value"))
     assert "1,428 test rows are too few" in table_text(found(compared={"auroc": nothing}))

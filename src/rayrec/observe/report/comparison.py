@@ -27,7 +27,7 @@ def write(folders: Sequence[str], *, out: str, price: Price | None = None) -> st
     """Write the comparison report to the file or folder `out` and return its path. Raises InputError if a folder contains no
     run, or for more runs than the charts can distinguish."""
     if len(folders) > NUM_SERIES:
-        raise InputError(f"{len(folders)} runs: at most {NUM_SERIES} can be told apart on one page")
+        raise InputError(f"runs: must be at most {NUM_SERIES}, to be distinguishable, got {len(folders)}")
     return save(render([read(folder) for folder in folders], price=price), out)
 
 
@@ -98,7 +98,7 @@ def _over_seeds(runs: Sequence[Run]) -> Markup:
         [recipes[key], str(len(group)), *(_mean_text([metrics.get(name) for metrics in group]) for name in names)]
         for key, group in repeated.items()
     ]
-    heads = ["runs that differ in their seed alone", "runs", *(f"test {name}, mean ± sd" for name in names)]
+    heads = ["runs that differ only in seed", "runs", *(f"test {name}, mean ± sd" for name in names)]
     return table(heads, rows, name="Mean over seeds", unfolded=True) if rows else Markup()
 
 
@@ -153,8 +153,8 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> Markup:
         [key, *(fields.get(key, "-") for fields in flat)] for key in keys if len({fields.get(key, "-") for fields in flat}) > 1
     ]
     if not rows:
-        return paragraph("They are the same.")
-    return table(["field", *names], rows, name="What differs in the configurations", unfolded=True)
+        return paragraph("All configurations are equal.")
+    return table(["field", *names], rows, name="Configuration differences", unfolded=True)
 
 
 def _flat(fields: Any, prefix: str = "") -> dict[str, str]:

@@ -35,7 +35,7 @@ def calibration(events: Sequence[Event]) -> Section | None:
     most = max(max(group["predicted"], group["observed"]) for group in bins)
     lines = [
         Line("observed", [(group["predicted"], group["observed"]) for group in bins]),
-        Line("as predicted", [(0.0, 0.0), (most, most)]),
+        Line("ideal", [(0.0, 0.0), (most, most)]),
     ]
     chart = line_chart(
         f"Share of clicks in the {name} rows, by predicted probability", lines, x_label="predicted probability", from_zero=True
@@ -58,7 +58,7 @@ def categories(events: Sequence[Event]) -> Section | None:
         ]
         for column in shown[-1]["columns"]
     ]
-    heads = ["column", "known categories", "rows of its table", "unknown", "missing"]
+    heads = ["column", "known categories", "table rows", "unknown", "missing"]
     told = paragraph(f"Unknown and missing: share of the values of the {shown[-1]['set']} rows.")
     return Section("Categories", told + table(heads, rows, name="Categories"))
 

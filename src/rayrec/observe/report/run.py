@@ -44,7 +44,7 @@ def read(folder: str) -> Run:
     """Read the run in `folder`, a path or URL. Raises InputError if it contains no run."""
     config, summary = storage.join(folder, "config.yaml"), storage.join(folder, "summary.json")
     if not storage.exists(config):
-        raise InputError(f"{folder}: not the folder of a run, which holds a config.yaml; give storage_path/name of one")
+        raise InputError(f"{folder}: not a run folder (config.yaml not found). Set storage_path/name of a run.")
     return Run(
         storage.read_text(config),
         read_events(storage.join(folder, "events.jsonl")),
@@ -76,7 +76,7 @@ def write_or_note(folder: str, *, note: Callable[[str], None]) -> None:
     try:
         write(folder)
     except Exception as error:
-        note(f"{folder}: no report could be written ({' '.join(str(error).split())}); `rayrec report` tries again")
+        note(f"Cannot write the report of {folder}: {' '.join(str(error).split())}. Retry with `rayrec report`.")
 
 
 def render(run: Run, *, price: Price | None = None) -> str:
@@ -113,7 +113,7 @@ def _facts(run: Run) -> Markup:
     early, last = run.sums.latest.get("early_stop"), run.sums.latest.get("step")
     if early is not None:
         planned = f" of {last['steps']:,}" if last and last["steps"] else ""
-        named.append(("early stop", f"at step {early['step']:,}{planned}: no better since step {early['best_step']:,}"))
+        named.append(("early stop", f"at step {early['step']:,}{planned}: no improvement since step {early['best_step']:,}"))
     if run.summary is not None:
         named.append(("weights to use", f"step {run.summary['chosen_step']:,}"))
         if "share_of_best_auroc" in run.summary:
@@ -156,7 +156,7 @@ def figures(run: Run) -> Markup:
     if spent:
         named += [
             ("lost to restarts", duration_text(sum(restart.lost_s for restart in spent))),
-            ("steps done again", f"{sum(restart.steps_redone for restart in spent):,}"),
+            ("repeated steps", f"{sum(restart.steps_redone for restart in spent):,}"),
         ]
     return tiles(named)
 

@@ -30,7 +30,7 @@ STEP_CHARTS: Final = (
     ("Share of the device's measured peak (a lower bound)", "peak_fraction"),
     ("Learning rate", "learning_rate"),
     ("Memory of the largest worker (bytes)", "memory_bytes"),
-    ("Most memory that tensors took of a GPU (bytes)", "device_memory_bytes"),
+    ("Peak GPU memory of tensors (bytes)", "device_memory_bytes"),
 )
 """Title and step-event field of each chart over time."""
 
@@ -101,7 +101,7 @@ def time_split(events: Sequence[Event]) -> Section | None:
     if not names:
         return None
     shown = [WORDS[name] for name in names]
-    whole = stacked_bars("The run as a whole", shown, [Bar("in all", [spent[name] for name in names])], text=duration_text)
+    whole = stacked_bars("Full run", shown, [Bar("total", [spent[name] for name in names])], text=duration_text)
     if len(edges) < 3:
         return Section("Where the time went", whole)
     bars = []
@@ -109,7 +109,7 @@ def time_split(events: Sequence[Event]) -> Section | None:
         seconds = [after[name] - before[name] for name in names]
         last = events[steps[edge - 1]]["step"]
         bars.append(Bar(f"to step {last:,}", [part / max(sum(seconds), 1e-12) for part in seconds]))
-    shares = stacked_bars("In the course of the run", shown, bars, text=lambda value: f"{value:.1%}")
+    shares = stacked_bars("Over the run", shown, bars, text=lambda value: f"{value:.1%}")
     return Section("Where the time went", whole + shares)
 
 
@@ -117,16 +117,16 @@ def stages(side: DataSide | None) -> Section | None:
     """Show the measured and possible speed of each data stage."""
     if side is None or not side.stages:
         return None
-    heads = ["stage", "rows/s it could do alone", "busy", "computing", "queued for a CPU"]
+    heads = ["stage", "possible rows/s", "busy", "computing", "queued for a CPU"]
     rows = []
     for stage in side.stages:
         shares = [f"{share:.1%}" for share in (stage.busy, stage.cpu_share, stage.queue_share)]
         rows.append([stage.name, number_text(round(stage.rows_per_s)), *shares])
     told = [
-        ("CPUs for it", f"{side.cpus:g}, busy {side.busy:.1%} of the time"),
+        ("data CPUs", f"{side.cpus:g}, busy {side.busy:.1%} of the time"),
         ("rows/s", number_text(round(side.rows_per_s))),
-        ("rows/s without a pause", number_text(round(side.capacity_rows_per_s or 0.0))),
-        ("rows that lay ready", number_text(round(side.backlog_rows))),
+        ("possible rows/s", number_text(round(side.capacity_rows_per_s or 0.0))),
+        ("rows ready", number_text(round(side.backlog_rows))),
     ]
     if side.store_fill is not None:
         spilled = f", {size_text(side.spilled_bytes)} spilled to disk" if side.spilled_bytes else ""
@@ -146,7 +146,7 @@ def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
     ]
     if not rows:
         return None
-    rows.append(["together", *(duration_text(sum(stages.values())) for stages in stages_of)])
+    rows.append(["total", *(duration_text(sum(stages.values())) for stages in stages_of)])
     heads = ["stage", *(f"start {number}" for number, _ in shown)]
     return Section("Start-up", table(heads, rows, name="Stages of the start"))
 
@@ -167,7 +167,7 @@ def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
         if not alive:
             continue
         text = f"attempt {number}, {attempt.num_workers} workers: {clock_text(alive[0])} to {clock_text(alive[-1])}"
-        trained.append(Span(alive[0], alive[-1], f"{text}, {attempt.end or 'under way'}"))
+        trained.append(Span(alive[0], alive[-1], f"{text}, {attempt.end or 'in progress'}"))
         cost = attempt.restart
         if cost is not None:
             text = f"{duration_text(cost.lost_s)}: {cost.cause}"
@@ -176,7 +176,7 @@ def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
         (name, [Moment(_since(events, event), f"step {event['step']:,}") for event in events if event["kind"] == kind])
         for name, kind in (("evaluations", "evaluate"), ("checkpoints", "checkpoint"))
     ]
-    drawn = timeline("What happened when", [("training", trained), ("restarts", down)], moments)
+    drawn = timeline("Timeline", [("training", trained), ("restarts", down)], moments)
     return Section("Attempts", drawn + _attempts(tried))
 
 
@@ -184,11 +184,11 @@ def _attempts(tried: Sequence[Attempt]) -> Markup:
     rows = []
     for number, attempt in enumerate(tried, start=1):
         steps = ["-" if step is None else f"{step:,}" for step in (attempt.first_step, attempt.last_step)]
-        end = attempt.end or "under way, or its end was not told"
+        end = attempt.end or "in progress, or unknown"
         cost = attempt.restart
         lost = [duration_text(cost.lost_s), f"{cost.steps_redone:,}"] if cost else ["", ""]
         rows.append([str(number), clock_text(attempt.begin_s), str(attempt.num_workers or "-"), *steps, end, *lost])
-    heads = ["attempt", "after", "workers", "from step", "to step", "ended", "time lost before", "steps done again"]
+    heads = ["attempt", "after", "workers", "from step", "to step", "ended", "time lost before", "repeated steps"]
     return table(heads, rows, name="Attempts")
 
 
@@ -207,7 +207,7 @@ def checkpoints(events: Sequence[Event]) -> Section:
             continue
         step = f"{event['step']:,}" if kind in ("checkpoint", "checkpoint_late") else ""
         rows.append([clock_text(_since(events, event)), step, *saved, trouble])
-    heads = ["after", "step", "size", "training held up", "written in", "trouble"]
+    heads = ["after", "step", "size", "training blocked", "written in", "problem"]
     return Section("Checkpoints", table(heads, rows, name="Checkpoints") if rows else Markup())
 
 
@@ -218,7 +218,7 @@ def profiles(events: Sequence[Event]) -> Section:
         for event in events
         if event["kind"] in ("profile", "profile_failed")
     ]
-    return Section("Profiles", table(["after", "step", "folder", "trouble"], rows, name="Profiles") if rows else Markup())
+    return Section("Profiles", table(["after", "step", "folder", "problem"], rows, name="Profiles") if rows else Markup())
 
 
 def costs(cost: Cost | None) -> Section | None:

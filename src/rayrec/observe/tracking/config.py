@@ -45,8 +45,8 @@ class TrackersConfig(Config):
         super().__post_init__()
         if self.mlflow_uri and (urlsplit(self.mlflow_uri).username or urlsplit(self.mlflow_uri).password):
             raise InputError(
-                "trackers.mlflow_uri: holds a user or a password, which would be written into config.yaml; give them as "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                "trackers.mlflow_uri: must not contain a user or password, because it is saved in config.yaml. Use "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
             )
 
     def check(self, environment: Mapping[str, str]) -> None:
@@ -55,9 +55,7 @@ class TrackersConfig(Config):
             require("mlflow", extra="mlflow")
             uri = self.mlflow_uri or environment.get("MLFLOW_TRACKING_URI")
             if not uri:
-                raise InputError(
-                    "trackers.mlflow: which server? give --trackers.mlflow-uri or set MLFLOW_TRACKING_URI in the environment"
-                )
+                raise InputError("trackers.mlflow: missing server. Set --trackers.mlflow-uri or MLFLOW_TRACKING_URI.")
             _check_mlflow_uri(uri)
         if self.wandb != "off":
             require("wandb", extra="wandb")
@@ -96,11 +94,11 @@ def _check_mlflow_uri(uri: str) -> None:
         missing = [module for module in ("sqlalchemy", "alembic") if importlib.util.find_spec(module) is None]
         if missing:
             raise InputError(
-                f"trackers.mlflow_uri: {without_users(uri)}: databases need the whole package, `pip install mlflow`, and only "
-                "its client (mlflow-skinny) is installed; or give a server (http://host:port) or a folder (file:/path)"
+                f"trackers.mlflow_uri: {without_users(uri)}: databases require the full package, but only mlflow-skinny is "
+                "installed. Run `pip install mlflow`, or use a server (http://host:port) or a folder (file:/path)."
             )
     elif scheme not in _MLFLOW_SCHEMES:
         raise InputError(
-            f"trackers.mlflow_uri: {without_users(uri)}: MLflow does not know {scheme}:; give a server (http://host:port), a "
-            "folder (file:/path) or a database (sqlite:///file.db)"
+            f"trackers.mlflow_uri: {without_users(uri)}: MLflow does not support {scheme}:. Use a server (http://host:port), a "
+            "folder (file:/path) or a database (sqlite:///file.db)."
         )

@@ -152,7 +152,7 @@ class Feed:
         """Wait for the thread until `deadline_s` of the monotonic clock, after `stop` is set."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            self._tell(f"not done {CLOSE_S:.0f} s after the end; its last events may be missing there")
+            self._tell(f"not finished {CLOSE_S:.0f} s after the end. The last events may be missing.")
             if isinstance(self._tracker, Lingering):
                 self._tracker.abandon()
                 # The interpreter may abort if its shutdown interrupts the thread in foreign code.
@@ -170,7 +170,7 @@ class Feed:
             tracker.close()
         except Exception as error:  # No tracker error may end the run.
             self.num_failures += 1
-            self._tell(f"{_line(error)}; the run continues without it")
+            self._tell(f"{_line(error)}. Continuing without it.")
 
     def _take(self, tracker: Tracker, event: dict[str, Any]) -> None:
         try:
@@ -178,7 +178,7 @@ class Feed:
             tracker.update(event, self._summary)
         except Exception as error:  # For example, an event of another version.
             self.num_failures += 1
-            self._tell(f"an event of kind {event['kind']} was left out ({_line(error)}); later ones are only counted")
+            self._tell(f"skipping an event of kind {event['kind']} ({_line(error)}). Later ones are only counted.")
         self._has_taken = True
 
     def _deliver_due(self, tracker: Tracker) -> None:
@@ -192,7 +192,7 @@ class Feed:
                 break
             except Exception as error:  # See `_run`.
                 self.num_failures += 1
-                self._tell(f"{_line(error)}; it is tried again, and the run continues")
+                self._tell(f"{_line(error)}. Retrying while the run continues.")
             if self._stop.wait(pause_s):
                 break
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)

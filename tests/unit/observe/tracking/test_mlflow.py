@@ -82,9 +82,9 @@ def test_servers_and_folders_are_accepted(uri: str) -> None:
 @pytest.mark.parametrize(
     ("uri", "line"),
     [
-        ("sqlite:///mlflow.db", "sqlite:///mlflow.db: databases need the whole package, `pip install mlflow`"),
-        ("postgresql+psycopg2://me:hush@host/db", r"postgresql\+psycopg2://\*\*\*@host/db: databases need"),
-        ("s3://bucket/mlruns", "s3://bucket/mlruns: MLflow does not know s3:; give a server"),
+        ("sqlite:///mlflow.db", "sqlite:///mlflow.db: databases require the full package, .* `pip install mlflow`"),
+        ("postgresql+psycopg2://me:hush@host/db", r"postgresql\+psycopg2://\*\*\*@host/db: databases require"),
+        ("s3://bucket/mlruns", "s3://bucket/mlruns: MLflow does not support s3:. Use a server"),
     ],
 )
 def test_an_address_that_cannot_be_written_to_is_refused_before_the_run(

@@ -75,7 +75,7 @@ def test_every_event_arrives_once_and_in_order(tmp_path: Path) -> None:
 def test_a_tracker_that_fails_for_a_while_gets_everything_later(tmp_path: Path) -> None:
     flaky, steady = Recorder(failures=4), Recorder()
     notes = follow(tmp_path / "events.jsonl", {"flaky": flaky, "steady": steady}, pause_s=0.05)
-    assert notes == ["flaky: connection refused; it is tried again, and the run continues"]  # once
+    assert notes == ["flaky: connection refused. Retrying while the run continues."]  # once
     assert [event["step"] for event in flaky.delivered] == list(range(5))
     assert steady.delivered == flaky.delivered
 
@@ -109,7 +109,7 @@ def test_errors_name_no_password(tmp_path: Path, message: str, told: str) -> Non
     path = tmp_path / "events.jsonl"
     with tracking({"MLflow": make}, str(path), note=notes.append), EventWriter(path) as writer:
         writer.write("failure", cause=message, causes=[ConnectionError(message)])
-    assert notes == [f"MLflow: {told}; the run continues without it"]
+    assert notes == [f"MLflow: {told}. Continuing without it."]
     (event,) = read_events(path)
     assert (event["cause"], event["causes"]) == (told, [told])
 
@@ -130,7 +130,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
     begin_s = time.monotonic()
     notes = follow(tmp_path / "events.jsonl", {"hanging": hanging, "steady": steady})
     assert 0.5 <= time.monotonic() - begin_s < 15
-    assert notes == ["hanging: not done 1 s after the end; its last events may be missing there"]
+    assert notes == ["hanging: not finished 1 s after the end. The last events may be missing."]
     assert steady.closed
 
 
@@ -141,7 +141,7 @@ def test_an_event_a_tracker_cannot_read_is_left_out(tmp_path: Path) -> None:
         writer.write("odd", step=1)
     picky = Recorder(refuse="odd")
     notes = follow(path, {"picky": picky})
-    assert notes == ["picky: an event of kind odd was left out ('loss'); later ones are only counted"]
+    assert notes == ["picky: skipping an event of kind odd ('loss'). Later ones are only counted."]
     assert len(picky.delivered) == 5
 
 
@@ -152,7 +152,7 @@ def test_a_tracker_that_cannot_be_made_is_noted(tmp_path: Path) -> None:
     notes: list[str] = []
     with tracking({"MLflow": make}, str(tmp_path / "events.jsonl"), note=notes.append):
         pass
-    assert notes == ["MLflow: No module named 'mlflow'; the run continues without it"]
+    assert notes == ["MLflow: No module named 'mlflow'. Continuing without it."]
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:

@@ -174,5 +174,5 @@ def test_a_server_out_of_reach_does_not_keep_the_process(tmp_path: Path) -> None
     command = [sys.executable, "-c", UNREACHABLE, str(tmp_path)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "not done" in run.stdout
+    assert "not finished" in run.stdout
     assert "threads []" in run.stdout  # none that the interpreter's end would find within W&B's code

@@ -84,7 +84,7 @@ def test_a_profile_that_makes_integers_categories_is_planned_with_all_its_column
 def test_the_command_takes_sizes(arguments: list[str], expected: Any) -> None:
     seen = parse(COMMANDS["plan"], ["criteo_demo", *arguments, "--cluster=cpus=2"]).keywords
     assert seen == {"cluster": "cpus=2", **expected}
-    with pytest.raises(InputError, match="'3,x' is neither mlperf nor numbers of rows"):
+    with pytest.raises(InputError, match=r"must be mlperf or row counts of at least 1, .* got '3,x'"):
         parse(COMMANDS["plan"], ["criteo_demo", "--tables", "3,x"])
 
 
