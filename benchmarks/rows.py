@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rayrec.config import line_of
 from rayrec.environment.installation import versions
-from rayrec.observe.event_lines import without_secrets
+from rayrec.observe.event_lines import redact_secrets
 
 Found = TypeVar("Found")
 
@@ -106,8 +106,8 @@ def attempt(name: str, function: Callable[[], Found]) -> Found | Any:
     try:
         return function()
     except Exception as error:
-        say(without_secrets(f"  {name} failed: {error}"))
-        return Failed(without_secrets(line_of(error)))
+        say(redact_secrets(f"  {name} failed: {error}"))
+        return Failed(redact_secrets(line_of(error)))
 
 
 @contextlib.contextmanager
@@ -118,8 +118,8 @@ def part(name: str, workload: str, *, passing: tuple[type[Exception], ...] = ())
     except passing:
         raise
     except Exception as error:
-        say(without_secrets(traceback.format_exc()))
-        cause = Failed(without_secrets(line_of(error)))
+        say(redact_secrets(traceback.format_exc()))
+        cause = Failed(redact_secrets(line_of(error)))
         emit(name, peer=None, workload=workload, unit="value", value=cause, ratio=None, repeats=0)
 
 

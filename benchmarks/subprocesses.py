@@ -12,7 +12,7 @@ from typing import Any
 
 from rows import say
 
-from rayrec.observe.event_lines import without_secrets
+from rayrec.observe.event_lines import redact_secrets
 
 HERE = Path(__file__).parent
 
@@ -35,7 +35,7 @@ def check_ended(name: str, status: int, stderr: str) -> None:
         return
     said = [" ".join(line.split()) for line in stderr.splitlines() if re.search(r"\w", line)]
     how = f"signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"status {status}"
-    say(without_secrets(stderr[-4000:]))
+    say(redact_secrets(stderr[-4000:]))
     raise RuntimeError(f"{name} ended with {how}: {said[-1] if said else 'no message'}")
 
 

@@ -81,7 +81,7 @@ def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_
     )
     config = config.replace(evaluate_every=_steps(config, path) // EVALUATIONS)
     seconds: list[float] = []
-    prepared: Any = search._prepared  # nothing else says what it takes
+    prepared: Any = search._prepare  # nothing else says what it takes
 
     def timed(*arguments: Any) -> Any:
         start_s = time.perf_counter()
@@ -89,11 +89,11 @@ def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_
         seconds.append(time.perf_counter() - start_s)
         return result
 
-    search._prepared = timed  # type: ignore[assignment]
+    search._prepare = timed  # type: ignore[assignment]
     try:
         found = rayrec.tune(config, search=grid, stop_early=stop_early, console=Console(quiet=True))
     finally:
-        search._prepared = prepared
+        search._prepare = prepared
     folder = found["folder"]
     best = os.path.join(folder, "trials", f"trial_{found['best']['number']:04d}", "summary.json")
     searched = Searched(found, folder, read_json(best)["metrics"]["auroc"], seconds[0])

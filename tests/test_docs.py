@@ -42,7 +42,7 @@ from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
 from rayrec.observe import console
-from rayrec.observe.event_lines import TORN_LINE
+from rayrec.observe.event_lines import INCOMPLETE_LINE
 from rayrec.observe.events import KINDS
 from rayrec.recipes import load_config
 from rayrec.tuning.space import TuneConfig
@@ -593,7 +593,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_every_kind_of_event_is_described() -> None:
-    assert {kind for kind, _ in _tool("reference").written_events()} | {TORN_LINE} == set(KINDS)
+    assert {kind for kind, _ in _tool("reference").written_events()} | {INCOMPLETE_LINE} == set(KINDS)
 
 
 @pytest.fixture(scope="module")

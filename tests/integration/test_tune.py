@@ -15,7 +15,7 @@ from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.ray_pool import RayPool
 from rayrec.tuning.space import TuneConfig
-from rayrec.tuning.trials import Job, Standing, folder_of
+from rayrec.tuning.trials import Job, TrialState, folder_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
@@ -59,7 +59,7 @@ def dies(job: Job, *, stop: threading.Event) -> None:
         assert stop.wait(60)
         (folder / "stopped").touch()
         raise SystemExit(143)
-    Standing("finished", (0.5,)).save(str(folder))
+    TrialState("finished", (0.5,)).save(str(folder))
 
 
 def test_a_trial_whose_process_dies_resumes_in_another_one(local_ray: None, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_trial_whose_process_dies_resumes_in_another_one(local_ray: None, tmp_
         assert sorted(pool.next().number for _ in first) == [0, 1, 2]
     finally:
         pool.close()
-    standings = [Standing.of(folder_of(job.config)) for job in first]
+    standings = [TrialState.of(folder_of(job.config)) for job in first]
     assert [standing.state for standing in standings] == ["failed", "finished", "finished"]
     assert standings[0].error is not None
     assert standings[0].error.startswith("process killed 2 times")
@@ -117,7 +117,7 @@ def test_a_signal_stops_the_trials_in_progress(local_ray: None, tmp_path: Path) 
     finally:
         pool.close()
     assert (place / "stopped").exists()
-    assert Standing.of(str(place)).state == "new"
+    assert TrialState.of(str(place)).state == "new"
 
 
 def test_a_trial_that_fits_on_no_node_is_refused(local_ray: None) -> None:

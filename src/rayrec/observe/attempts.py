@@ -56,8 +56,8 @@ class Attempts:
         """Process the next event."""
         kind = event["kind"]
         self._begin_s = event["time"] if self._begin_s is None else self._begin_s
-        asked_for = kind == "summary" or bool(kind == "stop" and event.get("paused"))
-        self._prolong_restart(event, asked_for=asked_for)
+        is_planned = kind == "summary" or bool(kind == "stop" and event.get("paused"))
+        self._prolong_restart(event, is_planned=is_planned)
         if kind == "run":
             self._driver_begun = True
             if self._alive_s is not None:
@@ -79,7 +79,7 @@ class Attempts:
         elif kind in ("step", "evaluate"):
             self._change(last_step=event["step"])
             self._step = event["step"] if kind == "step" else self._step
-        if asked_for:  # Extending or pausing a run is not a loss.
+        if is_planned:  # Extending or pausing a run is not a loss.
             self._alive_s = self._cause = None
         elif kind in _SIGNS_OF_LIFE:
             self._alive_s = event["time"]
@@ -106,14 +106,14 @@ class Attempts:
         if self.all:
             self.all[-1] = replace(self.all[-1], **fields)
 
-    def _prolong_restart(self, event: Event, *, asked_for: bool) -> None:
+    def _prolong_restart(self, event: Event, *, is_planned: bool) -> None:
         """Extend the current restart until a step is trained, or until it fails again before that."""
         kind = event["kind"]
-        if self._restarting is None or not (asked_for or kind == "finish" or kind in _SIGNS_OF_LIFE):
+        if self._restarting is None or not (is_planned or kind == "finish" or kind in _SIGNS_OF_LIFE):
             return
         number, alive_s = self._restarting
         restart = self.all[number].restart
         assert restart is not None
         self.all[number] = replace(self.all[number], restart=replace(restart, lost_s=event["time"] - alive_s))
-        if asked_for or kind in ("start", "step", "finish"):
+        if is_planned or kind in ("start", "step", "finish"):
             self._restarting = None

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from rayrec.observe.data_side import DataSide
+from rayrec.observe.data_side import PipelineStats
 from rayrec.observe.run_summary import RunSummary, Saves
-from rayrec.observe.timing import PHASES, WORDS, TimeSplit
+from rayrec.observe.timing import PHASES, WORDS, TimeBreakdown
 from rayrec.quantities import number_text, size_text
 
 Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]
@@ -27,11 +27,11 @@ _LARGEST_LIFT: Final = 4.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """The bottleneck of a run."""
 
     bottleneck: Bottleneck
-    share: float
+    fraction: float
     """Share of time that the bottleneck takes."""
     cause: str | None
     """Cause. For data: storage, object_store, the stage that keeps the CPUs busy (read, parse, encode), delivery (rows are
@@ -40,35 +40,35 @@ class Verdict:
     """Explanation and fix, in plain words."""
 
 
-def verdict(run: RunSummary) -> Verdict | None:
+def diagnose(run: RunSummary) -> Diagnosis | None:
     """Diagnose a run, finished or not. None if no step was logged. Skips the first interval after each start, unless there are
     no others."""
     split = run.warm_time if run.warm_time.training_s else run.time
     if not split.training_s:
         return None
-    shares = split.shares()
+    fractions = split.fractions()
     # The last save and evaluation of a running run are still to come.
     avoidable: tuple[Bottleneck, ...] = ("data", "collectives", "host_to_device", "checkpoint", "evaluation")
-    worst = max(avoidable, key=lambda name: shares[name])
-    share = shares[worst]
-    if share < _WORTH_TELLING:
+    worst = max(avoidable, key=lambda name: fractions[name])
+    fraction = fractions[worst]
+    if fraction < _WORTH_TELLING:
         return _model(run, split)
     if worst == "data":
         return _data(run.data.side(), split)
     if worst == "checkpoint":
-        return Verdict(worst, share, None, _checkpoint_text(run.saves, share))
+        return Diagnosis(worst, fraction, None, _checkpoint_text(run.saves, fraction))
     if worst == "collectives":
         return _collectives(split)
     texts = {
-        "host_to_device": "Copying batches to the device {share} of the time: limited by the link to the device. Use fewer dense "
-        "columns or ids per row.",
-        "evaluation": "Evaluating {share} of the time. Use a larger --evaluate-every, or a smaller log for --eval-data.path.",
+        "host_to_device": "Copying batches to the device {fraction} of the time: limited by the link to the device. Use fewer "
+        "dense columns or ids per row.",
+        "evaluation": "Evaluating {fraction} of the time. Use a larger --evaluate-every, or a smaller log for --eval-data.path.",
     }
-    return Verdict(worst, share, None, texts[worst].format(share=_percent(share)))
+    return Diagnosis(worst, fraction, None, texts[worst].format(fraction=_percent(fraction)))
 
 
-def _percent(share: float) -> str:
-    return f"{share * 100:.0f} %"
+def _percent(fraction: float) -> str:
+    return f"{fraction * 100:.0f} %"
 
 
 def _rate(rows_per_s: float) -> str:
@@ -80,48 +80,48 @@ def _rate(rows_per_s: float) -> str:
 # -- data
 
 
-def _data(side: DataSide | None, split: TimeSplit) -> Verdict:
-    share = split.shares()["data"]
+def _data(side: PipelineStats | None, split: TimeBreakdown) -> Diagnosis:
+    fraction = split.fractions()["data"]
 
-    def found(cause: str, text: str) -> Verdict:
-        return Verdict("data", share, cause, f"Blocked on data {_percent(share)} of the time: {text}")
+    def diagnosis(cause: str, text: str) -> Diagnosis:
+        return Diagnosis("data", fraction, cause, f"Blocked on data {_percent(fraction)} of the time: {text}")
 
     if side is None or not side.stages:
-        return found("unknown", "the data stages were not measured.")
+        return diagnosis("unknown", "the data stages were not measured.")
     now = split.rows / split.training_s if split.training_s else 0.0
     unblocked = now * min(_LARGEST_LIFT, split.training_s / max(split.training_s - split.times_s["data"], 1e-9))
-    if side.spilling_share >= _SPILLING or (side.store_fill or 0.0) >= _FULL_STORE:
-        return found("object_store", _store_text(side))
+    if side.spilling_fraction >= _SPILLING or (side.store_fill or 0.0) >= _FULL_STORE:
+        return diagnosis("object_store", _store_text(side))
     threads = [stage.name for stage in side.stages] == ["read"]  # Workers read rows in their own threads.
-    if side.storage_share >= _WAITS_FOR_STORAGE and side.busy >= _BUSY / 2:
-        wait = f"waiting for storage is {_percent(side.storage_share)} of the data work. Use faster storage, or"
+    if side.storage_fraction >= _WAITS_FOR_STORAGE and side.busy >= _BUSY / 2:
+        wait = f"waiting for storage is {_percent(side.storage_fraction)} of the data work. Use faster storage, or"
         if threads:
-            return found("storage", f"{wait} a larger --train-data.prefetch-blocks.")
-        return found("storage", f"{wait} more CPUs: {_more(side, now, unblocked)}")
+            return diagnosis("storage", f"{wait} a larger --train-data.prefetch-blocks.")
+        return diagnosis("storage", f"{wait} more CPUs: {_cpu_advice(side, now, unblocked)}")
     if side.busy < _BUSY:
-        return found(
+        return diagnosis(
             "delivery",
             f"data tasks pause {_percent(1 - side.busy)} of the time, so rows are made in time but delivered late. Use a larger "
             "--train-data.prefetch-blocks, or smaller --train-data.block-bytes.",
         )
-    slowest = max(side.stages, key=lambda stage: stage.share)
+    slowest = max(side.stages, key=lambda stage: stage.fraction)
     if threads:
-        return found(
+        return diagnosis(
             slowest.name,
             f"the reader thread of each worker is always busy, at {_rate(now)} in total. Use more workers, or less work per row.",
         )
-    what = {"read": "read", "parse": "read and parse", "encode": "parse and encode"}[slowest.name]
+    tasks = {"read": "read", "parse": "read and parse", "encode": "parse and encode"}[slowest.name]
     starved = ""
     if side.contention < _CONTENDED:
         starved = f" (and get only {_percent(side.contention)} of a CPU each, because other processes use them)"
-    return found(
+    return diagnosis(
         slowest.name,
-        f"the tasks that {what} are CPU-bound{starved}, {_percent(slowest.share)} of it to {slowest.name}. "
-        f"{_more(side, now, unblocked)} `rayrec preprocess` avoids most of this work.",
+        f"the tasks that {tasks} are CPU-bound{starved}, {_percent(slowest.fraction)} of it to {slowest.name}. "
+        f"{_cpu_advice(side, now, unblocked)} `rayrec preprocess` avoids most of this work.",
     )
 
 
-def _more(side: DataSide, now: float, unblocked: float) -> str:
+def _cpu_advice(side: PipelineStats, now: float, unblocked: float) -> str:
     """Return how many more CPUs for data tasks would avoid all waiting, and the resulting speed."""
     more = max(1, math.ceil(side.cpus * (unblocked / now - 1))) if now else 1
     lifted = min(unblocked, now * (side.cpus + more) / side.cpus)
@@ -129,13 +129,13 @@ def _more(side: DataSide, now: float, unblocked: float) -> str:
     return f"{cpus} would raise {_rate(now)} to about {_rate(lifted)}."
 
 
-def _store_text(side: DataSide) -> str:
-    told = f"{size_text(side.spilled_bytes)} were spilled from the object store to disk"
+def _store_text(side: PipelineStats) -> str:
+    text = f"{size_text(side.spilled_bytes)} were spilled from the object store to disk"
     if side.store_fill is not None and side.store_fill >= _FULL_STORE:
-        told = f"the object store is {_percent(side.store_fill)} full"
-        told += f" and {size_text(side.spilled_bytes)} were spilled to disk" if side.spilled_bytes else ""
+        text = f"the object store is {_percent(side.store_fill)} full"
+        text += f" and {size_text(side.spilled_bytes)} were spilled to disk" if side.spilled_bytes else ""
     return (
-        f"{told}. Use a larger --cluster.object-store-bytes, smaller --train-data.block-bytes or a smaller "
+        f"{text}. Use a larger --cluster.object-store-bytes, smaller --train-data.block-bytes or a smaller "
         "--train-data.prefetch-blocks."
     )
 
@@ -143,56 +143,58 @@ def _store_text(side: DataSide) -> str:
 # -- the rest
 
 
-def _checkpoint_text(saves: Saves, share: float) -> str:
+def _checkpoint_text(saves: Saves, fraction: float) -> str:
     speed = f"{size_text(saves.bytes / saves.write_s)}/s" if saves.write_s else "an unknown speed"
     late = saves.late
     skipped = f", and {late} save{'s were' if late > 1 else ' was'} skipped during an earlier one" if late else ""
     return (
-        f"Blocked on checkpoints {_percent(share)} of the time: storage writes them at {speed}{skipped}. Use a larger "
+        f"Blocked on checkpoints {_percent(fraction)} of the time: storage writes them at {speed}{skipped}. Use a larger "
         "--checkpoint.every, or faster storage for --storage-path."
     )
 
 
-def _collectives(split: TimeSplit) -> Verdict:
+def _collectives(split: TimeBreakdown) -> Diagnosis:
     """Diagnose whether all workers wait for the exchange or for one slow worker, which a mean over many workers hides."""
-    share, shares, most = split.shares()["collectives"], split.shares(), split.most_shares()
-    begin = f"Waiting for other workers {_percent(share)} of the time: "
-    slow = max((name for name in PHASES if name != "collectives"), key=lambda name: most[name] - shares[name])
-    if most[slow] - shares[slow] < _ONE_WORKER * share:
+    fraction, fractions, slowest = split.fractions()["collectives"], split.fractions(), split.slowest_fractions()
+    begin = f"Waiting for other workers {_percent(fraction)} of the time: "
+    slow = max((name for name in PHASES if name != "collectives"), key=lambda name: slowest[name] - fractions[name])
+    if slowest[slow] - fractions[slow] < _ONE_WORKER * fraction:
         text = (
             "exchanging ids, embeddings and gradients is slow, or some workers are slower than others. Use fewer workers "
             "with larger batches, or a faster network."
         )
-        return Verdict("collectives", share, None, begin + text)
+        return Diagnosis("collectives", fraction, None, begin + text)
     remedies = {
         "data": "Its data pipeline is slower. Check the data tasks, storage and CPUs of its node.",
         "host_to_device": "Its link to the device is slower, or shared.",
     }
     text = (
-        f"{WORDS[slow]} takes one worker {_percent(most[slow])} ({_percent(shares[slow])} on average), and the others wait for "
-        f"it. {remedies.get(slow, 'Check the processor of its node for slowness and other jobs.')}"
+        f"{WORDS[slow]} takes one worker {_percent(slowest[slow])} ({_percent(fractions[slow])} on average), and the others wait "
+        f"for it. {remedies.get(slow, 'Check the processor of its node for slowness and other jobs.')}"
     )
-    return Verdict("collectives", share, slow, begin + text)
+    return Diagnosis("collectives", fraction, slow, begin + text)
 
 
-def _model(run: RunSummary, split: TimeSplit) -> Verdict:
-    shares = split.shares()
+def _model(run: RunSummary, split: TimeBreakdown) -> Diagnosis:
+    fractions = split.fractions()
     if not split.measured:
-        text = f"Not limited by waiting: blocked on data {_percent(shares['data'])} of the time."
-        return Verdict("model", shares["other"], None, text)
-    computing = sum(shares[name] for name in ("forward", "backward", "optimizer"))
-    parts = ", ".join(f"{name} {_percent(shares[name])}" for name in ("forward", "backward", "optimizer"))
+        text = f"Not limited by waiting: blocked on data {_percent(fractions['data'])} of the time."
+        return Diagnosis("model", fractions["other"], None, text)
+    computing = sum(fractions[name] for name in ("forward", "backward", "optimizer"))
+    parts = ", ".join(f"{name} {_percent(fractions[name])}" for name in ("forward", "backward", "optimizer"))
     peak = ""
     if run.peak_fraction and run.peak_fraction > 1:  # The peak is the fastest of a few matrix products at worker start.
         peak = ", faster than the peak measured at the start (a lower bound for the device)"
     elif run.peak_fraction:
         peak = f", at {_percent(run.peak_fraction)} of the device's peak"
-    text = f"The model computes {_percent(computing)} of the time ({parts}){peak}, and waits for data {_percent(shares['data'])}."
-    if shares["other"] >= _WORTH_TELLING:
-        text += f" The other {_percent(shares['other'])} is Python between the steps."
+    text = (
+        f"The model computes {_percent(computing)} of the time ({parts}){peak}, and waits for data {_percent(fractions['data'])}."
+    )
+    if fractions["other"] >= _WORTH_TELLING:
+        text += f" The other {_percent(fractions['other'])} is Python between the steps."
     side = run.data.side()
-    capacity = side.capacity_rows_per_s if side is not None and side.storage_share < _WAITS_FOR_STORAGE else None
+    capacity = side.capacity_rows_per_s if side is not None and side.storage_fraction < _WAITS_FOR_STORAGE else None
     now = split.rows / split.training_s
     if capacity is not None and capacity > now:
         text += f" The data pipeline could deliver {number_text(round(capacity, -2))} rows/s, {capacity / now:.1f} times as many."
-    return Verdict("model", computing, None, text)
+    return Diagnosis("model", computing, None, text)

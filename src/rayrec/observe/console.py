@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from rayrec.config import InputError
-from rayrec.observe.panel import line, note_of, panel
+from rayrec.observe.panel import console_line, line, panel
 from rayrec.observe.run_summary import RunSummary
 from rayrec.quantities import number_text
 
@@ -82,7 +82,7 @@ class Console:
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._started: dict[str, float] = {}
-        self._said: dict[str, float] = {}
+        self._last_line_s: dict[str, float] = {}
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -108,21 +108,21 @@ class Console:
         self._progress = None
         self._tasks = {}
 
-    def progress(self, what: str, done: int, total: int | None, note: str = "") -> None:
+    def progress(self, label: str, done: int, total: int | None, note: str = "") -> None:
         """Report that `done` of `total` items of `what` are done."""
         now = time.monotonic()
-        start = self._started.setdefault(what, now)
+        start = self._started.setdefault(label, now)
         rate = done / (now - start) if now > start else 0.0
         note = note or (f"{number_text(round(rate))}/s" if rate else "")
         if self._progress is not None:
-            if what not in self._tasks:
-                self._tasks[what] = self._progress.add_task(what, total=total, note=note)
-            self._progress.update(self._tasks[what], completed=done, total=total, note=note)
-        elif now - self._said.get(what, start) >= PLAIN_INTERVAL_S or (total is not None and done >= total):
-            self._said[what] = now
+            if label not in self._tasks:
+                self._tasks[label] = self._progress.add_task(label, total=total, note=note)
+            self._progress.update(self._tasks[label], completed=done, total=total, note=note)
+        elif now - self._last_line_s.get(label, start) >= PLAIN_INTERVAL_S or (total is not None and done >= total):
+            self._last_line_s[label] = now
             left = f", {(total - done) / rate:.0f} s left" if total and rate and done < total else ""
-            share = f" of {number_text(total)}" if total else ""
-            self.note(f"{what}: {number_text(done)}{share}, {note}{left}")
+            of_total = f" of {number_text(total)}" if total else ""
+            self.note(f"{label}: {number_text(done)}{of_total}, {note}{left}")
 
     @contextmanager
     def training(self, follow: Callable[[threading.Event], Iterator[dict[str, Any]]]) -> Iterator[None]:
@@ -153,10 +153,10 @@ class Console:
     def _show(self, event: dict[str, Any], run: RunSummary) -> None:
         if event["kind"] == "step" and not self._out.is_terminal:
             now = time.monotonic()
-            if now - self._said.get("train", -PLAIN_INTERVAL_S) >= PLAIN_INTERVAL_S or run.step == run.steps:
-                self._said["train"] = now
+            if now - self._last_line_s.get("train", -PLAIN_INTERVAL_S) >= PLAIN_INTERVAL_S or run.step == run.steps:
+                self._last_line_s["train"] = now
                 self.note(f"train: step {run.step:,} of {run.steps:,}  {line(run)}")
-        note = note_of(event, verbose=self.verbose)
+        note = console_line(event, verbose=self.verbose)
         if note is not None:
             self.note(note)
 

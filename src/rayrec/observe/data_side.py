@@ -10,7 +10,7 @@ Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class StageSide:
+class StageStats:
     """Statistics of one data stage."""
 
     name: str
@@ -18,16 +18,16 @@ class StageSide:
     """Rows per second if all CPUs ran only this stage."""
     busy: float
     """Share of the CPU time that this stage takes."""
-    share: float
+    fraction: float
     """Share of the work of all stages."""
-    cpu_share: float
+    cpu_fraction: float
     """Share of the stage's work spent computing."""
-    queue_share: float
+    queue_fraction: float
     """Share of the stage's work spent waiting for a CPU. The rest is waiting for storage."""
 
 
 @dataclass(frozen=True)
-class DataSide:
+class PipelineStats:
     """Data pipeline statistics over all data events of a run."""
 
     cpus: float
@@ -36,9 +36,9 @@ class DataSide:
     """Rows consumed per second."""
     busy: float
     """Share of CPU time with active stages."""
-    stages: tuple[StageSide, ...]
+    stages: tuple[StageStats, ...]
     """Stages in pipeline order."""
-    storage_share: float
+    storage_fraction: float
     """Share of the stages' work spent waiting for storage reads."""
     contention: float
     """Share of a CPU that stages got while able to compute. 1 means exclusive CPUs."""
@@ -48,7 +48,7 @@ class DataSide:
     """Median share of the object store in use. None if not measured."""
     spilled_bytes: int
     """Bytes spilled from the object store to disk by all jobs during this time."""
-    spilling_share: float
+    spilling_fraction: float
     """Share of events with new spilling since the previous event."""
 
     @property
@@ -117,7 +117,7 @@ class DataSums:
             self._spills += grown > 0
         self._before = event
 
-    def side(self) -> DataSide | None:
+    def side(self) -> PipelineStats | None:
         """Return the statistics, or None without data events.
 
         Skips the first event after each start, which measures startup, unless no other event contains rows. Events without
@@ -128,26 +128,26 @@ class DataSums:
             return None
         total_s, computed_s, queued_s = (sum(spent.values()) for spent in (used.wall_s, used.cpu_s, used.queue_s))
         waited_s = max(0.0, used.wall_s["read"] - used.cpu_s["read"] - used.queue_s["read"])
-        return DataSide(
+        return PipelineStats(
             cpus=used.cpus,
             rows_per_s=used.rows / used.seconds,
             busy=min(1.0, total_s / used.possible_s),
             stages=tuple(
-                StageSide(
+                StageStats(
                     name=name,
                     rows_per_s=used.rows * used.possible_s / used.seconds / spent_s,
                     busy=min(1.0, spent_s / used.possible_s),
-                    share=spent_s / total_s,
-                    cpu_share=min(1.0, used.cpu_s[name] / spent_s),
-                    queue_share=min(1.0, used.queue_s[name] / spent_s),
+                    fraction=spent_s / total_s,
+                    cpu_fraction=min(1.0, used.cpu_s[name] / spent_s),
+                    queue_fraction=min(1.0, used.queue_s[name] / spent_s),
                 )
                 for name, spent_s in used.wall_s.items()
                 if spent_s
             ),
-            storage_share=waited_s / total_s if total_s else 0.0,
+            storage_fraction=waited_s / total_s if total_s else 0.0,
             contention=computed_s / (computed_s + queued_s) if computed_s else 1.0,
             backlog_rows=used.backlog / used.seconds,
             store_fill=statistics.median_low(used.fills.elements()) if used.fills else None,
             spilled_bytes=self._spilled_bytes,
-            spilling_share=self._spills / self._warm.count if self._warm.count else 0.0,
+            spilling_fraction=self._spills / self._warm.count if self._warm.count else 0.0,
         )

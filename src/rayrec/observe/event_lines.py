@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rayrec.config import Config, InputError
 
-TORN_LINE: Final = "torn_line"  # Kind of the event that marks the previous line as incomplete after a crash.
+INCOMPLETE_LINE: Final = "torn_line"  # Kind of the event that marks the previous line as incomplete after a crash.
 _SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential|signature")
 # Matches hf_token and token_file, but not tokenizer, tokens_per_s or tokens (of a text).
 _TOKEN: Final = re.compile(r"token(_|$)|.tokens$")
@@ -30,7 +30,7 @@ def events_in(lines: Iterable[bytes], path: str | Path) -> Iterator[dict[str, An
 
 def lines_and_events(lines: Iterable[bytes], path: str | Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield (line, event) pairs. See `events_in`."""
-    torn: int | None = None  # Number of the first invalid line that no torn_line event has explained yet.
+    invalid: int | None = None  # Number of the first invalid line that no torn_line event has explained yet.
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue  # Two writers may end the same incomplete line.
@@ -38,15 +38,15 @@ def lines_and_events(lines: Iterable[bytes], path: str | Path) -> Iterator[tuple
         if event is None and not line.endswith(b"\n"):
             return  # The line is still being written. A growing file yields its rest as the next line.
         if event is None:
-            torn = torn or number
-        elif event["kind"] == TORN_LINE:
-            torn = None
-        elif torn is not None:
-            raise _not_an_event(path, torn)
+            invalid = invalid or number
+        elif event["kind"] == INCOMPLETE_LINE:
+            invalid = None
+        elif invalid is not None:
+            raise _not_an_event(path, invalid)
         else:
             yield line, event
-    if torn is not None:
-        raise _not_an_event(path, torn)
+    if invalid is not None:
+        raise _not_an_event(path, invalid)
 
 
 def _not_an_event(path: str | Path, number: int) -> InputError:
@@ -61,19 +61,19 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(event, dict) and "kind" in event else None
 
 
-def line_of(event: Mapping[str, Any]) -> bytes:
+def encode_event(event: Mapping[str, Any]) -> bytes:
     """Encode an event as a line and hide secrets (see EventWriter.write)."""
     # ASCII without inner newlines: a truncated line is never valid.
     return json.dumps(_plain(event), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def without_users(text: str) -> str:
+def redact_credentials(text: str) -> str:
     """Replace user and password of each URL, and keys of well-known services, with ***. Library errors may contain them."""
     return _SECRET_VALUE.sub("***", _USER_OF_URL.sub(r"\1***@", text))
 
 
-def without_secrets(text: str) -> str:
-    """Hide secrets in output of other programs: like `without_users`, and also values assigned to secret names."""
+def redact_secrets(text: str) -> str:
+    """Hide secrets in output of other programs: like `redact_credentials`, and also values assigned to secret names."""
     return re.sub(r"\S+", lambda word: _hidden(word[0]), text)
 
 
@@ -87,10 +87,10 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _hidden(argument: str) -> str:
-    def value(found: re.Match[str]) -> str:
-        return found[1] + ("***" if _is_secret(found[2], int(found[3]) if found[3].isdecimal() else found[3]) else found[3])
+    def value(match: re.Match[str]) -> str:
+        return match[1] + ("***" if _is_secret(match[2], int(match[3]) if match[3].isdecimal() else match[3]) else match[3])
 
-    return without_users(_ASSIGNED.sub(value, argument))
+    return redact_credentials(_ASSIGNED.sub(value, argument))
 
 
 def _plain(value: Any) -> Any:
@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):  # Includes np.float64.
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str):
-        return without_users(value)
+        return redact_credentials(value)
     if isinstance(value, bool | int) or value is None:
         return value
     if isinstance(value, Config):
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
         value = value.detach()
     if hasattr(value, "tolist"):  # NumPy scalar or array, torch tensor.
         return _plain(value.tolist())
-    return without_users(str(value))
+    return redact_credentials(str(value))
 
 
 def _is_secret(key: str, value: Any) -> bool:

@@ -42,7 +42,7 @@ class _Part:
 
 
 @final
-class EventParts:
+class EventUploader:
     """Background uploader of one writer's lines, as objects FOLDER/WRITER-000001.jsonl, FOLDER/WRITER-000002.jsonl, ...
 
     `append` never waits for the store. Calls `on_loss(count, cause)` when closing drops lines, and `on_outage(cause)` for each
@@ -174,7 +174,7 @@ class RemoteEvents:
 
     def new(self) -> list[tuple[bytes, dict[str, Any]]]:
         """Return the new (line, event) pairs, sorted by time. The events of each writer keep their order."""
-        found: list[tuple[float, bytes, dict[str, Any]]] = []
+        new_events: list[tuple[float, bytes, dict[str, Any]]] = []
         sizes: dict[str, int] = {}
         seen: set[int] = set()
         for path in self._changed():
@@ -192,11 +192,11 @@ class RemoteEvents:
                 number = hash(line)
                 if number not in self._seen and number not in seen:
                     seen.add(number)
-                    found.append((latest_s, line, event))
+                    new_events.append((latest_s, line, event))
         self._sizes |= sizes  # Only now, so that an outage during the loop loses no events.
         self._seen |= seen
-        found.sort(key=lambda item: item[0])
-        return [(line, event) for _, line, event in found]
+        new_events.sort(key=lambda item: item[0])
+        return [(line, event) for _, line, event in new_events]
 
     def _changed(self) -> Iterator[str]:
         """Yield the new and changed files, the merged file last: it contains the events of parts deleted in the meantime."""

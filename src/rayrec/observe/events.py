@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe.event_lines import TORN_LINE, events_in, line_of
-from rayrec.observe.event_parts import CLOSE_S, EventParts, RemoteEvents, parts_folder
+from rayrec.observe.event_lines import INCOMPLETE_LINE, encode_event, events_in
+from rayrec.observe.event_parts import CLOSE_S, EventUploader, RemoteEvents, parts_folder
 from rayrec.observe.run_summary import VALIDATION, RunSummary
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ KINDS: Final = {
     "profile": "Profile recorded with torch.profiler: folder.",
     "profile_failed": "Profile failed: cause.",
     "summary": "Run finished: content of summary.json.",
-    TORN_LINE: "Previous line incomplete, because a process or the disk failed while writing it.",
+    INCOMPLETE_LINE: "Previous line incomplete, because a process or the disk failed while writing it.",
 }
 """Description of each event kind."""
 
@@ -71,8 +71,8 @@ class EventWriter:
         url = _url(path)
         self.path: Final = url or Path(path)
         self.num_lost = 0
-        self._sink: Final[EventParts | _LocalFile] = (
-            EventParts(parts_folder(url), on_loss=self._lose, on_outage=self._wait) if url else _LocalFile(Path(path))
+        self._sink: Final[EventUploader | _LocalFile] = (
+            EventUploader(parts_folder(url), on_loss=self._lose, on_outage=self._wait) if url else _LocalFile(Path(path))
         )
         self._waited = False
         self._last_s = 0.0
@@ -85,7 +85,7 @@ class EventWriter:
         secret, token or access key, and texts that look like a key of a well-known service. Numbers under token keys are
         counts and stay, and so does the key `tokens`.
         """
-        line = line_of({"time": self._now(), "kind": kind, **fields})
+        line = encode_event({"time": self._now(), "kind": kind, **fields})
         try:
             self._sink.append(line, urgent=kind != "step")
         except OSError as error:
@@ -137,12 +137,12 @@ class _LocalFile:
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if _tail_is_torn(self._descriptor):
-            line = b"\n" + line_of({"time": time.time(), "kind": TORN_LINE}) + line
-        written = os.write(self._descriptor, line)
+        if _is_incomplete(self._descriptor):
+            line = b"\n" + encode_event({"time": time.time(), "kind": INCOMPLETE_LINE}) + line
+        num_written = os.write(self._descriptor, line)
         # Do not truncate after a full disk: other processes may have appended since.
-        if written < len(line):
-            raise OSError(f"wrote only {written} of {len(line)} bytes")
+        if num_written < len(line):
+            raise OSError(f"wrote only {num_written} of {len(line)} bytes")
 
     def flush(self, timeout_s: float) -> bool:
         return True
@@ -154,7 +154,7 @@ class _LocalFile:
             os.close(descriptor)
 
 
-def _tail_is_torn(descriptor: int) -> bool:
+def _is_incomplete(descriptor: int) -> bool:
     """Return whether the file ends within a line.
 
     Checked before every line, because any writer may have been cut off or repaired it. A line being written at this
@@ -226,7 +226,7 @@ def follow(
     """
     url = _url(path)
     if url:
-        return _followed(url, stop=stop, poll_s=2.0 if poll_s is None else poll_s, idle=idle)
+        return _follow_url(url, stop=stop, poll_s=2.0 if poll_s is None else poll_s, idle=idle)
     lines = _growing_lines(Path(path), stop=stop, poll_s=0.2 if poll_s is None else poll_s, idle=idle)
     return events_in(lines, path)
 
@@ -250,7 +250,7 @@ def merge_events(path: str | Path) -> None:
         storage.remove_folder(folder)
 
 
-def _followed(url: str, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]) -> Iterator[dict[str, Any]]:
+def _follow_url(url: str, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]) -> Iterator[dict[str, Any]]:
     remote = RemoteEvents(url)
     while True:
         stopping = stop.is_set()  # Read before the parts, so that nothing written before the stop is missed.
@@ -281,8 +281,8 @@ def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float, idle: Ca
         partial = b""
         while True:
             stopping = stop.is_set()  # Read before the file, so that nothing written before the stop is missed.
-            for piece in file:
-                partial += piece
+            for chunk in file:
+                partial += chunk
                 if partial.endswith(b"\n"):
                     yield partial
                     partial = b""

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe.bottleneck import verdict
+from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import follow, read_events
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES, WORDS
@@ -49,7 +49,7 @@ def metrics_text(evaluation: Event) -> str:
     return "  ".join(f"{name} {metric_text(evaluation[name])}" for name in shown)
 
 
-def note_of(event: Event, *, verbose: bool = False) -> str | None:
+def console_line(event: Event, *, verbose: bool = False) -> str | None:
     """Return the console line for an event, or None if it is not shown."""
     kind = event["kind"]
     if kind == "evaluate":
@@ -72,33 +72,33 @@ def note_of(event: Event, *, verbose: bool = False) -> str | None:
 
 def figures(run: RunSummary) -> list[tuple[str, str]]:
     """Return all known figures as (name, value) pairs, the most important first."""
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     last = run.latest.get("step", {})
     if last.get("loss") is not None:
-        found.append(("loss", metric_text(last["loss"])))
+        pairs.append(("loss", metric_text(last["loss"])))
     metrics = (run.final or {}).get("metrics") or run.evaluation or {}
     shown = [name for name in _SHOWN_METRICS if metrics.get(name) is not None][:1]
-    found += [(name, metric_text(metrics[name])) for name in shown]
+    pairs += [(name, metric_text(metrics[name])) for name in shown]
     if run.final is not None and run.final.get("chosen_step") is not None:
-        found.append(("weights of", f"step {run.final['chosen_step']:,}"))
+        pairs.append(("weights of", f"step {run.final['chosen_step']:,}"))
     if last.get("rows_per_s") is not None:
-        found.append(("rows/s", number_text(round(last["rows_per_s"]))))
+        pairs.append(("rows/s", number_text(round(last["rows_per_s"]))))
     if last.get("blocked_fraction") is not None:
-        found.append(("blocked", f"{last['blocked_fraction']:.1%}"))
+        pairs.append(("blocked", f"{last['blocked_fraction']:.1%}"))
     if last.get("peak_fraction") is not None:
         # Above 100 % means that the peak, measured for a few hundredths of a second, was underestimated.
-        found.append(("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above measurement"))
+        pairs.append(("of peak", f"{last['peak_fraction']:.0%}" if last["peak_fraction"] <= 1 else "above measurement"))
     if last.get("learning_rate") is not None:
-        found.append(("learning rate", f"{last['learning_rate']:.3g}"))
+        pairs.append(("learning rate", f"{last['learning_rate']:.3g}"))
     left_s = run.left_s()
     if left_s is not None and not run.ended:
-        found.append(("left", duration_text(round(left_s))))
+        pairs.append(("left", duration_text(round(left_s))))
     saved = run.latest.get("checkpoint")
     if saved is not None:
-        found.append(("saved", f"step {saved['step']:,} ({size_text(saved['bytes'])})"))
+        pairs.append(("saved", f"step {saved['step']:,} ({size_text(saved['bytes'])})"))
     if run.restarts:
-        found.append(("restarts", str(len(run.restarts))))
-    return found
+        pairs.append(("restarts", str(len(run.restarts))))
+    return pairs
 
 
 def line(run: RunSummary) -> str:
@@ -115,8 +115,8 @@ _STALE_S: Final = 60.0
 def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) -> RenderableType:
     """Render a run in a few lines. `full` adds the time breakdown, data stages and bottleneck. `now_s` is in unix time."""
     grid = Table.grid(padding=(0, 1))
-    told = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
-    grid.add_row(ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(told))
+    text = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
+    grid.add_row(ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(text))
     named = Text()
     for name, value in figures(run):
         named.append(f"{name} ", style="dim").append(f"{value}   ")
@@ -126,15 +126,15 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
         parts.append(_split(times_s))
     if full and run.latest.get("data", {}).get("stages"):
         parts.append(_data(run.latest["data"]))
-    found = verdict(run) if full else None
-    if found is not None:
-        parts.append(Text(found.text, style="bold"))
+    diagnosis = diagnose(run) if full else None
+    if diagnosis is not None:
+        parts.append(Text(diagnosis.text, style="bold"))
     age_s = (time.time() if now_s is None else now_s) - (run.last_time_s or 0.0)
     status = run.status
     if full and run.last_time_s is not None and age_s > _STALE_S and not run.ended:
         status += f" (no events for {duration_text(round(age_s))})"
-    begun = run.latest.get("run", {})
-    title = Text(" ".join(part for part in (begun.get("recipe"), begun.get("name")) if part) or "run")
+    run_event = run.latest.get("run", {})
+    title = Text(" ".join(part for part in (run_event.get("recipe"), run_event.get("name")) if part) or "run")
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left")
 
 
@@ -143,10 +143,10 @@ def _split(times_s: Mapping[str, float | None]) -> RenderableType:
     bar, words = Text(), Text()
     total_s = sum(value or 0.0 for value in times_s.values())
     for name in PHASES:
-        share = (times_s.get(name) or 0.0) / total_s
-        bar.append("█" * round(share * _BAR_CELLS), style=_STYLES[name])
-        if share >= 0.005:
-            words.append(" ■ ", style=_STYLES[name]).append(f"{WORDS[name]} {share:.0%}")
+        fraction = (times_s.get(name) or 0.0) / total_s
+        bar.append("█" * round(fraction * _BAR_CELLS), style=_STYLES[name])
+        if fraction >= 0.005:
+            words.append(" ■ ", style=_STYLES[name]).append(f"{WORDS[name]} {fraction:.0%}")
     return Group(bar, words)
 
 
@@ -157,13 +157,13 @@ def _data(event: Mapping[str, Any]) -> RenderableType:
     for stage in event["stages"]:
         rate = number_text(round(stage["rows_per_s"]))
         table.add_row(stage["stage"], rate, f"{min(1.0, stage['busy']):.0%}", f"{min(1.0, stage['cpu_share']):.0%}")
-    told = f"backlog {number_text(round(event['backlog_rows']))} rows"
+    text = f"backlog {number_text(round(event['backlog_rows']))} rows"
     if event.get("object_store_bytes") is not None:
-        told += (
+        text += (
             f"   object store {size_text(event['object_store_bytes'])} of {size_text(event['object_store_limit_bytes'])}"
             f"   spilled {size_text(event['spilled_bytes'])}"
         )
-    return Group(table, Text(told, style="dim"))
+    return Group(table, Text(text, style="dim"))
 
 
 # -- rayrec top
@@ -178,17 +178,17 @@ def top(run: str, *, once: bool = False, console: Console | None = None) -> RunS
     if not storage.exists(storage.join(folder, "config.yaml")):
         raise InputError(f"{run}: not a run folder (config.yaml not found). Set storage_path/name of a run.")
     console = console or Console(highlight=False, markup=False, emoji=False)
-    place, view = storage.join(folder, "events.jsonl"), RunSummary(curves=False)
+    path, view = storage.join(folder, "events.jsonl"), RunSummary(curves=False)
     if once or not console.is_terminal:
-        for event in read_events(place):
+        for event in read_events(path):
             view.update(event)
         console.print(panel(view, full=True))
         return view
-    _watch(place, view, console)
+    _watch(path, view, console)
     return view
 
 
-def _watch(place: str, run: RunSummary, console: Console) -> None:
+def _watch(path: str, run: RunSummary, console: Console) -> None:
     stop, caught_up = threading.Event(), False  # Print no console lines for past events.
 
     def idle() -> None:
@@ -200,9 +200,9 @@ def _watch(place: str, run: RunSummary, console: Console) -> None:
 
     live = Live(get_renderable=lambda: panel(run, full=True), console=console, auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), live:
-        for event in follow(place, stop=stop, idle=idle):
+        for event in follow(path, stop=stop, idle=idle):
             run.update(event)
-            note = note_of(event) if caught_up else None
+            note = console_line(event) if caught_up else None
             if note is not None:
                 console.print(note, markup=False)
         live.refresh()

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 from rayrec.config import InputError
 from rayrec.observe.attempts import Attempts, Restart
 from rayrec.observe.data_side import DataSums
-from rayrec.observe.timing import Interval, TimeSplit
+from rayrec.observe.timing import Interval, TimeBreakdown
 
 Event = Mapping[str, Any]
 VALIDATION: Final = "validation_"
@@ -53,8 +53,8 @@ class Price:
 
     def __post_init__(self) -> None:
         if self.per_node_hour < 0 or self.nodes < 1:
-            got = f"got {self.per_node_hour} and {self.nodes}"
-            raise InputError(f"price_per_node_hour and nodes: must be at least 0 and at least 1, {got}")
+            actual = f"got {self.per_node_hour} and {self.nodes}"
+            raise InputError(f"price_per_node_hour and nodes: must be at least 0 and at least 1, {actual}")
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class RunSummary:
         """Last event of each kind."""
         self.starts: Final[list[dict[str, float]]] = []
         """Seconds by stage of each start. The first includes the command, the others are later attempts or commands."""
-        self.time: Final = TimeSplit()
+        self.time: Final = TimeBreakdown()
         """Time of all steps, including repeated ones."""
-        self.warm_time: Final = TimeSplit()
+        self.warm_time: Final = TimeBreakdown()
         """Time without the first logged interval after each start, which includes startup, and its saves and evaluations."""
         self.data: Final = DataSums()
         self.saves: Final = Saves()
@@ -217,7 +217,7 @@ class RunSummary:
         epoch = {"epoch": rows / self.train_rows} if self.train_rows else {}
         self._draw(event, {name: event[name] for name in _CURVE_FIELDS if name in event} | epoch)
 
-    def _splits(self) -> tuple[TimeSplit, ...]:
+    def _splits(self) -> tuple[TimeBreakdown, ...]:
         """Return the breakdowns that count the time after the last log."""
         return (self.time, self.warm_time) if self._logs > 1 else (self.time,)
 
@@ -310,12 +310,12 @@ class RunSummary:
 
     def costs(self, *, train_s: float) -> dict[str, Any]:
         """Return the fields of a run's summary about restarts and saves."""
-        again, stall_s = self.restarts, self.saves.stall_s
+        restarts, stall_s = self.restarts, self.saves.stall_s
         return {
-            "restarts": len(again),
-            "restart_causes": [asdict(restart) for restart in again],
-            "lost_s": sum(restart.lost_s for restart in again),
-            "steps_redone": sum(restart.steps_redone for restart in again),
+            "restarts": len(restarts),
+            "restart_causes": [asdict(restart) for restart in restarts],
+            "lost_s": sum(restart.lost_s for restart in restarts),
+            "steps_redone": sum(restart.steps_redone for restart in restarts),
             "checkpoint_stall_s": stall_s,
             "checkpoint_stall_fraction": stall_s / (train_s + stall_s) if train_s + stall_s else 0.0,
         }

@@ -21,7 +21,7 @@ WORDS: Final = {
     "checkpoint": "held up by checkpoints",
     "evaluation": "evaluation",
 }
-"""Display name of each part of a `TimeSplit`."""
+"""Display name of each part of a `TimeBreakdown`."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Interval:
 
 
 @dataclass
-class TimeSplit:
+class TimeBreakdown:
     """Training time in seconds, mean over workers, summed over the intervals between logs."""
 
     times_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    most_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    slowest_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Sum over intervals of the slowest worker's time in each phase, or of the mean if not reported."""
     checkpoint_s: float = 0.0
     """Seconds for which saves blocked training, in addition to the phases."""
@@ -58,7 +58,7 @@ class TimeSplit:
     def total_s(self) -> float:
         return self.training_s + self.checkpoint_s + self.evaluation_s
 
-    def shares(self) -> dict[str, float]:
+    def fractions(self) -> dict[str, float]:
         """Return the share of `total_s` of each phase, `checkpoint` and `evaluation`. All 0 if `total_s` is 0."""
         total = self.total_s
         return {name: seconds / total if total else 0.0 for name, seconds in self.parts_s().items()}
@@ -67,9 +67,9 @@ class TimeSplit:
         """Return the seconds of each part named in `WORDS`."""
         return {**self.times_s, "checkpoint": self.checkpoint_s, "evaluation": self.evaluation_s}
 
-    def most_shares(self) -> dict[str, float]:
+    def slowest_fractions(self) -> dict[str, float]:
         """Return the slowest worker's share of `total_s` in each phase."""
-        return {name: seconds / self.total_s if self.total_s else 0.0 for name, seconds in self.most_s.items()}
+        return {name: seconds / self.total_s if self.total_s else 0.0 for name, seconds in self.slowest_s.items()}
 
     def add(self, step: Mapping[str, Any], interval: Interval) -> None:
         """Add the interval that ends with a step event."""
@@ -79,10 +79,10 @@ class TimeSplit:
         else:
             blocked_s = (step.get("blocked_fraction") or 0.0) * interval.elapsed_s
             times_s = {"data": blocked_s, "other": interval.elapsed_s - blocked_s}
-        most_s = step.get("times_max_s") or times_s
+        slowest_s = step.get("times_max_s") or times_s
         for name in PHASES:
             self.times_s[name] += times_s.get(name) or 0.0
-            self.most_s[name] += most_s.get(name) or 0.0
+            self.slowest_s[name] += slowest_s.get(name) or 0.0
         self.rows += interval.rows
 
 

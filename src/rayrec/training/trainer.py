@@ -18,11 +18,11 @@ from rayrec.cluster.connection import IN_PROCESS, is_in_process
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.config import InputError
 from rayrec.environment.installation import origin, versions
-from rayrec.observe.bottleneck import verdict
+from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, follow, merge_events, read_events, readable_events
-from rayrec.observe.panel import note_of
-from rayrec.observe.report.run import write_or_note
+from rayrec.observe.panel import console_line
+from rayrec.observe.report.run import try_write_report
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import Stopwatch
 from rayrec.observe.tracking.tracker import tracking
@@ -332,7 +332,7 @@ def _warm_start(context: RunContext, prepared: Any, checkpoint: Checkpoint, even
     context.stopwatch.lap("warm_start")
     event = {"checkpoint": start.checkpoint, **start.report}
     events.write("warm_start", **event)
-    context.note(str(note_of({"kind": "warm_start", **event})))
+    context.note(str(console_line({"kind": "warm_start", **event})))
     return start
 
 
@@ -362,7 +362,7 @@ def _finalize_run(folder: str, *, note: Callable[[str], None]) -> Iterator[None]
                 merge_events(storage.join(folder, "events.jsonl"))
             except (OSError, InputError) as error:
                 note(f"Cannot merge the events of this run; their parts can be read too ({error})")
-            write_or_note(folder, note=note)
+            try_write_report(folder, note=note)
 
 
 def _set_environment() -> None:
@@ -407,7 +407,7 @@ def summarize(
     """
 
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
-    diagnosis = verdict(run)
+    diagnosis = diagnose(run)
     of_workload = config.workload.summarize(prepared, finish["metrics"])
     train_rows = of_workload.get("rows_of_sets", {}).get("train")
     summary = {

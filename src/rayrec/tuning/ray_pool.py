@@ -24,17 +24,17 @@ from rayrec.workloads.run_config import ClusterConfig
 _POLL_S: Final = 0.2
 _NOTE_S: Final = 30.0
 """Seconds without a training process before a note."""
-_MOST_FAILED_STARTS: Final = 10
+_MAX_FAILED_STARTS: Final = 10
 _NODES_POLL_S: Final = 10.0
 """Seconds between polls for new nodes."""
 
 
 @contextlib.contextmanager
-def ray_pool(wanted: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console) -> Iterator[RayPool]:
+def ray_pool(cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console) -> Iterator[RayPool]:
     """Open a pool on the Ray cluster of `wanted`, or a local one, for trials like `config`. Raises InputError if no node fits a
     trial."""
     connection.connect(
-        wanted.address, num_cpus=wanted.num_cpus, object_store_bytes=wanted.object_store_bytes, log_to_driver=console.verbose
+        cluster.address, num_cpus=cluster.num_cpus, object_store_bytes=cluster.object_store_bytes, log_to_driver=console.verbose
     )
     connection.ship_code(config)
     with Signals() as signals, signals.deferred():
@@ -65,15 +65,15 @@ class RayPool:
         self._options, self._signals, self._max_failures, self._train = options, signals, max_failures, train
         self._note = note
         self._queue: deque[Job] = deque()
-        self._deaths: Counter[int] = Counter()
+        self._num_kills: Counter[int] = Counter()
         self._starting: dict[Any, Any] = {}
         """Starting processes, by the reference of their `ready` call."""
         self._idle: list[Any] = []
         self._busy: dict[Any, tuple[Any, Job]] = {}
         """Processes and their jobs, by the reference of their `run` call."""
         self._failed_starts = 0
-        self._room, self._looked_s = 0, -_NODES_POLL_S
-        if not self._look_for_room():
+        self._num_fitting, self._polled_s = 0, -_NODES_POLL_S
+        if not self._capacity():
             raise InputError(
                 f"tune: no node has {options.cpus_per_trial} CPUs and {options.gpus_per_trial:g} GPUs for a trial. Lower "
                 "--tune.cpus-per-trial or --tune.gpus-per-trial."
@@ -110,20 +110,20 @@ class RayPool:
             ray.kill(process)
 
     def _start_processes(self) -> None:
-        there = len(self._idle) + len(self._starting) + len(self._busy)
-        missing = min(self._look_for_room() - there, len(self._queue) - len(self._idle) - len(self._starting))
+        num_processes = len(self._idle) + len(self._starting) + len(self._busy)
+        missing = min(self._capacity() - num_processes, len(self._queue) - len(self._idle) - len(self._starting))
         for _ in range(missing):
             process = _Process.options(  # type: ignore[attr-defined]  # an actor's class
                 num_cpus=self._options.cpus_per_trial, num_gpus=self._options.gpus_per_trial, max_concurrency=2
             ).remote(self._train)
             self._starting[process.ready.remote()] = process
 
-    def _look_for_room(self) -> int:
+    def _capacity(self) -> int:
         """Return the number of processes that fit on the cluster, ignoring resources in use by other jobs."""
-        if time.monotonic() - self._looked_s >= _NODES_POLL_S:
-            self._looked_s, cpus, gpus = time.monotonic(), self._options.cpus_per_trial, self._options.gpus_per_trial
-            self._room = sum(_room(node.resources, cpus=cpus, gpus=gpus) for node in connection.alive_nodes())
-        return self._room if self._options.concurrent is None else min(self._room, self._options.concurrent)
+        if time.monotonic() - self._polled_s >= _NODES_POLL_S:
+            self._polled_s, cpus, gpus = time.monotonic(), self._options.cpus_per_trial, self._options.gpus_per_trial
+            self._num_fitting = sum(_num_fitting(node.resources, cpus=cpus, gpus=gpus) for node in connection.alive_nodes())
+        return self._num_fitting if self._options.concurrent is None else min(self._num_fitting, self._options.concurrent)
 
     def _take(self, reference: Any) -> Job | None:
         """Process a completed call. Returns its job, or None if a process has started or the job is retried."""
@@ -135,15 +135,15 @@ class RayPool:
             ray.kill(process)
             if job is None:
                 self._failed_starts += 1
-                if self._failed_starts >= _MOST_FAILED_STARTS:
+                if self._failed_starts >= _MAX_FAILED_STARTS:
                     raise InputError(
                         f"tune: {self._failed_starts} trial processes in a row failed to start "
                         f"({' '.join(str(error).split())[-200:]}). See Ray's worker logs."
                     ) from None
                 return None  # Another process replaces it.
-            self._deaths[job.number] += 1
-            if 0 <= self._max_failures < self._deaths[job.number]:
-                cause = f"process killed {self._deaths[job.number]} times ({type(error).__name__})"
+            self._num_kills[job.number] += 1
+            if 0 <= self._max_failures < self._num_kills[job.number]:
+                cause = f"process killed {self._num_kills[job.number]} times ({type(error).__name__})"
                 failed(job, cause, can_retry=True)
                 return job
             self._queue.appendleft(job)
@@ -165,20 +165,20 @@ class _Process:
     """Actor that trains parts of trials."""
 
     def __init__(self, train: Callable[..., None]) -> None:
-        self._train, self._asked = train, threading.Event()
+        self._train, self._stop = train, threading.Event()
 
     def ready(self) -> None:
         pass
 
     def run(self, job: Job) -> None:
         with contextlib.suppress(SystemExit):  # The trial was stopped.
-            self._train(job, stop=self._asked)
+            self._train(job, stop=self._stop)
 
     def stop(self) -> None:
-        self._asked.set()
+        self._stop.set()
 
 
-def _room(resources: dict[str, float], *, cpus: int, gpus: float) -> int:
+def _num_fitting(resources: dict[str, float], *, cpus: int, gpus: float) -> int:
     """Return the number of trials that fit on a node with these resources."""
     rooms = [resources.get(name, 0.0) / each for name, each in (("CPU", cpus), ("GPU", gpus)) if each]
     return int(min(rooms) + 1e-9)

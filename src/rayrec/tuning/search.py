@@ -28,7 +28,7 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.training.preflight import check_settings, preflight
 from rayrec.tuning.report import render, table_text
 from rayrec.tuning.space import Space, TuneConfig, with_values
-from rayrec.tuning.trials import HerePool, Pool, Standing, cost, folder_of, run_waves, shares_of, validations_in
+from rayrec.tuning.trials import InProcessPool, Pool, TrialState, cost, folder_of, run_waves, validations_in, wave_fractions
 from rayrec.workloads.base import RunContext, TrainConfig
 from rayrec.workloads.recsys.settings import Prepared
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -96,29 +96,31 @@ def tune(
     if not connection.is_in_process(config.cluster.address):
         connection.require_direct(config.cluster.address)
     _check_same(folder, config, space, options)
-    prepared, data = _prepared(config, folder, console)
+    prepared, data = _prepare(config, folder, console)
     configs = [
         _trial_config(config, number, values, folder=folder, data=data, options=options)
         for number, values in enumerate(all_values)
     ]
-    standings = _trained(configs, config.cluster, options, console)
-    trials = [_trial(number, all_values[number], configs[number], standings[number], options) for number in standings]
-    return _concluded(config, configs, trials, prepared, folder=folder, options=options, console=console)
+    states = _train(configs, config.cluster, options, console)
+    trials = [_trial(number, all_values[number], configs[number], states[number], options) for number in states]
+    return _conclude(config, configs, trials, prepared, folder=folder, options=options, console=console)
 
 
-def _trained(configs: Sequence[TrainConfig], wanted: ClusterConfig, options: TuneConfig, console: Console) -> dict[int, Standing]:
+def _train(
+    configs: Sequence[TrainConfig], cluster: ClusterConfig, options: TuneConfig, console: Console
+) -> dict[int, TrialState]:
     """Train the trials and return their final states."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache
         def pool() -> Pool:
-            share = cost(len(configs), options)
-            console.note(f"Training {share:.1%} of all steps of {len(configs)} trials")
-            if wanted.address == connection.IN_PROCESS:
-                return HerePool()
+            fraction = cost(len(configs), options)
+            console.note(f"Training {fraction:.1%} of all steps of {len(configs)} trials")
+            if cluster.address == connection.IN_PROCESS:
+                return InProcessPool()
             from rayrec.tuning.ray_pool import ray_pool
 
-            return stack.enter_context(ray_pool(wanted, options, configs[0], console=console))
+            return stack.enter_context(ray_pool(cluster, options, configs[0], console=console))
 
         return run_waves(configs, pool, options, note=console.note)
 
@@ -129,11 +131,11 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
         "config": config.replace(cluster=ClusterConfig()).to_dict(),
         "space": space.plain(),
         "options": {name: value for name, value in options.to_dict().items() if name != "concurrent"},
-        "waves": shares_of(options),
+        "waves": wave_fractions(options),
     }
-    place = storage.join(folder, SEARCH)
-    if storage.exists(place):
-        before = storage.read_json(place)
+    path = storage.join(folder, SEARCH)
+    if storage.exists(path):
+        before = storage.read_json(path)
         changed = [name for name in searched if before.get(name) != json.loads(storage.json_text(searched[name]))]
         if changed:
             raise InputError(
@@ -141,20 +143,20 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
             )
         return
     storage.make_folder(folder)
-    storage.write_json(place, searched)
+    storage.write_json(path, searched)
 
 
-def _prepared(config: TrainConfig, folder: str, console: Console) -> tuple[Prepared, str]:
+def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepared, str]:
     """Return the preparation and the path of the preprocessed rows, created by the first call."""
     workload = config.workload
     assert isinstance(workload, ClickWorkload)
     assert config.train_data.path is not None
     cpus = machine.usable_cpus(granted=config.cluster.num_cpus)
-    data, place = storage.join(folder, _DATA), storage.join(folder, _PREPARED)
-    storage.make_folder(place)
+    data, path = storage.join(folder, _DATA), storage.join(folder, _PREPARED)
+    storage.make_folder(path)
     with console.preparing():
         engine = ThreadEngine(cpus, max_outage_s=config.failure.max_outage_s)
-        context = RunContext(config, place, engine, console.note, console.progress)
+        context = RunContext(config, path, engine, console.note, console.progress)
         prepared = workload.prepare(context)
         if not LogSource.at(data).is_preprocessed:
             quiet = dataclasses.replace(context, note=lambda text: None)  # The log's faults are already reported.
@@ -188,30 +190,30 @@ def _trial_config(
     )
 
 
-def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, standing: Standing, options: TuneConfig) -> Trial:
+def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, trial_state: TrialState, options: TuneConfig) -> Trial:
     """Read the results of a trial from its folder."""
     folder = folder_of(config)
-    place, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
-    events = read_events(place) if storage.exists(place) else []
+    path, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
+    events = read_events(path) if storage.exists(path) else []
     validations = validations_in(events)
     run = RunSummary(events, curves=False)
     last = run.latest.get("step")
     return Trial(
         number,
         values,
-        "stopped" if standing.state == "paused" else standing.state,
-        standing.error,
+        "stopped" if trial_state.state == "paused" else trial_state.state,
+        trial_state.error,
         step=validations[-1]["step"] if validations else 0,
         rows=last["rows"] if last else 0,
         seconds=run.working_s,
         share=last["step"] / last["steps"] if last else 0.0,
         curve=tuple((event["step"], event[options.metric]) for event in validations),
-        best=standing.values[-1] if standing.values else None,
+        best=trial_state.values[-1] if trial_state.values else None,
         checkpoint=storage.read_json(summary)["checkpoint"] if storage.exists(summary) else None,
     )
 
 
-def _concluded(
+def _conclude(
     config: TrainConfig,
     configs: Sequence[TrainConfig],
     trials: Sequence[Trial],
@@ -228,21 +230,21 @@ def _concluded(
     if not finished:
         errors = [f"trial {trial.number}: {trial.error}" for trial in trials if trial.error]
         raise InputError(f"tune: no trial finished ({errors[0] if errors else 'all were interrupted'})")
-    best, own = finished[0], trials[0]
+    best, baseline = finished[0], trials[0]
     compared = None
-    if best.number and own.checkpoint is not None and "test" in prepared.sets:
-        compared = _compared(configs, best, own, console)
-    begun = [trial for trial in trials if trial.share]
-    full_rows = sum(trial.rows / trial.share for trial in begun)
+    if best.number and baseline.checkpoint is not None and "test" in prepared.sets:
+        compared = _compare(configs, best, baseline, console)
+    started = [trial for trial in trials if trial.share]
+    full_rows = sum(trial.rows / trial.share for trial in started)
     winner = with_values(config, best.values).replace(name=None)
-    chosen = ", ".join(f"{field}: {value}" for field, value in best.values.items()) or "the recipe's own settings"
+    settings = ", ".join(f"{field}: {value}" for field, value in best.values.items()) or "the recipe's own settings"
     head = (
-        f"# The best of a search: {chosen}\n"
+        f"# The best of a search: {settings}\n"
         f"# {options.metric} {best.best:.5f} on {prepared.sets['validation'].rows:,} validation rows, on which it was chosen\n"
     )
     best_config = storage.join(folder, "best.yaml")
     storage.write_bytes(best_config, (head + winner.to_yaml()).encode())
-    found = {
+    result = {
         "folder": folder,
         "metric": options.metric,
         "best": {"number": best.number, "values": dict(best.values), options.metric: best.best, "checkpoint": best.checkpoint},
@@ -250,10 +252,10 @@ def _concluded(
         "validation_rows": prepared.sets["validation"].rows,
         "test_rows": prepared.sets["test"].rows if "test" in prepared.sets else 0,
         "compared": compared,
-        "trained_share": sum(trial.rows for trial in begun) / full_rows if full_rows else None,
+        "trained_share": sum(trial.rows for trial in started) / full_rows if full_rows else None,
         "trials": [{**vars(trial), "values": dict(trial.values)} for trial in ranked],
     }
-    plain: dict[str, Any] = json.loads(storage.json_text(found))
+    plain: dict[str, Any] = json.loads(storage.json_text(result))
     storage.write_json(storage.join(folder, "trials.json"), plain)
     page = storage.join(folder, "report.html")
     storage.write_bytes(page, render(str(config.name), plain).encode())
@@ -262,31 +264,31 @@ def _concluded(
     return {**plain, "report": page}
 
 
-def _compared(configs: Sequence[TrainConfig], best: Trial, own: Trial, console: Console) -> dict[str, Any]:
+def _compare(configs: Sequence[TrainConfig], best: Trial, baseline: Trial, console: Console) -> dict[str, Any]:
     """Compute test-set differences of the best trial minus the recipe's own settings."""
-    scored = [_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (own, best)]
+    scored = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (baseline, best)]
     comparison = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling())
-    found = comparison.differences[0, 1]
+    result = comparison.differences[0, 1]
     return {
         name: {
-            "difference": 0 - found[name].difference,
-            "low": 0 - found[name].high,
-            "high": 0 - found[name].low,
-            "p_value": found[name].p_value,
+            "difference": 0 - result[name].difference,
+            "low": 0 - result[name].high,
+            "high": 0 - result[name].low,
+            "p_value": result[name].p_value,
         }
         for name in METRICS
     }
 
 
-def _test_rows(config: TrainConfig, checkpoint: str, console: Console) -> ScoredRows:
+def _score_test_rows(config: TrainConfig, checkpoint: str, console: Console) -> ScoredRows:
     """Score the test rows, which are contiguous in the log."""
     path = str(config.train_data.path)
     first, stop = open_preprocessed(path).sets["test"]
     count = stop - first
     job = ScoringRequest(checkpoint, path, config, ScoringConfig(), console).open(evaluating=True, spare_cpus=0)
-    kept = ScoredRows()
+    test_rows = ScoredRows()
     for table in job.tables(console, what="score test rows", first_row=first):
-        kept.update(table.slice(0, count - kept.rows))
-        if kept.rows >= count:
+        test_rows.update(table.slice(0, count - test_rows.rows))
+        if test_rows.rows >= count:
             break
-    return kept
+    return test_rows

@@ -46,16 +46,16 @@ class Domain:
     values: tuple[Any, ...]
     """All values for grid and choice, otherwise minimum and maximum."""
 
-    def draw(self, chance: random.Random) -> Any:
+    def draw(self, rng: random.Random) -> Any:
         """Draw a random value. Not for grids."""
         if self.kind == "choice":
-            return chance.choice(self.values)
+            return rng.choice(self.values)
         low, high = self.values
         if self.kind == "integers":
-            return chance.randint(low, high)
+            return rng.randint(low, high)
         if self.kind == "uniform":
-            return chance.uniform(low, high)
-        return math.exp(chance.uniform(math.log(low), math.log(high)))
+            return rng.uniform(low, high)
+        return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Space:
         mapping."""
         if not isinstance(values, Mapping) or not values:
             raise InputError(f"{source}: must map fields to values, such as workload.model.dropout: {{uniform: [0, 0.5]}}")
-        return cls(tuple(_domain(str(field), given, source) for field, given in values.items()))
+        return cls(tuple(_domain(str(field), spec, source) for field, spec in values.items()))
 
     @classmethod
     def read(cls, text: str, *, source: str) -> Space:
@@ -101,19 +101,19 @@ class Space:
         with as many draws of the other fields as `count` allows, at least one. Without such fields, uses each grid point once.
         Pure."""
         grids = [domain for domain in self.domains if domain.kind == "grid"]
-        others = [domain for domain in self.domains if domain.kind != "grid"]
+        random_domains = [domain for domain in self.domains if domain.kind != "grid"]
         combinations = [
             dict(zip((grid.field for grid in grids), values, strict=True))
             for values in itertools.product(*(grid.values for grid in grids))
         ]
-        draws = max(1, (count - 1) // len(combinations)) if others else 1
-        chance = random.Random(seed)
-        found: list[dict[str, Any]] = [{}]
+        draws = max(1, (count - 1) // len(combinations)) if random_domains else 1
+        rng = random.Random(seed)
+        trials: list[dict[str, Any]] = [{}]
         for _ in range(draws):
             for combination in combinations:
-                drawn = {domain.field: domain.draw(chance) for domain in others}
-                found.append({domain.field: {**combination, **drawn}[domain.field] for domain in self.domains})
-        return found
+                sample = {domain.field: domain.draw(rng) for domain in random_domains}
+                trials.append({domain.field: {**combination, **sample}[domain.field] for domain in self.domains})
+        return trials
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -128,18 +128,18 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     return config.updated(changes, where="search: ")
 
 
-def _domain(field: str, given: object, source: str) -> Domain:
-    where = f"{source}: {field}"
-    if not isinstance(given, Mapping) or len(given) != 1:
-        raise InputError(f"{where}: must be one of {', '.join(_KINDS)}, such as {{choice: [1, 2]}}")
-    ((kind, values),) = given.items()
+def _domain(field: str, spec: object, source: str) -> Domain:
+    label = f"{source}: {field}"
+    if not isinstance(spec, Mapping) or len(spec) != 1:
+        raise InputError(f"{label}: must be one of {', '.join(_KINDS)}, such as {{choice: [1, 2]}}")
+    ((kind, values),) = spec.items()
     if kind not in _KINDS:
-        raise InputError(f"{where}: must be one of {', '.join(_KINDS)}, got {kind}")
+        raise InputError(f"{label}: must be one of {', '.join(_KINDS)}, got {kind}")
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise InputError(f"{where}.{kind}: must be a list of values")
+        raise InputError(f"{label}.{kind}: must be a list of values")
     values = _numbers(values)
     if kind not in _LISTS:
-        _check_range(f"{where}.{kind}", kind, values)
+        _check_range(f"{label}.{kind}", kind, values)
     return Domain(field, kind, tuple(values))
 
 
@@ -150,14 +150,14 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
-def _check_range(where: str, kind: str, values: Sequence[Any]) -> None:
-    wanted = int if kind == "integers" else int | float
-    fits = len(values) == 2 and all(isinstance(value, wanted) and not isinstance(value, bool) for value in values)
+def _check_range(label: str, kind: str, values: Sequence[Any]) -> None:
+    number_type = int if kind == "integers" else int | float
+    fits = len(values) == 2 and all(isinstance(value, number_type) and not isinstance(value, bool) for value in values)
     if not fits or not values[0] < values[1] or not all(math.isfinite(value) for value in values):
         numbers = "integers" if kind == "integers" else "numbers"
-        raise InputError(f"{where}: must be two {numbers} (minimum, maximum), got {list(values)}")
+        raise InputError(f"{label}: must be two {numbers} (minimum, maximum), got {list(values)}")
     if kind == "loguniform" and values[0] <= 0:
-        raise InputError(f"{where}: must be above 0, got {values[0]}")
+        raise InputError(f"{label}: must be above 0, got {values[0]}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rayrec.observe.bottleneck import verdict
-from rayrec.observe.data_side import DataSide
+from rayrec.observe.bottleneck import diagnose
+from rayrec.observe.data_side import PipelineStats
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES
 
@@ -15,7 +15,7 @@ EVALUATED = {"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}
 
 
 def run(
-    shares: dict[str, float],
+    fractions: dict[str, float],
     *,
     stages: dict[str, tuple[float, float, float]] | None = None,
     cpus: float = 4.0,
@@ -28,7 +28,7 @@ def run(
     `stages`: (share of the data CPUs' time, shares of that in which it computed, and queued for a CPU)."""
     events: list[dict[str, Any]] = [{"time": 0.0, "kind": "start", "step": 0, "rows": 0, "world_size": 1}]
     for number in range(1, intervals + 1):
-        spent = {"data": 1.0} if number == 1 else {"forward": 1 - sum(shares.values()), **shares}
+        spent = {"data": 1.0} if number == 1 else {"forward": 1 - sum(fractions.values()), **fractions}
         step: dict[str, Any] = {"time": number * INTERVAL_S, "kind": "step", "step": number * 10, "rows": number * ROWS}
         step |= {"rows_per_s": ROWS / INTERVAL_S, "blocked_fraction": spent.get("data", 0.0), "steps": 100, "loss": 0.5}
         if measured:
@@ -64,13 +64,13 @@ def full_for_a_moment() -> list[dict[str, Any]]:
     return events
 
 
-def slowest(**shares: float) -> list[dict[str, Any]]:
+def slowest(**fractions: float) -> list[dict[str, Any]]:
     """A run that waits for other workers, with what the slowest worker took for some phases; for the rest it is the mean."""
     events = run({"data": 0.07, "collectives": 0.52}, stages=CPU_BOUND)
     for event in events:
         if event["kind"] == "step":
-            most_s = {name: share * INTERVAL_S for name, share in shares.items()}
-            event["times_max_s"] = {**event["times_s"], **most_s}
+            slowest_s = {name: fraction * INTERVAL_S for name, fraction in fractions.items()}
+            event["times_max_s"] = {**event["times_s"], **slowest_s}
     return events
 
 
@@ -169,7 +169,7 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("case", VERDICTS)
 def test_verdict_names_what_holds_a_run_back(case: str) -> None:
     (expected, _, _), (events, text) = case.partition(": "), VERDICTS[case]
-    found = verdict(RunSummary(events))
+    found = diagnose(RunSummary(events))
     assert found is not None
     assert (found.bottleneck + (f"/{found.cause}" if found.cause else ""), "\n" in found.text) == (expected, False)
     assert text in found.text
@@ -177,7 +177,7 @@ def test_verdict_names_what_holds_a_run_back(case: str) -> None:
 
 def test_start_counts_only_where_nothing_else_does() -> None:
     events = run({"data": 0.02}, stages=CPU_BOUND)
-    told = [verdict(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
+    told = [diagnose(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
 
 
@@ -190,7 +190,7 @@ def test_time_split_adds_up_over_a_restart() -> None:
     assert split.total_s == pytest.approx(5 * INTERVAL_S)
     assert split.rows == 5 * ROWS
     assert split.times_s["data"] == pytest.approx(10 + 4 * 2)
-    assert sum(split.shares().values()) == pytest.approx(1.0)
+    assert sum(split.fractions().values()) == pytest.approx(1.0)
     assert whole.warm_time.training_s == pytest.approx(3 * INTERVAL_S)
 
 
@@ -216,7 +216,7 @@ def test_time_split_without_times_has_what_was_blocked() -> None:
     assert not split.measured
 
 
-def data_side(events: list[dict[str, Any]]) -> DataSide | None:
+def data_side(events: list[dict[str, Any]]) -> PipelineStats | None:
     return RunSummary(events).data.side()
 
 
@@ -228,7 +228,7 @@ def test_data_side_of_nothing() -> None:
     assert side.capacity_rows_per_s == pytest.approx(1000 / 0.95)
     assert [stage.name for stage in side.stages] == ["read", "parse", "encode"]
     assert [stage.busy for stage in side.stages] == pytest.approx([0.05, 0.7, 0.2])
-    assert sum(stage.share for stage in side.stages) == pytest.approx(1.0)
+    assert sum(stage.fraction for stage in side.stages) == pytest.approx(1.0)
     assert side.stages[1].rows_per_s == pytest.approx(1000 / 0.7)
 
 

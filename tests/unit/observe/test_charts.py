@@ -13,10 +13,10 @@ from rayrec.observe.report.page import table
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "most", "expected"), [(0, 1, 5, 0.2), (0, 1000, 7, 200), (0.82, 1, 5, 0.05), (0, 7e-5, 5, 2e-5)]
+    ("low", "high", "max_ticks", "expected"), [(0, 1, 5, 0.2), (0, 1000, 7, 200), (0.82, 1, 5, 0.05), (0, 7e-5, 5, 2e-5)]
 )
-def test_ticks_are_round(low: float, high: float, most: int, expected: float) -> None:
-    assert tick_step(low, high, most=most) == pytest.approx(expected)
+def test_ticks_are_round(low: float, high: float, max_ticks: int, expected: float) -> None:
+    assert tick_step(low, high, max_ticks=max_ticks) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("points", [[(1.0, 0.5)], [(1.0, 0.0), (2.0, 0.0)], [(0.0, 3.0)], [(1.0, None), (2.0, 1e30)]])

@@ -20,7 +20,7 @@ import torch
 from builders.faults import raising
 
 from rayrec.config import Config, InputError
-from rayrec.observe.event_lines import command_line, events_in, line_of
+from rayrec.observe.event_lines import command_line, encode_event, events_in
 from rayrec.observe.events import EventWriter, follow, read_events, readable_events
 
 
@@ -279,7 +279,7 @@ def test_events_after_close_are_lost(path: Path) -> None:
 def test_a_long_text_costs_time_in_proportion(text: str) -> None:
     """A search for secrets that took the square of the length would take minutes."""
     begin_s = time.process_time()
-    line_of({"text": text})
+    encode_event({"text": text})
     assert time.process_time() - begin_s < 5
 
 

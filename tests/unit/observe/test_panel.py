@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 from rayrec.config import InputError
 from rayrec.observe import console as console_module
 from rayrec.observe.console import Console
-from rayrec.observe.panel import figures, line, note_of, panel, top
+from rayrec.observe.panel import console_line, figures, line, panel, top
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES
 
@@ -126,8 +126,8 @@ def test_the_panel() -> None:
     ],
 )
 def test_note_of_event(event: dict[str, Any], told: str | None) -> None:
-    assert note_of(event) == told
-    assert note_of(SAVED, verbose=True) == "step 8  saved p (1 MB)"
+    assert console_line(event) == told
+    assert console_line(SAVED, verbose=True) == "step 8  saved p (1 MB)"
 
 
 # -- the console while it trains

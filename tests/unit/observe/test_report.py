@@ -12,7 +12,7 @@ from builders import run_events
 
 import rayrec
 from rayrec.config import InputError
-from rayrec.observe.bottleneck import verdict
+from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import EventWriter
 from rayrec.observe.report import comparison, training
 from rayrec.observe.report import run as report
@@ -141,7 +141,7 @@ def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
     assert _lacking(text, "not finished at step 150 of 200", "validation at step 150", "150 of 200") == []
     ended = ("finish", "summary", "samples")
     unfinished = report.Run("", [event for event in run_events.click_run() if event["kind"] not in ended], None)
-    found = verdict(unfinished.sums)
+    found = diagnose(unfinished.sums)
     assert found is not None
     assert found.text in _text(unfinished)
     events = run_events.Events()
@@ -175,13 +175,13 @@ def test_writing(tmp_path: Path) -> None:
 
 def test_trouble_with_a_report_is_noted(tmp_path: Path) -> None:
     notes: list[str] = []
-    report.write_or_note(str(tmp_path), note=notes.append)
+    report.try_write_report(str(tmp_path), note=notes.append)
     assert len(notes) == 1
     assert "Cannot write the report" in notes[0]
     _write_run(tmp_path / "run")
     with EventWriter(tmp_path / "run" / "events.jsonl") as writer:
         writer.write("samples", samples=[{"kind": "image", "pixels": [[300]], "label": "1", "prediction": "1"}])
-    report.write_or_note(str(tmp_path / "run"), note=notes.append)
+    report.try_write_report(str(tmp_path / "run"), note=notes.append)
     assert len(notes) == 2
     assert not (tmp_path / "run" / "report.html").exists()
 

@@ -26,7 +26,7 @@ from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.order import Share
 from rayrec.ingest.stream import TaskSource
-from rayrec.observe.bottleneck import Verdict, verdict
+from rayrec.observe.bottleneck import Diagnosis, diagnose
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training import loop, step_log
 from rayrec.training.progress import Progress, Training
@@ -51,7 +51,7 @@ def spin(seconds: float) -> None:
 
 def train(
     configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s: float = 0.0
-) -> tuple[Verdict, list[dict[str, Any]]]:
+) -> tuple[Diagnosis, list[dict[str, Any]]]:
     events: list[dict[str, Any]] = [{"time": time.time(), "kind": "start", "step": 0, "rows": 0}]
 
     def log(kind: str, fields: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def train(
     loop.run(training)
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.
-    found = verdict(RunSummary(event for event in events if event["kind"] != "evaluate"))
+    found = diagnose(RunSummary(event for event in events if event["kind"] != "evaluate"))
     assert found is not None
     return found, events
 
@@ -165,7 +165,7 @@ class Steps:
         pass
 
 
-def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Verdict:
+def click_run(prepared: tuple[LogIndex, Preprocessor]) -> Diagnosis:
     index, preprocessor = prepared
     clock = HostClock()
     setup: Any = SimpleNamespace(

@@ -11,7 +11,18 @@ from rayrec import recipes
 from rayrec.config import InputError, line_of
 from rayrec.tuning import trials
 from rayrec.tuning.space import TuneConfig
-from rayrec.tuning.trials import Job, Standing, best_of, chosen, cost, folder_of, num_kept, order_of_trials, run_waves, shares_of
+from rayrec.tuning.trials import (
+    Job,
+    TrialState,
+    cost,
+    folder_of,
+    num_continued,
+    order_of_trials,
+    rank_best,
+    run_waves,
+    selected_metric,
+    wave_fractions,
+)
 from rayrec.workloads.base import TrainConfig
 
 THIRDS = TuneConfig()
@@ -25,9 +36,9 @@ def test_the_recipe_is_first_and_the_others_come_in_a_random_order_of_the_seed()
 
 
 def test_shares_and_cost() -> None:
-    assert shares_of(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
-    assert shares_of(TuneConfig(stop_early=False)) == (1.0,)
-    assert shares_of(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
+    assert wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
+    assert wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
+    assert wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
     # 48 trials beside the recipe's own, of which 16, 6 and 2 train on.
     assert cost(49, THIRDS) == pytest.approx((27 + 48 + 16 * 2 + 6 * 6 + 2 * 18) / (27 * 49))
     assert cost(1, THIRDS) == 1.0
@@ -39,14 +50,14 @@ def test_shares_and_cost() -> None:
 
 @pytest.mark.parametrize(("count", "keep", "kept"), [(48, 1 / 3, 16), (16, 1 / 3, 6), (3, 1 / 3, 1), (1, 1 / 3, 1), (4, 0.5, 2)])
 def test_how_many_go_on(count: int, keep: float, kept: int) -> None:
-    assert num_kept(count, keep) == kept
+    assert num_continued(count, keep) == kept
 
 
 def test_the_best_go_on_and_failed_ones_never() -> None:
     values = {1: 0.7, 2: 0.9, 3: None, 4: 0.9, 5: 0.8, 6: None}
-    assert best_of(values, 0.5, sign=1.0) == [2, 4, 5]
-    assert best_of(values, 0.5, sign=-1.0) == [1, 5, 2]
-    assert best_of({1: None, 2: None}, 0.5, sign=1.0) == []
+    assert rank_best(values, 0.5, sign=1.0) == [2, 4, 5]
+    assert rank_best(values, 0.5, sign=-1.0) == [1, 5, 2]
+    assert rank_best({1: None, 2: None}, 0.5, sign=1.0) == []
 
 
 class Pool:
@@ -66,17 +77,17 @@ class Pool:
         job = self._waiting.pop(self._chance.randrange(len(self._waiting)))
         self.trained.append((job.number, job.wave))
         folder = folder_of(job.config)
-        before = Standing.of(folder)
+        before = TrialState.of(folder)
         assert job.number == 0 or len(before.values) == job.wave
         if job.number == 5 or (job.number, job.wave) == (17, 1):
-            Standing("failed", before.values, "it is wrong").save(folder)
+            TrialState("failed", before.values, "it is wrong").save(folder)
         elif self._disk_is_full and (job.number, job.wave) in [(0, 3), (16, 1), (18, 0)]:
-            Standing("failed", before.values, "no space left", can_retry=True).save(folder)
+            TrialState("failed", before.values, "no space left", can_retry=True).save(folder)
         elif job.number == 9:  # stops early by itself
-            Standing("finished", (0.645,)).save(folder)
+            TrialState("finished", (0.645,)).save(folder)
         else:
             value = None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
-            Standing("finished" if job.share == 1 else "paused", (*before.values, value)).save(folder)
+            TrialState("finished" if job.share == 1 else "paused", (*before.values, value)).save(folder)
         return job
 
 
@@ -85,7 +96,7 @@ def configs(folder: Path, count: int) -> list[TrainConfig]:
     return [config.replace(name=f"trial_{number:04d}") for number in range(count)]
 
 
-def searched(folder: Path, pool: Pool) -> dict[int, Standing]:
+def searched(folder: Path, pool: Pool) -> dict[int, TrialState]:
     return run_waves(configs(folder, 19), lambda: pool, THIRDS, note=lambda text: None)
 
 
@@ -148,7 +159,7 @@ def test_failed_trial_records_whether_it_can_retry(
     monkeypatch.setattr(trials, "train_until", fail)
     (config,) = configs(tmp_path, 1)
     trials.train_part(Job(0, config, 0, 1.0, "auroc"))
-    found = Standing.of(folder_of(config))
+    found = TrialState.of(folder_of(config))
     assert (found.state, found.error, found.can_retry) == ("failed", line_of(error), can_retry)
 
 
@@ -156,18 +167,18 @@ def test_chosen_skips_earlier_pauses() -> None:
     """Their weights are not kept."""
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": 2})
     events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
-    assert chosen(events, config, "auroc") == 0.75
-    assert chosen(events[:3], config, "auroc") == 0.8  # it pauses there, so these weights exist
+    assert selected_metric(events, config, "auroc") == 0.75
+    assert selected_metric(events[:3], config, "auroc") == 0.8  # it pauses there, so these weights exist
     uncounted = [{**event, "counted": False} for event in events]
-    assert chosen(uncounted, config, "auroc") == 0.74
+    assert selected_metric(uncounted, config, "auroc") == 0.74
     old = [{"auroc": event["auroc"], "logloss": 0.5} for event in events]
-    assert chosen(old, config, "auroc") == 0.8
+    assert selected_metric(old, config, "auroc") == 0.8
 
 
 @pytest.mark.parametrize(("patience", "expected"), [(0, 0.71), (2, 0.74)])
 def test_a_trial_is_as_good_as_the_weights_it_would_end_with(patience: int, expected: float) -> None:
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": patience})
     events: list[dict[str, Any]] = [{"auroc": value, "logloss": 0.5} for value in (0.7, 0.74, None, 0.71)]
-    assert chosen(events, config, "auroc") == expected
-    assert chosen(events[:3], config.replace(early_stopping={"patience": 0}), "auroc") is None
-    assert chosen([], config, "auroc") is None
+    assert selected_metric(events, config, "auroc") == expected
+    assert selected_metric(events[:3], config.replace(early_stopping={"patience": 0}), "auroc") is None
+    assert selected_metric([], config, "auroc") is None

@@ -99,7 +99,7 @@ def test_a_trial_that_paused_has_the_weights_of_a_run_that_never_did(
 def test_the_same_call_trains_nothing_twice(found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
     before = [place.read_bytes() for place in events]
-    monkeypatch.setattr(of_searches, "HerePool", None)
+    monkeypatch.setattr(of_searches, "InProcessPool", None)
     again = rayrec.tune(config, search=SEARCH, console=QUIET)
     assert again == found
     assert [place.read_bytes() for place in events] == before

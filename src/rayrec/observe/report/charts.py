@@ -26,11 +26,11 @@ _VIEW: Final = SimpleNamespace(width=480.0, height=230.0)
 """Size of the SVG, in pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 14.0, 36.0
 """Margins around the lines, for labels."""
-_MOST_POINTS = 800
+_MAX_POINTS = 800
 """Maximum number of points in a line. Longer lines are thinned out but keep their peaks."""
-_MOST_ROWS = 20
+_MAX_ROWS = 20
 """Maximum number of rows in the table under a chart."""
-_MOST_DOTS = 60
+_MAX_DOTS = 60
 """Maximum number of points in a line with dots and tooltips."""
 
 
@@ -55,79 +55,79 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _PlottedLine:
     """Line in the form used by the template."""
 
     name: str
-    pieces: Sequence[list[Point]]
+    segments: Sequence[list[Point]]
     """Points between breaks."""
 
     @property
     def points(self) -> list[Point]:
-        return [point for piece in self.pieces for point in piece]
+        return [point for segment in self.segments for point in segment]
 
     @property
     def thinned(self) -> list[list[Point]]:
         num_points = len(self.points)
-        return [_thinned(piece, keep=max(2, _MOST_POINTS * len(piece) // num_points)) for piece in self.pieces]
+        return [_thin(segment, keep=max(2, _MAX_POINTS * len(segment) // num_points)) for segment in self.segments]
 
     @property
     def dots(self) -> list[Point]:
-        return self.points if len(self.points) <= _MOST_DOTS else []
+        return self.points if len(self.points) <= _MAX_DOTS else []
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> Markup:
     """Render a `<figure>` with the chart, or nothing without points. `from_zero` starts the y axis at 0."""
-    drawn = [_Drawn(line.name, _pieces(line.points)) for line in lines[:NUM_SERIES]]
-    points = [point for line in drawn for point in line.points]
+    plotted = [_PlottedLine(line.name, _split_at_breaks(line.points)) for line in lines[:NUM_SERIES]]
+    points = [point for line in plotted for point in line.points]
     if not points:
         return Markup()
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_axis = _Axis.around(0.0, max(xs), start=_LEFT, stop=_VIEW.width - _RIGHT, padding=0.0, most_ticks=7)
+    x_axis = _Axis.padded(0.0, max(xs), start=_LEFT, stop=_VIEW.width - _RIGHT, padding=0.0, max_ticks=7)
     low = 0.0 if from_zero else min(ys)
-    y_axis = _Axis.around(low, max(ys), start=_VIEW.height - _BOTTOM, stop=_TOP, padding=0.06, most_ticks=5)
+    y_axis = _Axis.padded(low, max(ys), start=_VIEW.height - _BOTTOM, stop=_TOP, padding=0.06, max_ticks=5)
     if from_zero:
         y_axis = replace(y_axis, low=0.0)
     return draw(
         "charts.html",
         "line_chart",
         title=title,
-        said="; ".join(_said(line) for line in drawn if line.pieces),
+        description="; ".join(_describe(line) for line in plotted if line.segments),
         view=_VIEW,
         x=x_axis,
         y=y_axis,
         x_label=x_label,
         marks=[mark for mark in marks if x_axis.low <= mark.x <= x_axis.high],
-        lines=drawn,
-        numbers=_numbers(title, [x_label, *(line.name for line in drawn)], _point_rows(drawn)),
+        lines=plotted,
+        numbers=_numbers(title, [x_label, *(line.name for line in plotted)], _point_rows(plotted)),
     )
 
 
-def _said(line: _Drawn) -> str:
+def _describe(line: _PlottedLine) -> str:
     """Describe a line in words."""
     values = [y for _, y in line.points]
-    first, lowest, highest, last = map(number_text, (values[0], min(values), max(values), values[-1]))
-    return f"{line.name} from {first} to {last}, lowest {lowest}, highest {highest}"
+    first, minimum, maximum, last = map(number_text, (values[0], min(values), max(values), values[-1]))
+    return f"{line.name} from {first} to {last}, lowest {minimum}, highest {maximum}"
 
 
-def _point_rows(drawn: Sequence[_Drawn]) -> list[list[str]]:
+def _point_rows(plotted: Sequence[_PlottedLine]) -> list[list[str]]:
     """Tabulate a few points of each line, for readers who cannot see the chart or use its tooltips."""
-    values = [dict(line.points) for line in drawn]
-    places = sorted({x for line in values for x in line})
-    if len(places) > _MOST_ROWS:
-        places = [places[round(number * (len(places) - 1) / (_MOST_ROWS - 1))] for number in range(_MOST_ROWS)]
-    return [[number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(places)]
+    values = [dict(line.points) for line in plotted]
+    xs = sorted({x for line in values for x in line})
+    if len(xs) > _MAX_ROWS:
+        xs = [xs[round(number * (len(xs) - 1) / (_MAX_ROWS - 1))] for number in range(_MAX_ROWS)]
+    return [[number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(xs)]
 
 
-def _pieces(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
+def _split_at_breaks(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
     """Split the points at breaks."""
-    pieces: list[list[Point]] = [[]]
+    segments: list[list[Point]] = [[]]
     for x, y in points:
         if y is not None and math.isfinite(y):
-            pieces[-1].append((x, y))
-        elif pieces[-1]:
-            pieces.append([])
-    return [piece for piece in pieces if piece]
+            segments[-1].append((x, y))
+        elif segments[-1]:
+            segments.append([])
+    return [segment for segment in segments if segment]
 
 
 @dataclass(frozen=True)
@@ -138,44 +138,44 @@ class _Axis:
     high: float
     start: float
     stop: float
-    most_ticks: int
+    max_ticks: int
 
     @classmethod
-    def around(cls, low: float, high: float, *, start: float, stop: float, padding: float, most_ticks: int) -> _Axis:
+    def padded(cls, low: float, high: float, *, start: float, stop: float, padding: float, max_ticks: int) -> _Axis:
         if high == low:
-            around = abs(high) * 0.1 or 1.0
-            low, high = low - around, high + around
+            margin = abs(high) * 0.1 or 1.0
+            low, high = low - margin, high + margin
         spare = (high - low) * padding
-        return cls(low - spare, high + spare, start, stop, most_ticks)
+        return cls(low - spare, high + spare, start, stop, max_ticks)
 
     def at(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
     def ticks(self) -> list[float]:
-        step = tick_step(self.low, self.high, most=self.most_ticks)
+        step = tick_step(self.low, self.high, max_ticks=self.max_ticks)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
 
 
-def tick_step(low: float, high: float, *, most: int) -> float:
+def tick_step(low: float, high: float, *, max_ticks: int) -> float:
     """Return the smallest 1, 2 or 5 times a power of ten with at most `most` multiples between `low` and `high`."""
-    wanted = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(wanted))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9))
+    min_step = (high - low) / max_ticks
+    power = 10.0 ** math.floor(math.log10(min_step))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= min_step * (1 - 1e-9))
 
 
-def _thinned(points: list[Point], *, keep: int) -> list[Point]:
+def _thin(points: list[Point], *, keep: int) -> list[Point]:
     """Return at most `keep` points: the lowest and highest of each group of consecutive points."""
     if len(points) <= keep:
         return points
     size = -(-len(points) * 2 // keep)
-    kept: list[Point] = []
+    peaks: list[Point] = []
     for start in range(0, len(points), size):
         group = points[start : start + size]
-        lowest, highest = min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])
-        kept += sorted({lowest, highest})
-    return kept
+        minimum, maximum = min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])
+        peaks += sorted({minimum, maximum})
+    return peaks
 
 
 NUM_PARTS = 9
@@ -194,7 +194,7 @@ class Bar:
     parts: Sequence[float]
     """Nonnegative value of each part of the chart."""
 
-    def share(self, value: float) -> float:
+    def fraction(self, value: float) -> float:
         return value / max(sum(self.parts), 1e-12)
 
 

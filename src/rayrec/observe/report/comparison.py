@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from rayrec.config import InputError
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
-from rayrec.observe.report.page import BEST, Section, charts, document, draw, joined, paragraph, table
+from rayrec.observe.report.page import BEST, Section, charts, document, draw, join_parts, paragraph, table
 from rayrec.observe.report.run import Run, read, save
-from rayrec.observe.report.training import drawn_metrics, points
+from rayrec.observe.report.training import plotted_metrics, points
 from rayrec.observe.run_summary import VALIDATION, Cost, Price
 from rayrec.quantities import durations_text, number_text, value_text
 
@@ -38,8 +38,8 @@ def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
     return document(
         f"{len(runs)} runs",
         (
-            Section("Results", joined((_results(runs, names, price), draw("parts.html", "significance")))),
-            Section("Mean over seeds", _over_seeds(runs)),
+            Section("Results", join_parts((_results(runs, names, price), draw("parts.html", "significance")))),
+            Section("Mean over seeds", _seed_statistics(runs)),
             Section("Curves", _curves(names, rows)),
             Section("Configurations", _differences(runs, names)),
         ),
@@ -49,7 +49,7 @@ def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
 
 def _names(runs: Sequence[Run]) -> list[str]:
     """Return a unique name for each run."""
-    plain = [str(run.begun.get("name") or "run") for run in runs]
+    plain = [str(run.run_event.get("name") or "run") for run in runs]
     return [name if plain.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(plain, start=1)]
 
 
@@ -71,17 +71,17 @@ def _best_marked(head: str, cells: list[str], runs: Sequence[Run]) -> list[str]:
     """Mark the best cell in a row of test metrics. Other rows, and rows of equal values, stay unchanged."""
     name = head.removeprefix("test ")
     values = {
-        place: value
-        for place, run in enumerate(runs)
+        index: value
+        for index, run in enumerate(runs)
         if run.summary and isinstance(value := run.summary["metrics"].get(name), float) and math.isfinite(value)
     }
     if not head.startswith("test ") or name not in _BETTER or len(set(values.values())) < 2:
         return cells
     best = _BETTER[name](values.values())
-    return [BEST + cell if values.get(place) == best else cell for place, cell in enumerate(cells)]
+    return [BEST + cell if values.get(index) == best else cell for index, cell in enumerate(cells)]
 
 
-def _over_seeds(runs: Sequence[Run]) -> Markup:
+def _seed_statistics(runs: Sequence[Run]) -> Markup:
     """Tabulate mean and standard deviation of test metrics over finished runs that differ only in seed and name."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     recipes: dict[str, str] = {}
@@ -90,7 +90,7 @@ def _over_seeds(runs: Sequence[Run]) -> Markup:
             fields = _flat(yaml.safe_load(run.config) or {})
             key = str(sorted((name, value) for name, value in fields.items() if name not in ("seed", "name")))
             groups.setdefault(key, []).append(run.summary["metrics"])
-            recipes.setdefault(key, f"{run.begun.get('recipe', 'run')} ({run.begun.get('name', '')}, ...)")
+            recipes.setdefault(key, f"{run.run_event.get('recipe', 'run')} ({run.run_event.get('name', '')}, ...)")
     repeated = {key: group for key, group in groups.items() if group[1:]}
     names = dict.fromkeys(name for group in repeated.values() for metrics in group for name in metrics)
     names = {name: None for name in names if name in _BETTER}
@@ -103,21 +103,21 @@ def _over_seeds(runs: Sequence[Run]) -> Markup:
 
 
 def _mean_text(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
+    present = [value for value in values if value is not None]
+    if len(present) < 2:
         return "-"
-    return f"{statistics.fmean(known):.5f} ± {statistics.stdev(known):.5f}"
+    return f"{statistics.fmean(present):.5f} ± {statistics.stdev(present):.5f}"
 
 
 def _column(run: Run, spent: Cost | None) -> dict[str, str]:
     last = run.sums.latest.get("step")
-    told: Mapping[str, Any] = run.summary or last or {}
-    column = {"recipe": str(run.begun.get("recipe", "-")), "status": run.sums.standing()}
-    if told:
-        column["steps"] = f"{told['steps'] if run.summary else told['step']:,}"
-        column["rows trained"] = number_text(told["rows"])
-        column["rows/s"] = number_text(round(told["rows_per_s"]))
-        column["blocked on data"] = f"{told['blocked_fraction']:.1%}"
+    source: Mapping[str, Any] = run.summary or last or {}
+    column = {"recipe": str(run.run_event.get("recipe", "-")), "status": run.sums.standing()}
+    if source:
+        column["steps"] = f"{source['steps'] if run.summary else source['step']:,}"
+        column["rows trained"] = number_text(source["rows"])
+        column["rows/s"] = number_text(round(source["rows_per_s"]))
+        column["blocked on data"] = f"{source['blocked_fraction']:.1%}"
     if run.summary:
         column["training"] = "-"
         column |= {f"test {name}": value_text(value) for name, value in run.summary["metrics"].items()}
@@ -126,12 +126,12 @@ def _column(run: Run, spent: Cost | None) -> dict[str, str]:
         costs = {"": spent.total, " per epoch": spent.per_epoch, " per 0.01 of AUROC above 0.5": spent.per_auroc_point}
         for name, value in costs.items():
             column[f"cost{name} ({spent.currency})"] = "-" if value is None else f"{value:.4g}"
-    column["config hash"] = str(run.begun.get("config_hash", "-"))
+    column["config hash"] = str(run.run_event.get("config_hash", "-"))
     return column
 
 
 def _curves(names: Sequence[str], rows: Sequence[list[dict[str, Any]]]) -> Markup:
-    metrics = dict.fromkeys(name for each in rows for name in drawn_metrics(each))
+    metrics = dict.fromkeys(name for each in rows for name in plotted_metrics(each))
     titles = {
         "loss": "Training loss",
         f"{VALIDATION}loss": "Validation loss",
@@ -139,11 +139,11 @@ def _curves(names: Sequence[str], rows: Sequence[list[dict[str, Any]]]) -> Marku
         "rows_per_s": "Rows per second",
         "blocked_fraction": "Share of time blocked on data",
     }
-    drawn = []
+    figures = []
     for field, title in titles.items():
         lines = [Line(name, points(each, field)) for name, each in zip(names, rows, strict=True)]
-        drawn.append(line_chart(title, lines, x_label="step", from_zero=field in ("rows_per_s", "blocked_fraction")))
-    return charts(drawn)
+        figures.append(line_chart(title, lines, x_label="step", from_zero=field in ("rows_per_s", "blocked_fraction")))
+    return charts(figures)
 
 
 def _differences(runs: Sequence[Run], names: Sequence[str]) -> Markup:

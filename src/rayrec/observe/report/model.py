@@ -6,7 +6,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rayrec.observe.report.charts import Bar, Line, data_url, line_chart, stacked_bars
-from rayrec.observe.report.page import Section, charts, draw, joined, paragraph, table
+from rayrec.observe.report.page import Section, charts, draw, join_parts, paragraph, table
 from rayrec.observe.run_summary import Event, metrics_of
 from rayrec.quantities import number_text, size_text, value_text
 
@@ -32,16 +32,16 @@ def calibration(events: Sequence[Event]) -> Section | None:
     if not shown:
         return None
     bins, name = shown[-1]["bins"], shown[-1]["set"]
-    most = max(max(group["predicted"], group["observed"]) for group in bins)
+    limit = max(max(group["predicted"], group["observed"]) for group in bins)
     lines = [
         Line("observed", [(group["predicted"], group["observed"]) for group in bins]),
-        Line("ideal", [(0.0, 0.0), (most, most)]),
+        Line("ideal", [(0.0, 0.0), (limit, limit)]),
     ]
     chart = line_chart(
         f"Share of clicks in the {name} rows, by predicted probability", lines, x_label="predicted probability", from_zero=True
     )
-    told = f"{len(bins)} groups of about {number_text(round(sum(group['rows'] for group in bins) / len(bins)))} rows each."
-    return Section("Calibration", charts([draw("parts.html", "noted", chart=chart, text=told)]))
+    note = f"{len(bins)} groups of about {number_text(round(sum(group['rows'] for group in bins) / len(bins)))} rows each."
+    return Section("Calibration", charts([draw("parts.html", "noted", chart=chart, text=note)]))
 
 
 def categories(events: Sequence[Event]) -> Section | None:
@@ -59,8 +59,8 @@ def categories(events: Sequence[Event]) -> Section | None:
         for column in shown[-1]["columns"]
     ]
     heads = ["column", "known categories", "table rows", "unknown", "missing"]
-    told = paragraph(f"Unknown and missing: share of the values of the {shown[-1]['set']} rows.")
-    return Section("Categories", told + table(heads, rows, name="Categories"))
+    note = paragraph(f"Unknown and missing: share of the values of the {shown[-1]['set']} rows.")
+    return Section("Categories", note + table(heads, rows, name="Categories"))
 
 
 def sharding(events: Sequence[Event]) -> Section | None:
@@ -95,9 +95,9 @@ def sharding(events: Sequence[Event]) -> Section | None:
 def samples(events: Sequence[Event]) -> Section:
     """Show sample images and texts of the final model."""
     images = [_image(sample) for sample in _samples(events, "image")]
-    drawn = draw("parts.html", "images", samples=images) if images else Markup()
+    figures = draw("parts.html", "images", samples=images) if images else Markup()
     texts = draw("parts.html", "texts", samples=_samples(events, "text"))
-    return Section("Samples, by the final weights", joined((drawn, texts)))
+    return Section("Samples, by the final weights", join_parts((figures, texts)))
 
 
 def _samples(events: Sequence[Event], kind: str) -> list[Mapping[str, Any]]:

@@ -61,23 +61,23 @@ def document(title: str, sections: Sequence[Section | None], *, intro: str = "",
     return _environment().get_template("page.html").render(title=title, sections=present, intro=intro, wide=wide) + "\n"
 
 
-def joined(parts: Sequence[str]) -> Markup:
+def join_parts(parts: Sequence[str]) -> Markup:
     return Markup("\n").join(part for part in parts if part)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unfolded: bool = False) -> Markup:
     """Render a table of texts. Omits columns without any value, emphasizes cells that start with `BEST`, and collapses long
     tables unless `unfolded`."""
-    kept = [place for place in range(len(heads)) if not place or not rows or any(row[place] not in ("", "-") for row in rows)]
-    drawn = draw(
+    columns = [index for index in range(len(heads)) if not index or not rows or any(row[index] not in ("", "-") for row in rows)]
+    rendered = draw(
         "parts.html",
         "table",
-        heads=[heads[place] for place in kept],
-        rows=[[row[place] for place in kept] for row in rows],
+        heads=[heads[index] for index in columns],
+        rows=[[row[index] for index in columns] for row in rows],
         name=name,
         best=BEST,
     )
-    return drawn if unfolded or len(rows) <= _LONG_TABLE else folded(f"{name}: {len(rows)} rows", drawn)
+    return rendered if unfolded or len(rows) <= _LONG_TABLE else folded(f"{name}: {len(rows)} rows", rendered)
 
 
 def folded(title: str, body: Markup) -> Markup:
@@ -95,10 +95,10 @@ def tiles(named: Sequence[tuple[str, str]]) -> Markup:
     return draw("parts.html", "tiles", named=named) if named else Markup()
 
 
-def charts(drawn: Sequence[Markup]) -> Markup:
+def charts(rendered: Sequence[Markup]) -> Markup:
     """Arrange charts in a grid. Empty without charts."""
-    present = [chart for chart in drawn if chart]
-    return draw("parts.html", "charts", drawn=present) if present else Markup()
+    present = [chart for chart in rendered if chart]
+    return draw("parts.html", "charts", rendered=present) if present else Markup()
 
 
 def paragraph(text: str) -> Markup:

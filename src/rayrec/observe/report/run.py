@@ -9,11 +9,11 @@ from markupsafe import Markup
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.observe.bottleneck import verdict
+from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import read_events
-from rayrec.observe.panel import note_of
+from rayrec.observe.panel import console_line
 from rayrec.observe.report import model, training
-from rayrec.observe.report.page import Section, document, draw, facts, folded, joined, tiles
+from rayrec.observe.report.page import Section, document, draw, facts, folded, join_parts, tiles
 from rayrec.observe.run_summary import Event, Price, RunSummary
 from rayrec.quantities import date_text, duration_text, number_text
 
@@ -30,7 +30,7 @@ class Run:
     """Content of summary.json. None if the run is not finished."""
 
     @property
-    def begun(self) -> Event:
+    def run_event(self) -> Event:
         """Last run event, or empty."""
         return self.sums.latest.get("run", {})
 
@@ -66,12 +66,12 @@ def save(page: str, out: str) -> str:
     A path without an extension is a folder, created if missing.
     """
     is_file = storage.name_of(out).endswith((".html", ".htm")) or storage.size_of(out) is not None
-    place = storage.absolute(out if is_file else storage.join(out, "report.html"))
-    storage.write_bytes(place, page.encode())
-    return place
+    path = storage.absolute(out if is_file else storage.join(out, "report.html"))
+    storage.write_bytes(path, page.encode())
+    return path
 
 
-def write_or_note(folder: str, *, note: Callable[[str], None]) -> None:
+def try_write_report(folder: str, *, note: Callable[[str], None]) -> None:
     """Write the report at the end of a run. Errors are reported in one line instead of raised."""
     try:
         write(folder)
@@ -83,7 +83,7 @@ def render(run: Run, *, price: Price | None = None) -> str:
     """Render the page. Pure."""
     events, summary, sums = run.events, run.summary, run.sums
     return document(
-        f"{run.begun.get('recipe', 'run')}: {run.begun.get('name', '')}",
+        f"{run.run_event.get('recipe', 'run')}: {run.run_event.get('name', '')}",
         (
             training.costs(sums.cost(price) if price is not None else None),
             model.metrics(sums.latest.get("evaluate"), summary),
@@ -100,16 +100,16 @@ def render(run: Run, *, price: Price | None = None) -> str:
             training.profiles(events),
             Section("Configuration", folded("config.yaml", draw("parts.html", "preformatted", text=run.config))),
         ),
-        intro=joined((_facts(run), figures(run), _verdict(run))),
+        intro=join_parts((_facts(run), figures(run), _diagnosis(run))),
     )
 
 
 def _facts(run: Run) -> Markup:
-    events, begun = run.events, run.begun
+    events, run_event = run.events, run.run_event
     named = [("status", run.sums.standing())]
     warm = next((event for event in events if event["kind"] == "warm_start"), None)
     if warm is not None:
-        named.append(("started with", note_of(warm) or ""))
+        named.append(("started with", console_line(warm) or ""))
     early, last = run.sums.latest.get("early_stop"), run.sums.latest.get("step")
     if early is not None:
         planned = f" of {last['steps']:,}" if last and last["steps"] else ""
@@ -117,16 +117,16 @@ def _facts(run: Run) -> Markup:
     if run.summary is not None:
         named.append(("weights to use", f"step {run.summary['chosen_step']:,}"))
         if "share_of_best_auroc" in run.summary:
-            share, best = run.summary["share_of_best_auroc"], run.summary["best_auroc"]
-            named.append(("AUROC reached", f"{share:.1%} of the way from 0.5 to the best possible {best:.4f}"))
+            fraction, best = run.summary["share_of_best_auroc"], run.summary["best_auroc"]
+            named.append(("AUROC reached", f"{fraction:.1%} of the way from 0.5 to the best possible {best:.4f}"))
     if events:
         began_s, ended_s = events[0]["time"], events[-1]["time"]
         later = f"{date_text(ended_s)}, {duration_text(ended_s - began_s)} later"
         named += [("began", date_text(began_s)), ("last event", later)]
-    if begun:
-        versions = ", ".join(f"{name} {version}" for name, version in begun["versions"].items())
-        named += [("config hash", begun["config_hash"]), ("versions", versions)]
-        named += [(name, str(begun[name])) for name in ("commit", "machine", "command") if begun.get(name)]
+    if run_event:
+        versions = ", ".join(f"{name} {version}" for name, version in run_event["versions"].items())
+        named += [("config hash", run_event["config_hash"]), ("versions", versions)]
+        named += [(name, str(run_event[name])) for name in ("commit", "machine", "command") if run_event.get(name)]
     return facts(named)
 
 
@@ -161,8 +161,8 @@ def figures(run: Run) -> Markup:
     return tiles(named)
 
 
-def _verdict(run: Run) -> Markup:
+def _diagnosis(run: Run) -> Markup:
     """Render the bottleneck diagnosis."""
-    found = verdict(run.sums)
-    told = run.summary["verdict"] if run.summary and run.summary.get("verdict") else found and found.text
-    return draw("parts.html", "verdict", text=told) if told else Markup()
+    diagnosis = diagnose(run.sums)
+    text = run.summary["verdict"] if run.summary and run.summary.get("verdict") else diagnosis and diagnosis.text
+    return draw("parts.html", "verdict", text=text) if text else Markup()

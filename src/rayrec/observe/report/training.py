@@ -8,8 +8,8 @@ from typing import Any, Final
 from markupsafe import Markup
 
 from rayrec.observe.attempts import Attempt
-from rayrec.observe.data_side import DataSide
-from rayrec.observe.panel import note_of
+from rayrec.observe.data_side import PipelineStats
+from rayrec.observe.panel import console_line
 from rayrec.observe.report.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
 from rayrec.observe.report.page import Section, charts, facts, table
 from rayrec.observe.run_summary import VALIDATION, Cost, Event, RunSummary
@@ -18,9 +18,9 @@ from rayrec.quantities import TIME_UNITS, clock_text, duration_text, number_text
 
 UNDRAWN = {"rows", "label_rate"}
 """Validation metrics that describe the data, not the model."""
-_STARTS = 4
+_NUM_LAST_STARTS = 4
 """Number of last starts shown, in addition to the first."""
-_PARTS_OF_RUN = 5
+_NUM_PARTS = 5
 """Number of run parts with separate time breakdowns."""
 
 
@@ -43,19 +43,19 @@ def curves(sums: RunSummary, events: Sequence[Event], summary: Mapping[str, Any]
     losses = [Line("training", points(rows, "loss"))]
     if any(f"{VALIDATION}loss" in row for row in rows):
         losses.append(Line("validation", points(rows, f"{VALIDATION}loss")))
-    drawn = [line_chart("Loss" if losses[1:] else "Training loss", losses, x_label="step", marks=by_step)]
-    for name in drawn_metrics(rows):
+    figures = [line_chart("Loss" if losses[1:] else "Training loss", losses, x_label="step", marks=by_step)]
+    for name in plotted_metrics(rows):
         line = Line(name.removeprefix(VALIDATION), points(rows, name))
-        drawn.append(line_chart(f"Validation {line.name}", [line], x_label="step", marks=by_step))
+        figures.append(line_chart(f"Validation {line.name}", [line], x_label="step", marks=by_step))
     steps = [event for event in events if event["kind"] in ("step", "start")]  # A start breaks the line.
     for title, name in STEP_CHARTS:
         if any(name in event for event in steps):
             line = Line(title, [((event["time"] - events[0]["time"]) / unit_s, event.get(name)) for event in steps])
-            drawn.append(line_chart(title, [line], x_label=f"time ({unit})", marks=by_time, from_zero=True))
-    return Section("Curves", charts(drawn))
+            figures.append(line_chart(title, [line], x_label=f"time ({unit})", marks=by_time, from_zero=True))
+    return Section("Curves", charts(figures))
 
 
-def drawn_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def plotted_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the row fields of the validation metrics with their own charts."""
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(VALIDATION))
     return [name for name in names if name.removeprefix(VALIDATION) not in {*UNDRAWN, "loss"}]
@@ -65,11 +65,11 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, fl
     return [(row["step"], row[name]) for row in rows if name in row]
 
 
-def _marks(tried: Sequence[Attempt], summary: Mapping[str, Any] | None) -> tuple[list[Mark], list[Mark]]:
+def _marks(attempts: Sequence[Attempt], summary: Mapping[str, Any] | None) -> tuple[list[Mark], list[Mark]]:
     """Return annotations of restarts and selected weights, by step and by seconds since the run began."""
-    again = [attempt for attempt in tried if attempt.restart is not None]
+    restarted = [attempt for attempt in attempts if attempt.restart is not None]
     by_step, by_time = [], []
-    for number, attempt in enumerate(again, start=1):
+    for number, attempt in enumerate(restarted, start=1):
         assert attempt.restart is not None
         text = f"restart {number} from step {attempt.first_step:,}: {attempt.restart.cause}"
         by_step.append(Mark(attempt.first_step or 0, f"↻{number}", text))
@@ -82,17 +82,17 @@ def _marks(tried: Sequence[Attempt], summary: Mapping[str, Any] | None) -> tuple
 def time_unit(events: Sequence[Event]) -> tuple[str, float]:
     """Return a suitable time unit for the length of the run, and its seconds."""
     seconds = events[-1]["time"] - events[0]["time"] if events else 0.0
-    return next((unit, size) for unit, size, most in TIME_UNITS if seconds < most)
+    return next((unit, size) for unit, size, limit in TIME_UNITS if seconds < limit)
 
 
 def time_split(events: Sequence[Event]) -> Section | None:
     """Show how the time was spent, over the full run and over fifths of its logged steps."""
-    steps = [place for place, event in enumerate(events) if event["kind"] == "step"]
-    edges = sorted({round(number * len(steps) / _PARTS_OF_RUN) for number in range(_PARTS_OF_RUN + 1)})
+    steps = [index for index, event in enumerate(events) if event["kind"] == "step"]
+    edges = sorted({round(number * len(steps) / _NUM_PARTS) for number in range(_NUM_PARTS + 1)})
     # Saves and evaluations after a step belong to its fifth. Cumulative sums, because step rows count from the start.
-    places = [[*steps, len(events)][edge] for edge in edges]
+    bounds = [[*steps, len(events)][edge] for edge in edges]
     run, sums = RunSummary(curves=False), []
-    for begin, end in pairwise([0, *places]):
+    for begin, end in pairwise([0, *bounds]):
         for event in events[begin:end]:
             run.update(event)
         sums.append(run.time.parts_s())
@@ -101,28 +101,28 @@ def time_split(events: Sequence[Event]) -> Section | None:
     if not names:
         return None
     shown = [WORDS[name] for name in names]
-    whole = stacked_bars("Full run", shown, [Bar("total", [spent[name] for name in names])], text=duration_text)
+    total = stacked_bars("Full run", shown, [Bar("total", [spent[name] for name in names])], text=duration_text)
     if len(edges) < 3:
-        return Section("Where the time went", whole)
+        return Section("Where the time went", total)
     bars = []
     for edge, (before, after) in zip(edges[1:], pairwise(sums), strict=True):
         seconds = [after[name] - before[name] for name in names]
         last = events[steps[edge - 1]]["step"]
         bars.append(Bar(f"to step {last:,}", [part / max(sum(seconds), 1e-12) for part in seconds]))
-    shares = stacked_bars("Over the run", shown, bars, text=lambda value: f"{value:.1%}")
-    return Section("Where the time went", whole + shares)
+    fractions = stacked_bars("Over the run", shown, bars, text=lambda value: f"{value:.1%}")
+    return Section("Where the time went", total + fractions)
 
 
-def stages(side: DataSide | None) -> Section | None:
+def stages(side: PipelineStats | None) -> Section | None:
     """Show the measured and possible speed of each data stage."""
     if side is None or not side.stages:
         return None
     heads = ["stage", "possible rows/s", "busy", "computing", "queued for a CPU"]
     rows = []
     for stage in side.stages:
-        shares = [f"{share:.1%}" for share in (stage.busy, stage.cpu_share, stage.queue_share)]
-        rows.append([stage.name, number_text(round(stage.rows_per_s)), *shares])
-    told = [
+        fractions = [f"{fraction:.1%}" for fraction in (stage.busy, stage.cpu_fraction, stage.queue_fraction)]
+        rows.append([stage.name, number_text(round(stage.rows_per_s)), *fractions])
+    named = [
         ("data CPUs", f"{side.cpus:g}, busy {side.busy:.1%} of the time"),
         ("rows/s", number_text(round(side.rows_per_s))),
         ("possible rows/s", number_text(round(side.capacity_rows_per_s or 0.0))),
@@ -130,15 +130,15 @@ def stages(side: DataSide | None) -> Section | None:
     ]
     if side.store_fill is not None:
         spilled = f", {size_text(side.spilled_bytes)} spilled to disk" if side.spilled_bytes else ""
-        told.append(("object store", f"{side.store_fill:.1%} in use{spilled}"))
+        named.append(("object store", f"{side.store_fill:.1%} in use{spilled}"))
     name = "Stages of the data pipeline, over the run"
-    return Section("Data pipeline, over the run", table(heads, rows, name=name) + facts(told))
+    return Section("Data pipeline, over the run", table(heads, rows, name=name) + facts(named))
 
 
 def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
     """Show the time of each startup stage, for the first start and the last restarts."""
     shown = list(enumerate(starts, start=1))
-    shown = shown[:1] + shown[1:][-_STARTS:]
+    shown = shown[:1] + shown[1:][-_NUM_LAST_STARTS:]
     stages_of = [stages for _, stages in shown]
     rows = [
         [STAGES.get(name, name), *(duration_text(stages[name]) if name in stages else "" for stages in stages_of)]
@@ -151,13 +151,13 @@ def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
     return Section("Start-up", table(heads, rows, name="Stages of the start"))
 
 
-def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
+def course(events: Sequence[Event], attempts: Sequence[Attempt]) -> Section | None:
     """Show training, downtime, evaluations and saves on a timeline, and list the attempts."""
-    if not tried:
+    if not attempts:
         return None
-    lasts = [*(attempt.begin_s for attempt in tried[1:]), _since(events, events[-1])]
+    lasts = [*(attempt.begin_s for attempt in attempts[1:]), _since(events, events[-1])]
     trained, down = [], []
-    for number, (attempt, next_s) in enumerate(zip(tried, lasts, strict=True), start=1):
+    for number, (attempt, next_s) in enumerate(zip(attempts, lasts, strict=True), start=1):
         alive = [
             _since(events, event)
             for event in events
@@ -176,13 +176,13 @@ def course(events: Sequence[Event], tried: Sequence[Attempt]) -> Section | None:
         (name, [Moment(_since(events, event), f"step {event['step']:,}") for event in events if event["kind"] == kind])
         for name, kind in (("evaluations", "evaluate"), ("checkpoints", "checkpoint"))
     ]
-    drawn = timeline("Timeline", [("training", trained), ("restarts", down)], moments)
-    return Section("Attempts", drawn + _attempts(tried))
+    figures = timeline("Timeline", [("training", trained), ("restarts", down)], moments)
+    return Section("Attempts", figures + _attempts(attempts))
 
 
-def _attempts(tried: Sequence[Attempt]) -> Markup:
+def _attempts(attempts: Sequence[Attempt]) -> Markup:
     rows = []
-    for number, attempt in enumerate(tried, start=1):
+    for number, attempt in enumerate(attempts, start=1):
         steps = ["-" if step is None else f"{step:,}" for step in (attempt.first_step, attempt.last_step)]
         end = attempt.end or "in progress, or unknown"
         cost = attempt.restart
@@ -196,17 +196,17 @@ def checkpoints(events: Sequence[Event]) -> Section:
     """List all saves, including late and damaged ones."""
     rows: list[list[str]] = []
     for event in events:
-        kind, saved, trouble = event["kind"], ["", "", ""], ""
+        kind, saved, problem = event["kind"], ["", "", ""], ""
         if kind == "checkpoint":
             saved = [size_text(event["bytes"]), duration_text(event["stall_s"]), duration_text(event["write_s"])]
         elif kind == "checkpoint_late":
-            trouble = f"not saved: {event['cause']}"
+            problem = f"not saved: {event['cause']}"
         elif kind in ("checkpoint_damaged", "checkpoint_repaired"):
-            trouble = note_of(event) or ""
+            problem = console_line(event) or ""
         else:
             continue
         step = f"{event['step']:,}" if kind in ("checkpoint", "checkpoint_late") else ""
-        rows.append([clock_text(_since(events, event)), step, *saved, trouble])
+        rows.append([clock_text(_since(events, event)), step, *saved, problem])
     heads = ["after", "step", "size", "training blocked", "written in", "problem"]
     return Section("Checkpoints", table(heads, rows, name="Checkpoints") if rows else Markup())
 

@@ -11,7 +11,7 @@ from annotated_types import MinLen
 
 from rayrec.config import Config, InputError
 from rayrec.imports import require
-from rayrec.observe.event_lines import without_users
+from rayrec.observe.event_lines import redact_credentials
 from rayrec.observe.tracking.tracker import Tracker
 
 Makers = dict[str, Callable[[], Tracker]]
@@ -94,11 +94,11 @@ def _check_mlflow_uri(uri: str) -> None:
         missing = [module for module in ("sqlalchemy", "alembic") if importlib.util.find_spec(module) is None]
         if missing:
             raise InputError(
-                f"trackers.mlflow_uri: {without_users(uri)}: databases require the full package, but only mlflow-skinny is "
+                f"trackers.mlflow_uri: {redact_credentials(uri)}: databases require the full package, but only mlflow-skinny is "
                 "installed. Run `pip install mlflow`, or use a server (http://host:port) or a folder (file:/path)."
             )
     elif scheme not in _MLFLOW_SCHEMES:
         raise InputError(
-            f"trackers.mlflow_uri: {without_users(uri)}: MLflow does not support {scheme}:. Use a server (http://host:port), a "
-            "folder (file:/path) or a database (sqlite:///file.db)."
+            f"trackers.mlflow_uri: {redact_credentials(uri)}: MLflow does not support {scheme}:. Use a server (http://host:port),"
+            " a folder (file:/path) or a database (sqlite:///file.db)."
         )

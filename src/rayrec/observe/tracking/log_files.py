@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, final
 
 from rayrec import storage
 from rayrec.observe.run_summary import RunSummary
-from rayrec.observe.tracking.tracker import ViewFile
+from rayrec.observe.tracking.tracker import AppendFile
 
 TOKEN: Final = ":::MLLOG "
 BENCHMARKS: Final = {"mlperf_dcnv2": "dlrm_dcnv2", "mlperf_dlrm": "dlrm"}
@@ -27,7 +27,7 @@ class MlLogTracker:
     """
 
     def __init__(self, folder: str, *, config: Mapping[str, Any]) -> None:
-        self._file = ViewFile(storage.join(folder, "mllog.log"))
+        self._file = AppendFile(storage.join(folder, "mllog.log"))
         self._config = config
         self._sets: Mapping[str, int] = {}
         self._last_ms, self._epoch = 0, -1
@@ -59,8 +59,8 @@ class MlLogTracker:
 
     def close(self) -> None:
         if self._running and self._status is not None:
-            self._say("INTERVAL_END", "epoch_stop", None, self._last_ms, epoch_num=self._epoch)
-            self._say("INTERVAL_END", "run_stop", None, self._last_ms, status=self._status)
+            self._write_line("INTERVAL_END", "epoch_stop", None, self._last_ms, epoch_num=self._epoch)
+            self._write_line("INTERVAL_END", "run_stop", None, self._last_ms, status=self._status)
         self._file.close()
 
     def _begin(self, time_ms: int) -> None:
@@ -74,8 +74,8 @@ class MlLogTracker:
             ("submission_platform", "ray"),
             ("seed", self._config["seed"]),
         ):
-            self._say("POINT_IN_TIME", key, value, time_ms)
-        self._say("INTERVAL_START", "init_start", None, time_ms)
+            self._write_line("POINT_IN_TIME", key, value, time_ms)
+        self._write_line("INTERVAL_START", "init_start", None, time_ms)
 
     def _start(self, time_ms: int, global_batch_size: int | None) -> None:
         """Log the settings and the start of training after setup."""
@@ -89,26 +89,26 @@ class MlLogTracker:
             *optimizer_lines(workload),
         ):
             if value is not None:
-                self._say("POINT_IN_TIME", key, value, time_ms)
-        self._say("INTERVAL_END", "init_stop", None, time_ms)
-        self._say("INTERVAL_START", "run_start", None, time_ms)
+                self._write_line("POINT_IN_TIME", key, value, time_ms)
+        self._write_line("INTERVAL_END", "init_stop", None, time_ms)
+        self._write_line("INTERVAL_START", "run_start", None, time_ms)
 
     def _enter_epoch(self, epoch: int, time_ms: int) -> None:
         while self._epoch < epoch:
             if self._epoch >= 0:
-                self._say("INTERVAL_END", "epoch_stop", None, time_ms, epoch_num=self._epoch)
+                self._write_line("INTERVAL_END", "epoch_stop", None, time_ms, epoch_num=self._epoch)
             self._epoch += 1
-            self._say("INTERVAL_START", "epoch_start", None, time_ms, epoch_num=self._epoch)
+            self._write_line("INTERVAL_START", "epoch_start", None, time_ms, epoch_num=self._epoch)
 
     def _evaluation(self, event: Mapping[str, Any], run: RunSummary, begin_ms: int) -> None:
-        place = {"epoch_num": round(run.epochs_at(event["step"]), 6), "samples_count": run.rows_at(event["step"])}
+        position = {"epoch_num": round(run.epochs_at(event["step"]), 6), "samples_count": run.rows_at(event["step"])}
         score = next((event[name] for name in _SCORES if event.get(name) is not None), None)
-        self._say("INTERVAL_START", "eval_start", None, begin_ms, **place)
+        self._write_line("INTERVAL_START", "eval_start", None, begin_ms, **position)
         if score is not None:
-            self._say("POINT_IN_TIME", "eval_accuracy", score, self._last_ms, **place)
-        self._say("INTERVAL_END", "eval_stop", None, self._last_ms, **place)
+            self._write_line("POINT_IN_TIME", "eval_accuracy", score, self._last_ms, **position)
+        self._write_line("INTERVAL_END", "eval_stop", None, self._last_ms, **position)
 
-    def _say(self, event_type: Type, key: str, value: Any, time_ms: int, **metadata: Any) -> None:
+    def _write_line(self, event_type: Type, key: str, value: Any, time_ms: int, **metadata: Any) -> None:
         self._file.write(line(event_type, key, value, time_ms=time_ms, metadata=metadata).encode() + b"\n")
 
 
@@ -147,18 +147,18 @@ class IterationTracker:
     `Testing at - 16/150 of epoch 0, auroc 0.7701, ...`. Repeated steps appear again, as in the original."""
 
     def __init__(self, folder: str) -> None:
-        self._file = ViewFile(storage.join(folder, "iterations.log"))
+        self._file = AppendFile(storage.join(folder, "iterations.log"))
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind = event["kind"]
         if kind == "step":
             each_ms = 1000 * run.interval.elapsed_s / run.interval.steps if run.interval.steps else 0.0
             loss = "nan" if event["loss"] is None else f"{event['loss']:.6f}"
-            self._say(f"Finished training it {_place(event, run)}, {each_ms:.2f} ms/it, loss {loss}")
+            self._write_line(f"Finished training it {_position(event, run)}, {each_ms:.2f} ms/it, loss {loss}")
         elif kind == "evaluate":
             measures = [(name, value) for name, value in event.items() if isinstance(value, float) and name != "time"]
-            told = ", ".join(f"{name} {value:.6f}" for name, value in measures)
-            self._say(f"Testing at - {_place(event, run)}, {told}")
+            text = ", ".join(f"{name} {value:.6f}" for name, value in measures)
+            self._write_line(f"Testing at - {_position(event, run)}, {text}")
 
     def flush(self) -> None:
         self._file.flush()
@@ -166,10 +166,10 @@ class IterationTracker:
     def close(self) -> None:
         self._file.close()
 
-    def _say(self, text: str) -> None:
+    def _write_line(self, text: str) -> None:
         self._file.write(text.encode() + b"\n")
 
 
-def _place(event: Mapping[str, Any], run: RunSummary) -> str:
+def _position(event: Mapping[str, Any], run: RunSummary) -> str:
     epoch, done = run.epoch_of(event["step"])
     return f"{done}/{run.steps_per_epoch} of epoch {epoch}"

@@ -13,8 +13,8 @@ from rayrec.observe.tracking.tracker import run_identity, scalars
 
 IDENTITY: Final = "rayrec.run"
 """Tag that a resuming driver uses to find the MLflow run."""
-_MOST_METRICS: Final = 1000
-_MOST_PARAMS: Final = 100
+_MAX_METRICS: Final = 1000
+_MAX_PARAMS: Final = 100
 """MLflow's limits per request."""
 _PARAM_LENGTH: Final = 6000
 _STATUSES: Final = {"run": "RUNNING", "start": "RUNNING", "finish": "FINISHED", "stop": "KILLED", "failure": "FAILED"}
@@ -55,7 +55,7 @@ class MlflowTracker:
         if not self._identity:
             return
         if self._run_id is None:
-            self._run_id = self._opened()
+            self._run_id = self._open_run()
         while self._waiting:
             event = self._waiting[0]
             if series(event) not in self._sent:
@@ -65,28 +65,28 @@ class MlflowTracker:
                 self._metrics += [Metric(name, value, time_ms, event["step"]) for name, value in scalars(event).items()]
             del self._waiting[0]
         while self._metrics:
-            self._client.log_batch(self._run_id, metrics=self._metrics[:_MOST_METRICS])
-            del self._metrics[:_MOST_METRICS]
+            self._client.log_batch(self._run_id, metrics=self._metrics[:_MAX_METRICS])
+            del self._metrics[:_MAX_METRICS]
 
     def close(self) -> None:
         self.flush()
         if self._run_id is not None:
             self._client.set_terminated(self._run_id, status=self._status)
 
-    def _opened(self) -> str:
+    def _open_run(self) -> str:
         """Find or create the MLflow run, log parameters and tags, and return its id."""
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        found = self._client.search_runs([number], f"tags.`{IDENTITY}` = '{self._identity}'", max_results=1)
+        runs = self._client.search_runs([number], f"tags.`{IDENTITY}` = '{self._identity}'", max_results=1)
         name = self._config["name"]
-        run = found[0] if found else self._client.create_run(number, run_name=name, tags={IDENTITY: self._identity})
+        run = runs[0] if runs else self._client.create_run(number, run_name=name, tags={IDENTITY: self._identity})
         run_id = run.info.run_id
         self._client.update_run(run_id, status="RUNNING")
         tags = [RunTag(key, value) for key, value in self._tags.items()]
         params = [Param(key, value) for key, value in parameters(self._config) if key not in run.data.params]
         self._client.log_batch(run_id, tags=tags)
-        for first in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(run_id, params=params[first : first + _MAX_PARAMS])
         return run_id
 
     def _last_step(self, key: str) -> int:

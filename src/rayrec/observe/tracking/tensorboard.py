@@ -12,12 +12,12 @@ from tensorboardX.summary import text
 
 from rayrec import storage
 from rayrec.observe.run_summary import RunSummary
-from rayrec.observe.tracking.tracker import ViewFile, scalars
+from rayrec.observe.tracking.tracker import AppendFile, scalars
 
 _SUFFIX: Final = ".rayrec"
 """Distinguishes files written here from other files in the folder."""
 _SCHEME: Final = "rayrec"
-"""Path scheme that makes tensorboardX write through a ViewFile."""
+"""Path scheme that makes tensorboardX write through an AppendFile."""
 
 
 @final
@@ -89,11 +89,11 @@ class TensorBoardTracker:
 _START: Final = SessionLog(status=SessionLog.START)
 
 
-class _ViewFiles:
+class _AppendFiles:
     """File factory for tensorboardX (`register_writer_factory`)."""
 
-    def open(self, path: str) -> ViewFile:
-        return ViewFile(path.removeprefix(f"{_SCHEME}:"))
+    def open(self, path: str) -> AppendFile:
+        return AppendFile(path.removeprefix(f"{_SCHEME}:"))
 
 
-register_writer_factory(_SCHEME, _ViewFiles())
+register_writer_factory(_SCHEME, _AppendFiles())

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Protocol, final, runtime_checkable
 
 from rayrec import storage
-from rayrec.observe.event_lines import without_users
+from rayrec.observe.event_lines import redact_credentials
 from rayrec.observe.events import follow
 from rayrec.observe.run_summary import Event, RunSummary
 
@@ -20,7 +20,7 @@ UPLOAD_S: Final = 30.0
 
 
 @final
-class ViewFile:
+class AppendFile:
     """Append-only file that replaces an older one at the first `flush`.
 
     Unwritten bytes are kept for the next `flush`. For URLs, the full file stays in memory (TensorBoard: about 2 kB per logged
@@ -100,7 +100,7 @@ class Tracker(Protocol):
 
 
 @runtime_checkable
-class Lingering(Protocol):
+class Abandonable(Protocol):
     """Tracker that keeps the process alive while its server is unreachable."""
 
     def abandon(self) -> None:
@@ -116,7 +116,7 @@ def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Ca
     Exit takes at most `CLOSE_S` seconds. Close all event writers before.
     """
     stop = threading.Event()
-    feeds = [Feed(name, make, path, stop=stop, note=note) for name, make in makers.items()]
+    feeds = [TrackerThread(name, make, path, stop=stop, note=note) for name, make in makers.items()]
     for feed in feeds:
         feed.start()
     try:
@@ -129,7 +129,7 @@ def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Ca
 
 
 @final
-class Feed:
+class TrackerThread:
     """Thread of one tracker. The event file is its queue: it reads on when the tracker has processed the previous events."""
 
     def __init__(
@@ -152,8 +152,8 @@ class Feed:
         """Wait for the thread until `deadline_s` of the monotonic clock, after `stop` is set."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            self._tell(f"not finished {CLOSE_S:.0f} s after the end. The last events may be missing.")
-            if isinstance(self._tracker, Lingering):
+            self._note_once(f"not finished {CLOSE_S:.0f} s after the end. The last events may be missing.")
+            if isinstance(self._tracker, Abandonable):
                 self._tracker.abandon()
                 # The interpreter may abort if its shutdown interrupts the thread in foreign code.
                 self._thread.join(_ABANDONED_S)
@@ -170,7 +170,7 @@ class Feed:
             tracker.close()
         except Exception as error:  # No tracker error may end the run.
             self.num_failures += 1
-            self._tell(f"{_line(error)}. Continuing without it.")
+            self._note_once(f"{_error_text(error)}. Continuing without it.")
 
     def _take(self, tracker: Tracker, event: dict[str, Any]) -> None:
         try:
@@ -178,7 +178,7 @@ class Feed:
             tracker.update(event, self._summary)
         except Exception as error:  # For example, an event of another version.
             self.num_failures += 1
-            self._tell(f"skipping an event of kind {event['kind']} ({_line(error)}). Later ones are only counted.")
+            self._note_once(f"skipping an event of kind {event['kind']} ({_error_text(error)}). Later ones are only counted.")
         self._has_taken = True
 
     def _deliver_due(self, tracker: Tracker) -> None:
@@ -192,20 +192,20 @@ class Feed:
                 break
             except Exception as error:  # See `_run`.
                 self.num_failures += 1
-                self._tell(f"{_line(error)}. Retrying while the run continues.")
+                self._note_once(f"{_error_text(error)}. Retrying while the run continues.")
             if self._stop.wait(pause_s):
                 break
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
         self._next_flush_s = time.monotonic() + FLUSH_S
 
-    def _tell(self, text: str) -> None:
+    def _note_once(self, text: str) -> None:
         if not self._noted:
             self._noted = True
             self._note(f"{self._name}: {text}")
 
 
-def _line(error: Exception) -> str:
-    return without_users(" ".join(str(error).split()))[:300] or type(error).__name__
+def _error_text(error: Exception) -> str:
+    return redact_credentials(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
 # -- measures

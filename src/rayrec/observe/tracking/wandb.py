@@ -54,22 +54,22 @@ class WandbTracker:
         if not self._identity or self._abandoned:
             return
         if self._run is None:
-            self._run = self._opened()
+            self._run = self._open_run()
         while self._waiting:
             event = self._waiting[0]
-            of = series(event)
-            known = "/".join(("last_step", *filter(None, of)))
-            if of not in self._sent:
+            curve = series(event)
+            summary_key = "/".join(("last_step", *filter(None, curve)))
+            if curve not in self._sent:
                 # Per series: the losses of step 100 may have been sent without its evaluation.
-                self._sent[of] = int(self._run.summary.get(known, -1)) if self._run.resumed else -1
-            if event[_STEP] > self._sent[of]:
-                self._rows.append((known, {_STEP: event[_STEP], **scalars(event)}))
+                self._sent[curve] = int(self._run.summary.get(summary_key, -1)) if self._run.resumed else -1
+            if event[_STEP] > self._sent[curve]:
+                self._rows.append((summary_key, {_STEP: event[_STEP], **scalars(event)}))
             del self._waiting[0]
         while self._rows:
-            known, row = self._rows[0]
+            summary_key, row = self._rows[0]
             self._run.log(row)
             del self._rows[0]
-            self._run.summary[known] = row[_STEP]
+            self._run.summary[summary_key] = row[_STEP]
 
     def close(self) -> None:
         self.flush()
@@ -92,7 +92,7 @@ class WandbTracker:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _opened(self) -> Any:
+    def _open_run(self) -> Any:
         run = wandb.init(
             project=self._project,
             id=self._identity,
@@ -120,10 +120,10 @@ class WandbTracker:
     def _folder_to_write(self) -> str:
         """Return the parent of W&B's folder: the run folder if offline and local, otherwise a scratch folder."""
         if self._offline:
-            kept = storage.join(self._folder, "wandb")
-            for name in storage.list_folder(kept):
+            folder = storage.join(self._folder, "wandb")
+            for name in storage.list_folder(folder):
                 if name.startswith("offline-run-") and name.endswith(self._identity):
-                    storage.remove_folder(storage.join(kept, name))
+                    storage.remove_folder(storage.join(folder, name))
             if not storage.is_url(self._folder):
                 return self._folder
         if self._scratch is None:
@@ -133,9 +133,9 @@ class WandbTracker:
 
 def children_named(name: str) -> list[psutil.Process]:
     """Return the child processes of this process with that name."""
-    found = []
+    children = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
             if child.name() == name:
-                found.append(child)
-    return found
+                children.append(child)
+    return children

@@ -14,7 +14,7 @@ from rayrec import storage
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking import tracker as tracking_module
-from rayrec.observe.tracking.tracker import ViewFile, scalars, tracking
+from rayrec.observe.tracking.tracker import AppendFile, scalars, tracking
 
 
 class Recorder:
@@ -162,7 +162,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
 
 
 def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = ViewFile(str(tmp_path / "new" / "file"))
+    file = AppendFile(str(tmp_path / "new" / "file"))
     write = os.write
     room = 3
 
@@ -186,7 +186,7 @@ def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: 
     file.write(b"i")
     file.close()
     assert Path(file.path).read_bytes() == b"abcdefghi"
-    again = ViewFile(file.path)
+    again = AppendFile(file.path)
     again.write(b"again")
     again.close()
     assert Path(file.path).read_bytes() == b"again"
@@ -196,7 +196,7 @@ def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: 
 def test_a_store_gets_the_whole_file_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     monkeypatch.setattr(storage, "write_bytes", lambda path, data: sent.append(bytes(data)))
-    file = ViewFile("s3://bucket/run/file")
+    file = AppendFile("s3://bucket/run/file")
     file.write(b"a")
     file.flush()
     file.write(b"b")
