@@ -37,7 +37,7 @@ import pytest
 import rayrec
 from rayrec import models, recipes
 from rayrec.cli.flags import SWITCHES
-from rayrec.cli.parser import flag_names, own_flags
+from rayrec.cli.parser import command_flags, flag_names
 from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
@@ -599,7 +599,7 @@ def test_every_kind_of_event_is_described() -> None:
 @pytest.fixture(scope="module")
 def flags() -> dict[str, set[str]]:
     """Every flag of a command; `train` stands for those that take the same."""
-    found = {name: {*flag_names(own_flags(command)), *SWITCHES} for name, command in COMMANDS.items() if not command.recipe}
+    found = {name: {*flag_names(command_flags(command)), *SWITCHES} for name, command in COMMANDS.items() if not command.recipe}
     kinds = ("criteo_demo", "mnist_resnet18", "gpt2_tiny")  # of each workload one
     found["train"] = {"--config", *SWITCHES}.union(*(flag_names(recipe_flags(recipes.ALL[name]())) for name in kinds))
     kinds_of_models = [models.config_class(name) for name in models.names()]

@@ -21,7 +21,7 @@ import rayrec
 from rayrec import models
 from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, metavar_of
 from rayrec.cli.help import STATUSES, usage
-from rayrec.cli.parser import own_flags
+from rayrec.cli.parser import command_flags
 from rayrec.commands import COMMANDS
 from rayrec.commands.settings import ALIASES
 from rayrec.config import Config, field_docs
@@ -74,7 +74,7 @@ def commands_page() -> str:
     """Return the page of commands with their arguments and flags."""
     parts: list[str] = []
     for command in COMMANDS.values():
-        flags = own_flags(command)
+        flags = command_flags(command)
         parts.append(f"## rayrec {command.name}\n\n`{usage(command, flags)}`: {cell(command.summary)}.\n")
         if command.examples:
             parts.append("```text\n" + "\n".join(command.examples) + "\n```\n")

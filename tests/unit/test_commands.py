@@ -13,7 +13,7 @@ import yaml
 
 from rayrec import cli, recipes
 from rayrec.cli.output import print_json, show
-from rayrec.cli.parser import own_flags, parse
+from rayrec.cli.parser import command_flags, parse
 from rayrec.cli.recipe_flags import recipe_flags
 from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Shown
@@ -318,7 +318,7 @@ def test_help_shows_every_flag(name: str, capsys: pytest.CaptureFixture[str]) ->
     if not COMMANDS[name].raw:
         assert run(capsys, name, "--help-all")[1].startswith(f"usage: rayrec {name}")
         shown = capsys.readouterr().out or run(capsys, name, "--help-all")[1]
-        assert [flag.shown for flag in own_flags(COMMANDS[name]) if flag.shown not in shown] == []
+        assert [flag.shown for flag in command_flags(COMMANDS[name]) if flag.shown not in shown] == []
 
 
 @pytest.mark.parametrize("recipe", ["criteo_demo", "gpt2_tiny", "mnist_resnet18", "clicks_din"])

@@ -54,15 +54,16 @@ def run(arguments: list[str]) -> int:
         words = [word if word.startswith("-") or number else f"{word.rstrip('/')}/" for number, word in enumerate(words)]
     command = COMMANDS.get("train" if name == "resume" else name)
     if command is None:
-        near = difflib.get_close_matches(name, [*COMMANDS, "resume"], n=1)
-        return _fail(f"rayrec: unknown command '{name}'" + (f", did you mean '{near[0]}'?" if near else ". See rayrec --help."))
+        suggestions = difflib.get_close_matches(name, [*COMMANDS, "resume"], n=1)
+        hint = f", did you mean '{suggestions[0]}'?" if suggestions else ". See rayrec --help."
+        return _fail(f"rayrec: unknown command '{name}'{hint}")
     try:
         return _run(command, words)
     except InputError as error:
         return _fail(f"rayrec {name}: {error}")
     except OSError as error:
-        mendable = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
-        if mendable and error.filename is not None:
+        is_user_error = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+        if is_user_error and error.filename is not None:
             return _fail(f"rayrec {name}: {error.filename}: {error.strerror}")
         # Store outage or full disk.
         return _fail(f"rayrec {name}: {str(error) or type(error).__name__}", status=1)
@@ -113,9 +114,9 @@ def _run(command: Command, words: list[str]) -> int:
 def take_switches(words: list[str]) -> tuple[list[str], set[str]]:
     """Take the common switches out of the words before --, which starts the command of a job."""
     end = words.index("--") if "--" in words else len(words)
-    known = {*SWITCHES, "-h", "--help", "--help-all"}
-    own, job = words[:end], words[end:]
-    return [word for word in own if word not in known] + job, {word for word in own if word in known}
+    options = {*SWITCHES, "-h", "--help", "--help-all"}
+    before, job = words[:end], words[end:]
+    return [word for word in before if word not in options] + job, {word for word in before if word in options}
 
 
 def _help(command: Command, words: list[str], *, everything: bool) -> str:
@@ -132,8 +133,8 @@ def _is_first(command: Command) -> bool:
         return True
     from rayrec.cluster.layout import TorchrunEnv
 
-    launched = TorchrunEnv.from_environment()
-    return launched is None or launched.rank == 0
+    torchrun = TorchrunEnv.from_environment()
+    return torchrun is None or torchrun.rank == 0
 
 
 def _to_stderr(text: str) -> None:

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from rayrec.commands.settings import whole_metavar
+from rayrec.commands.settings import text_metavar
 from rayrec.config import Config, InputError, field_docs, field_types
 
 SWITCHES = {
@@ -59,8 +59,8 @@ class Flag:
         """Flag and metavar, for the help."""
         if self.type is bool:
             return f"--{self.name}, --{self.negative}" if self.pair else f"--{self.name}"
-        taken = self.metavar or metavar_of(self.type)
-        return " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), taken]) if self.name else taken
+        metavar = self.metavar or metavar_of(self.type)
+        return " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), metavar]) if self.name else metavar
 
 
 def flag_name(path: str) -> str:
@@ -76,7 +76,7 @@ def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> 
         value, path = _value(config, field), f"{prefix}{field.name}"
         old_path = f"{old or prefix}{old_names.get(field.name, field.name)}" if old or field.name in old_names else ""
         if isinstance(value, Config):
-            metavar = whole_metavar(type(value))
+            metavar = text_metavar(type(value))
             if metavar:
                 yield Flag(path, str, None, cls, metavar=metavar, name=flag_name(path))
             yield from flags_of(value, f"{path}.", f"{old_path}." if old_path else "")
@@ -113,20 +113,20 @@ _NAMES = {int: "N", float: "X", str: "TEXT"}
 
 def metavar_of(kind: Any) -> str:
     """Return the metavar of a type."""
-    found = []
+    metavars = []
     for member in members(kind):
         origin, inner = typing.get_origin(member), typing.get_args(member)
         if origin is Literal:
-            found.append("|".join(map(str, inner)))
+            metavars.append("|".join(map(str, inner)))
         elif origin is dict:
-            found.append("NAME X ...")
+            metavars.append("NAME X ...")
         elif origin is tuple and Ellipsis not in inner:
-            found.append(" ".join(map(metavar_of, inner)))
+            metavars.append(" ".join(map(metavar_of, inner)))
         elif origin is not None and inner and origin is not type(None) and takes_many(member):
-            found.append(f"{metavar_of(inner[0])} ...")
+            metavars.append(f"{metavar_of(inner[0])} ...")
         elif member in _NAMES:
-            found.append(_NAMES[member])
-    return " | ".join(found)
+            metavars.append(_NAMES[member])
+    return " | ".join(metavars)
 
 
 def value_of(flag: Flag, words: list[str]) -> Any:
@@ -139,8 +139,8 @@ def value_of(flag: Flag, words: list[str]) -> Any:
             return _read(member, words)
         except (ValueError, KeyError):
             continue
-    wanted = " or ".join(dict.fromkeys(map(_wanted, (each for each in members(flag.type) if each is not type(None)))))
-    raise InputError(f"{label}: must be {wanted}, got {' '.join(words)!r}")
+    expected = " or ".join(dict.fromkeys(map(_expected, (each for each in members(flag.type) if each is not type(None)))))
+    raise InputError(f"{label}: must be {expected}, got {' '.join(words)!r}")
 
 
 def _read(kind: Any, words: list[str]) -> Any:
@@ -161,15 +161,15 @@ def _read(kind: Any, words: list[str]) -> Any:
     raise ValueError
 
 
-def _wanted(kind: Any, many: bool = False) -> str:
+def _expected(kind: Any, many: bool = False) -> str:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return f"{'any of ' if many else ''}{' or '.join(map(str, inner))}"
     if origin is dict:
         return "names, each followed by a number"
     if origin is tuple and Ellipsis not in inner:
-        return f"{len(inner)} {_wanted(inner[0], True)}"
+        return f"{len(inner)} {_expected(inner[0], True)}"
     if origin in (tuple, _SEQUENCE):
-        return _wanted(inner[0], True)
+        return _expected(inner[0], True)
     singular, plural = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}.get(kind, ("text", "texts"))
     return plural if many else singular

@@ -44,9 +44,9 @@ def overview() -> str:
 def usage(command: Command, flags: Sequence[Flag], recipe: str = "") -> str:
     """Return the usage line of a command."""
     job = {"": "", "first": recipe or "RECIPE", "after --": ""}[command.recipe]
-    needed = [_syntax(flag) for flag in flags if flag.value is MISSING or not flag.name]
+    required = [_syntax(flag) for flag in flags if flag.value is MISSING or not flag.name]
     tail = "-- train RECIPE [flags]" if command.recipe == "after --" else ""
-    return " ".join(word for word in ("rayrec", command.name, job, *needed, "[flags]", tail) if word)
+    return " ".join(word for word in ("rayrec", command.name, job, *required, "[flags]", tail) if word)
 
 
 def _syntax(flag: Flag) -> str:
@@ -58,9 +58,9 @@ def _syntax(flag: Flag) -> str:
 
 def command_help(command: Command, *, everything: bool = False) -> str:
     """Return the help of a command without the settings of its recipe."""
-    from rayrec.cli.parser import own_flags
+    from rayrec.cli.parser import command_flags
 
-    flags = own_flags(command)
+    flags = command_flags(command)
     shown = [flag for flag in flags if everything or "." not in flag.name.removeprefix("gates.") or not flag.owner]
     lines = [f"usage: {usage(command, flags)}", command.summary + ".", *(f"  {example}" for example in command.examples)]
     lines += _groups([("Arguments" if not flag.name else "Flags", flag) for flag in shown if not flag.owner])
@@ -76,16 +76,16 @@ def command_help(command: Command, *, everything: bool = False) -> str:
 def recipe_help(command: Command, config: Any, *, everything: bool = False) -> str:
     """Return the help of a command with the main settings of its recipe, or all settings."""
     from rayrec import recipes
-    from rayrec.cli.parser import own_flags
+    from rayrec.cli.parser import command_flags
     from rayrec.cli.recipe_flags import SHORT, recipe_flags
 
-    own, settings = own_flags(command), recipe_flags(config)
+    flags, settings = command_flags(command), recipe_flags(config)
     data = " --data PATH" if config.train_data.path is None and command.name in ("train", "tune") else ""
     recipe = recipes.ALL.get(config.recipe)
     summary = (recipe.__doc__ if recipe and recipe.__doc__ else f"{command.summary}.").strip().splitlines()[0]
     examples = [f"  {example.replace('criteo_demo', config.recipe)}" for example in command.examples]
-    lines = [f"usage: {usage(command, own, config.recipe + data)}", summary, *examples]
-    lines += _groups([(command.name.capitalize(), flag) for flag in own])
+    lines = [f"usage: {usage(command, flags, config.recipe + data)}", summary, *examples]
+    lines += _groups([(command.name.capitalize(), flag) for flag in flags])
     if everything:
         return "\n".join([*lines, *_groups([(_title(flag.owner), flag) for flag in settings if flag.owner])])
     by_path = {flag.path: flag for flag in settings}

@@ -15,7 +15,7 @@ from rayrec.commands.declaration import COMMANDS, Command, table_sizes
 from rayrec.commands.settings import nest, settings_of, updated
 from rayrec.config import InputError, renamed
 
-_MOST_MATCHES = 3
+_MAX_MATCHES = 3
 """Maximum number of suggestions for an unknown flag."""
 _READERS = {"num_embeddings_per_feature": table_sizes}
 """Custom parsers of settings."""
@@ -29,15 +29,15 @@ class Call(NamedTuple):
     keywords: dict[str, Any]
 
 
-def own_flags(command: Command) -> list[Flag]:
+def command_flags(command: Command) -> list[Flag]:
     """Return the arguments and flags of a command without its recipe's flags."""
-    found: dict[str, Flag] = {}
+    flags: dict[str, Flag] = {}
     for parameter, kind, argument in command.parameters():
         is_flag = parameter.kind is parameter.KEYWORD_ONLY
         value = MISSING if argument.required or parameter.default is parameter.empty else parameter.default
         name = (argument.flag or flag_name(parameter.name)) if is_flag else ""
         metavar = argument.metavar or ("" if is_flag else parameter.name.upper())
-        found[parameter.name] = Flag(
+        flags[parameter.name] = Flag(
             parameter.name, kind, value, help=argument.help, metavar=metavar, name=name, read=argument.read
         )
     for prefix, cls in command.settings():
@@ -46,8 +46,8 @@ def own_flags(command: Command) -> list[Flag]:
             name = flag_name(f"{inner}{flag.path.removeprefix('policy.')}")
             old = f"{inner}{flag.old}" if flag.old else ""
             path = f"{prefix}.{flag.path}" if prefix else flag.path
-            found.setdefault(path, replace(flag, path=path, name=name, old=old, read=_READERS.get(flag.path)))
-    return list(found.values())
+            flags.setdefault(path, replace(flag, path=path, name=name, old=old, read=_READERS.get(flag.path)))
+    return list(flags.values())
 
 
 def parse(command: Command, words: Sequence[str]) -> Call:
@@ -56,18 +56,18 @@ def parse(command: Command, words: Sequence[str]) -> Call:
     if command.raw:
         return Call(command, words, {})
     if command.recipe == "after --":
-        place = words.index("--") if "--" in words else len(words)
-        job, words = words[place + 1 :], words[:place]
+        index = words.index("--") if "--" in words else len(words)
+        job, words = words[index + 1 :], words[:index]
         if job[:1] != ["train"]:
             raise InputError("missing command to supervise. Usage: rayrec supervise [--flags] -- train RECIPE [--flags]")
         unswitched = [word for word in job[1:] if word not in SWITCHES]
         first = [*parse(COMMANDS["train"], unswitched).arguments, job[1:]]
-        return _call(command, first, read(f"rayrec {command.name}", own_flags(command), words))
+        return _call(command, first, read(f"rayrec {command.name}", command_flags(command), words))
     if not command.recipe:
-        return _call(command, [], read(f"rayrec {command.name}", own_flags(command), words))
+        return _call(command, [], read(f"rayrec {command.name}", command_flags(command), words))
     config, words = configured(command, words)
     flags = recipe_flags(config)
-    values = read(f"rayrec {command.name} {config.recipe}", [*own_flags(command), *flags], words)
+    values = read(f"rayrec {command.name} {config.recipe}", [*command_flags(command), *flags], words)
     settings = {flag.path: values.pop(flag.path) for flag in flags if flag.path in values}
     return _call(command, [updated(config, settings_of(config, settings))], values)
 
@@ -81,16 +81,16 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
     text = words[0] if words and not words[0].startswith("-") else None
     (file,), rest = take(words[text is not None :], "--config")
     if file is not None:
-        own = recipes.find(text) if text else None
-        config = recipes.load_config(storage.read_text(file), recipe=own, source=file)
+        custom = recipes.find(text) if text else None
+        config = recipes.load_config(storage.read_text(file), recipe=custom, source=file)
     elif text is not None:
         config = named_configuration(text)
     else:
-        known = f"{', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml or RUN"
-        raise InputError(f"missing recipe. Usage: rayrec {command.name} RECIPE, where RECIPE is one of {known}.")
+        choices = f"{', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml or RUN"
+        raise InputError(f"missing recipe. Usage: rayrec {command.name} RECIPE, where RECIPE is one of {choices}.")
     (schema, model), rest = take(rest, "--schema", "--model")
-    given = {name: text for name, text in (("schema", schema), ("model", model)) if text is not None}
-    return (updated(config, settings_of(config, given)) if given else config), rest
+    settings = {name: text for name, text in (("schema", schema), ("model", model)) if text is not None}
+    return (updated(config, settings_of(config, settings)) if settings else config), rest
 
 
 def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]]:
@@ -98,14 +98,14 @@ def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name in names:
         parser.add_argument(name, action="append", default=[])
-    found, rest = parser.parse_known_args(list(words))
-    values = [getattr(found, name.lstrip("-")) for name in names]
-    for name, given in zip(names, values, strict=True):
-        if given[1:]:
-            raise InputError(f"{name}: must be set once, got {len(given)} values")
-        if given == [""]:
+    parsed, rest = parser.parse_known_args(list(words))
+    values = [getattr(parsed, name.lstrip("-")) for name in names]
+    for name, texts in zip(names, values, strict=True):
+        if texts[1:]:
+            raise InputError(f"{name}: must be set once, got {len(texts)} values")
+        if texts == [""]:
             raise InputError(f"{name}: requires a value")
-    return [given[0] if given else None for given in values], rest
+    return [texts[0] if texts else None for texts in values], rest
 
 
 def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, Any]:
@@ -122,34 +122,34 @@ def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, An
         else:
             many: dict[str, Any] = {"nargs": "*", "action": "extend"} if takes_many(flag.type) else {}
             parser.add_argument(*names, dest=flag.path, default=argparse.SUPPRESS, **many)
-    found, rest = parser.parse_known_args(_with_new_names(flags, words))
-    given = vars(found)
+    parsed, rest = parser.parse_known_args(_with_new_names(flags, words))
+    texts = vars(parsed)
     unknown = [word for word in rest if word.startswith("-") and word != "-"]
     if unknown:
-        _refuse(prog, flags, unknown[0])
-    given.update(_placed(prog, [flag for flag in flags if not flag.name], rest))
-    missing = [flag.shown for flag in flags if flag.value is MISSING and not given.get(flag.path)]
+        _reject_unknown(prog, flags, unknown[0])
+    texts.update(_assign_arguments(prog, [flag for flag in flags if not flag.name], rest))
+    missing = [flag.shown for flag in flags if flag.value is MISSING and not texts.get(flag.path)]
     if missing:
         raise InputError(f"missing {', '.join(missing)}. See `{prog} --help`.")
-    return {flag.path: _value(flag, given[flag.path]) for flag in flags if flag.path in given}
+    return {flag.path: _value(flag, texts[flag.path]) for flag in flags if flag.path in texts}
 
 
-def _value(flag: Flag, given: Any) -> Any:
-    return given if isinstance(given, bool) else value_of(flag, given if isinstance(given, list) else [given])
+def _value(flag: Flag, value: Any) -> Any:
+    return value if isinstance(value, bool) else value_of(flag, value if isinstance(value, list) else [value])
 
 
-def _placed(prog: str, arguments: Sequence[Flag], words: list[str]) -> dict[str, list[str]]:
+def _assign_arguments(prog: str, arguments: Sequence[Flag], words: list[str]) -> dict[str, list[str]]:
     """Assign words to positional arguments. One with several values gets the words that the others do not need."""
-    placed: dict[str, list[str]] = {}
+    assignment: dict[str, list[str]] = {}
     rest = list(words)
     for number, argument in enumerate(arguments):
         count = len(rest) - len(arguments[number + 1 :]) if takes_many(argument.type) else 1
-        taken, rest = rest[: max(count, 0)], rest[max(count, 0) :]
-        if taken:
-            placed[argument.path] = taken
+        assigned, rest = rest[: max(count, 0)], rest[max(count, 0) :]
+        if assigned:
+            assignment[argument.path] = assigned
     if rest:
         raise InputError(f"unexpected argument '{rest[0]}'. See `{prog} --help`.")
-    return placed
+    return assignment
 
 
 def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
@@ -175,17 +175,17 @@ class _Parser(argparse.ArgumentParser):
 
 def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
     """Replace deprecated flags by their new names, with a notice on standard error."""
-    new, known = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}, set(flag_names(flags))
-    found = []
+    new, names = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}, set(flag_names(flags))
+    result = []
     for word in words:
         name, equals, value = word.partition("=")
         if name in new:
             print(renamed(name, new[name]), file=sys.stderr)
             name = new[name]
-        elif name.replace("_", "-") in known:
+        elif name.replace("_", "-") in names:
             name = name.replace("_", "-")
-        found.append(name + equals + value)
-    return found
+        result.append(name + equals + value)
+    return result
 
 
 def flag_names(flags: Iterable[Flag]) -> list[str]:
@@ -194,22 +194,22 @@ def flag_names(flags: Iterable[Flag]) -> list[str]:
     return [f"--{name}" for name in names if name]
 
 
-def _refuse(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
-    wanted = word.partition("=")[0].replace("_", "-")
-    known = flag_names(flags)
-    near = [flag for flag in difflib.get_close_matches(wanted, known, cutoff=0.7) if _has_words_of(flag, wanted)][:1]
-    if not near:  # A nested field without its prefix.
-        last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in known}
-        similar = difflib.get_close_matches(wanted.removeprefix("--").rpartition(".")[2], last.values(), n=1)
-        near = [flag for flag, name in last.items() if name in similar and _has_words_of(flag, wanted)][:_MOST_MATCHES]
-    hint = f", did you mean {' or '.join(near)}?" if near else f". `{prog} --help-all` shows all flags."
+def _reject_unknown(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
+    unknown = word.partition("=")[0].replace("_", "-")
+    names = flag_names(flags)
+    suggestions = [flag for flag in difflib.get_close_matches(unknown, names, cutoff=0.7) if _is_similar(flag, unknown)][:1]
+    if not suggestions:  # A nested field without its prefix.
+        last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in names}
+        similar = difflib.get_close_matches(unknown.removeprefix("--").rpartition(".")[2], last.values(), n=1)
+        suggestions = [flag for flag, name in last.items() if name in similar and _is_similar(flag, unknown)][:_MAX_MATCHES]
+    hint = f", did you mean {' or '.join(suggestions)}?" if suggestions else f". `{prog} --help-all` shows all flags."
     raise InputError(f"unknown flag {word.partition('=')[0]}{hint}")
 
 
-def _has_words_of(flag: str, wanted: str) -> bool:
+def _is_similar(flag: str, unknown: str) -> bool:
     """Return whether each word of the unknown flag is similar to a word of the known one, and equal if short: pin-memory is not
     a typo of no-memory or in-memory."""
-    words, wanted_words = re.findall(r"\w+", flag), re.findall(r"\w+", wanted)
-    if len(wanted_words) == 1:
+    words, unknown_words = re.findall(r"\w+", flag), re.findall(r"\w+", unknown)
+    if len(unknown_words) == 1:
         return True
-    return all(word in words or (len(word) > 3 and difflib.get_close_matches(word, words)) for word in wanted_words)
+    return all(word in words or (len(word) > 3 and difflib.get_close_matches(word, words)) for word in unknown_words)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rayrec.cli.flags import Flag, flag_name, flags_of
-from rayrec.commands.settings import ALIASES, aliased
+from rayrec.commands.settings import ALIASES, resolve_alias
 from rayrec.config import Config
 
 
@@ -47,6 +47,6 @@ SHORT = {
 
 def recipe_flags(config: Config) -> list[Flag]:
     """Return all settings of a recipe as flags in field order, followed by --gpus."""
-    short = {aliased(config, name): flag_name(name) for name in ALIASES if name != "gpus"}
+    short = {resolve_alias(config, name): flag_name(name) for name in ALIASES if name != "gpus"}
     gpus = Flag("gpus", int, None, name="gpus", help=SHORT["gpus"].help, metavar="N")
     return [replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag for flag in [*flags_of(config), gpus]]

@@ -72,7 +72,7 @@ def fetch(
         return run(files_of(name), out, base_url=base_url, verify=verify, note=console.note, progress=console.progress)
 
 
-def _shown_report(report: Report) -> Shown:
+def _show_report(report: Report) -> Shown:
     more = f" (and {len(report.failures) - 1} more)" if report.failures[1:] else ""
     error = report.failures[0] + more if report.failures else ""
     return Shown(report.to_dict(), "\n".join(report.lines()), error)
@@ -81,7 +81,7 @@ def _shown_report(report: Report) -> Shown:
 @command(
     "Data",
     options=[("gates", "rayrec.prepare.validate:Gates"), _PREPARATION],
-    show=_shown_report,
+    show=_show_report,
     examples=("rayrec validate log/train.txt", "rayrec validate new.csv --schema shop.yaml --preprocessor runs/demo"),
 )
 def validate(
@@ -135,7 +135,7 @@ def split(
     from rayrec.prepare.split import RowSplit
     from rayrec.prepare.split import split as run
 
-    of_rows, rest = _divided(options, RowSplit)
+    of_rows, rest = _split_options(options, RowSplit)
     rows = RowSplit(by=by).updated(of_rows)
     return run(path, out=out, rows=rows, config=_preparation(rest), console=_console(console))
 
@@ -211,7 +211,7 @@ def preprocess(
     from rayrec.prepare.preprocess import preprocess as run
     from rayrec.prepare.text import TextConfig
 
-    of_text, rest = _divided(options, TextConfig)
+    of_text, rest = _split_options(options, TextConfig)
     return run(
         path,
         out=out,
@@ -256,11 +256,11 @@ def adopt(
     return run(path, out=out, config=AdoptionConfig().updated(options), console=_console(console))
 
 
-def _divided(options: dict[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_options(options: dict[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the options into fields of a class and others."""
     fields = {field.name for field in dataclasses.fields(kind)}
-    own = {name: value for name, value in options.items() if name in fields}
-    return own, {name: value for name, value in options.items() if name not in fields}
+    matching = {name: value for name, value in options.items() if name in fields}
+    return matching, {name: value for name, value in options.items() if name not in fields}
 
 
 def _console(console: Console | None) -> Console:

@@ -49,7 +49,7 @@ LogPath = Annotated[str, Argument("click log: file, glob or folder", "PATH")]
 InputPath = Annotated[str, Argument("rows to score: a click log, images, text; file, glob or folder", "PATH")]
 NewFolder = Annotated[str, Argument("output folder, written completely or not at all", "DIR")]
 RunFolder = Annotated[str, Argument("run folder or URL", "RUN")]
-OwnRecipe = Annotated[str | Callable[..., Any] | None, Argument("recipe of the checkpoint, if custom", "FILE.py:FUNCTION")]
+CustomRecipe = Annotated[str | Callable[..., Any] | None, Argument("recipe of the checkpoint, if custom", "FILE.py:FUNCTION")]
 ClusterAddress = Annotated[
     str | None,
     Argument(
@@ -125,7 +125,7 @@ class Command:
 
     def settings(self) -> list[tuple[str, type[Config]]]:
         """Return (prefix, class) of the configurations with flags."""
-        return [(prefix, load(place)) for prefix, place in self.options]
+        return [(prefix, load(path)) for prefix, path in self.options]
 
 
 class _Names(dict[str, Any]):
@@ -149,7 +149,7 @@ def command(group: Group, **declared: Any) -> Callable[[Function], Function]:
     return declare
 
 
-def load(place: str) -> Any:
+def load(path: str) -> Any:
     """Import MODULE:NAME."""
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -31,7 +31,7 @@ def top(
 
 @command(
     "Watch",
-    show=lambda place: Shown({"report": place}),
+    show=lambda path: Shown({"report": path}),
     examples=("rayrec report runs/demo", "rayrec report runs/one runs/two --out both.html"),
 )
 def report(
@@ -97,11 +97,11 @@ def benchmark(*arguments: Annotated[str, Argument("name of a benchmark and its f
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _shown_doctor(found: Report) -> Shown:
-    return Shown(found.to_dict(), "\n".join(found.lines()), status=0 if found.ok else 2, as_text=True)
+def _show_doctor(report: Report) -> Shown:
+    return Shown(report.to_dict(), "\n".join(report.lines()), status=0 if report.ok else 2, as_text=True)
 
 
-@command("Watch", show=_shown_doctor)
+@command("Watch", show=_show_doctor)
 def doctor() -> Report:
     """Check the installation and report problems with their fixes."""
     from rayrec.environment.doctor import doctor as examine

@@ -11,9 +11,9 @@ from rayrec.commands.declaration import (
     Checkpoint,
     Checkpoints,
     ClusterAddress,
+    CustomRecipe,
     InputPath,
     NewFolder,
-    OwnRecipe,
     Shown,
     command,
 )
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 
-def _shown_evaluation(found: dict[str, Any]) -> Shown:
+def _show_evaluation(result: dict[str, Any]) -> Shown:
     from rayrec.inference.result_tables import evaluation_text
 
-    return Shown(found, evaluation_text(found))
+    return Shown(result, evaluation_text(result))
 
 
 @command(
     "Score",
     options=[("", "rayrec.inference.config:EvaluationConfig")],
-    show=_shown_evaluation,
+    show=_show_evaluation,
     examples=("rayrec evaluate runs/demo log/train.txt", "rayrec evaluate runs/demo new.txt --slice-by day"),
 )
 def evaluate(
     checkpoint: Checkpoint,
     path: InputPath,
     *,
-    recipe: OwnRecipe = None,
+    recipe: CustomRecipe = None,
     cluster_address: ClusterAddress = None,
     console: Console | None = None,
     **options: Any,
@@ -65,38 +65,38 @@ def evaluate(
     from rayrec.inference.config import EvaluationConfig
     from rayrec.inference.evaluate import evaluate as run
 
-    asked = EvaluationConfig().updated(options)
+    settings = EvaluationConfig().updated(options)
 
-    def config_of(place: str) -> TrainConfig:
-        return _grouped(_scoring_config(place, recipe, cluster_address, asked), asked.group)
+    def config_of(folder: str) -> TrainConfig:
+        return _with_group(_scoring_config(folder, recipe, cluster_address, settings), settings.group)
 
     return run(
         checkpoint,
         path,
         config=config_of(checkpoint),
-        options=asked,
-        other=None if asked.compare is None else config_of(asked.compare),
+        options=settings,
+        other=None if settings.compare is None else config_of(settings.compare),
         console=_console(console),
     )
 
 
-def _shown_comparison(found: dict[str, Any]) -> Shown:
+def _show_comparison(result: dict[str, Any]) -> Shown:
     from rayrec.inference.result_tables import comparison_text
 
-    return Shown(found, comparison_text(found), "; ".join(found["failures"]))
+    return Shown(result, comparison_text(result), "; ".join(result["failures"]))
 
 
 @command(
     "Score",
     options=[("gates", "rayrec.inference.config:ComparisonGates"), ("", "rayrec.inference.config:ComparisonConfig")],
-    show=_shown_comparison,
+    show=_show_comparison,
     examples=("rayrec compare runs/dlrm runs/finalnet log/train.txt",),
 )
 def compare(
     checkpoints: Checkpoints,
     path: InputPath,
     *,
-    recipe: OwnRecipe = None,
+    recipe: CustomRecipe = None,
     gates: ComparisonGates | None = None,
     cluster_address: ClusterAddress = None,
     console: Console | None = None,
@@ -113,9 +113,11 @@ def compare(
     from rayrec.inference.compare import compare as run
     from rayrec.inference.config import ComparisonConfig
 
-    asked = ComparisonConfig().updated(options)
-    configs = [_grouped(_scoring_config(checkpoint, recipe, cluster_address, asked), asked.group) for checkpoint in checkpoints]
-    return run(checkpoints, path, configs=configs, options=asked, gates=gates, console=_console(console))
+    settings = ComparisonConfig().updated(options)
+    configs = [
+        _with_group(_scoring_config(checkpoint, recipe, cluster_address, settings), settings.group) for checkpoint in checkpoints
+    ]
+    return run(checkpoints, path, configs=configs, options=settings, gates=gates, console=_console(console))
 
 
 @command(
@@ -130,7 +132,7 @@ def predict(
     out: Annotated[
         str | None, Argument("output folder for Parquet files with row and predictions, such as score", "DIR", required=True)
     ] = None,
-    recipe: OwnRecipe = None,
+    recipe: CustomRecipe = None,
     cluster_address: ClusterAddress = None,
     console: Console | None = None,
     **options: Any,
@@ -145,22 +147,22 @@ def predict(
     from rayrec.inference import predict as prediction
     from rayrec.inference.config import ScoringConfig
 
-    asked = ScoringConfig().updated(options)
-    config = _scoring_config(checkpoint, recipe, cluster_address, asked)
+    settings = ScoringConfig().updated(options)
+    config = _scoring_config(checkpoint, recipe, cluster_address, settings)
     if out is None:
-        return prediction.predict(checkpoint, path, config=config, options=asked, console=_console(console))
-    return prediction.predict_to(checkpoint, path, out, config=config, options=asked, console=_console(console))
+        return prediction.predict(checkpoint, path, config=config, options=settings, console=_console(console))
+    return prediction.predict_to(checkpoint, path, out, config=config, options=settings, console=_console(console))
 
 
 def predict_to(checkpoint: str, path: str, *, out: str, **options: Any) -> dict[str, Any]:
     """Call `predict` with `out`. Deprecated."""
     warnings.warn(renamed("rayrec.predict_to", "rayrec.predict"), FutureWarning, stacklevel=2)
-    written: dict[str, Any] = predict(checkpoint, path, out=out, **options)
-    return written
+    result: dict[str, Any] = predict(checkpoint, path, out=out, **options)
+    return result
 
 
 @command("Score", examples=("rayrec ensemble runs/one runs/two --out both",))
-def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: OwnRecipe = None) -> dict[str, Any]:
+def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: CustomRecipe = None) -> dict[str, Any]:
     """Merge several click models into one, usable like any other model.
 
     Its logit is the mean of the logits of two or more models trained with the same Preprocessor; see
@@ -176,7 +178,7 @@ def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: OwnRecipe = No
     options=[("", "rayrec.inference.config:ExportConfig")],
     examples=("rayrec export runs/demo --out exported --quantize int8",),
 )
-def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: OwnRecipe = None, **options: Any) -> dict[str, Any]:
+def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: CustomRecipe = None, **options: Any) -> dict[str, Any]:
     """Write a model as a folder for other tools.
 
     Writes the folder completely or not at all. Checkpoint and recipe: see `evaluate`. `options`, for click models, are the
@@ -195,21 +197,21 @@ def _config_of(checkpoint: str, recipe: Any) -> TrainConfig:
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import find, load_config
 
-    own = find(recipe) if isinstance(recipe, str) else recipe
-    found = open_checkpoint(checkpoint)
-    found.manifest()  # Raises if it is not a checkpoint.
-    place = storage.join(found.path, "config.yaml")
-    return load_config(storage.read_text(place), recipe=own, source=place)
+    custom = find(recipe) if isinstance(recipe, str) else recipe
+    opened = open_checkpoint(checkpoint)
+    opened.manifest()  # Raises if it is not a checkpoint.
+    path = storage.join(opened.path, "config.yaml")
+    return load_config(storage.read_text(path), recipe=custom, source=path)
 
 
-def _scoring_config(checkpoint: str, recipe: Any, cluster_address: str | None, asked: ScoringConfig) -> TrainConfig:
+def _scoring_config(checkpoint: str, recipe: Any, cluster_address: str | None, settings: ScoringConfig) -> TrainConfig:
     from rayrec.workloads.run_config import ClusterConfig
 
     config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=cluster_address))
-    return config if asked.max_bad_fraction is None else config.replace(max_bad_fraction=asked.max_bad_fraction)
+    return config if settings.max_bad_fraction is None else config.replace(max_bad_fraction=settings.max_bad_fraction)
 
 
-def _grouped(config: TrainConfig, group: str | None) -> TrainConfig:
+def _with_group(config: TrainConfig, group: str | None) -> TrainConfig:
     """Replace the group column of the schema, if requested."""
     from rayrec.workloads.recsys.workload import ClickWorkload
 

@@ -53,31 +53,31 @@ def serve(
     from rayrec.serve import control, server
     from rayrec.serve.config import ServerConfig
 
-    address, tell = cluster_address, started or (lambda told: None)
+    address, report = cluster_address, started or (lambda served: None)
     config = ServerConfig().updated(options)
-    wishes = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
-    asked = [name for name, wish in wishes.items() if wish]
-    if len(asked) > 1:
-        raise InputError(f"swap, rollback, no_shadow and stop: must be set one at a time, got {' and '.join(asked)}")
-    if asked or (model is None and config.shadow):
-        given = [name for name, value in vars(ServerConfig()).items() if getattr(config, name) != value]
-        if unused := [name for name in given if asked or name != "shadow"]:
-            raise InputError(f"{(asked or ['shadow'])[0]}: changes a running server. Omit {', '.join(unused)}.")
+    actions = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
+    requested = [name for name, is_set in actions.items() if is_set]
+    if len(requested) > 1:
+        raise InputError(f"swap, rollback, no_shadow and stop: must be set one at a time, got {' and '.join(requested)}")
+    if requested or (model is None and config.shadow):
+        changed = [name for name, value in vars(ServerConfig()).items() if getattr(config, name) != value]
+        if unused := [name for name in changed if requested or name != "shadow"]:
+            raise InputError(f"{(requested or ['shadow'])[0]}: changes a running server. Omit {', '.join(unused)}.")
     if model is None:
         if rollback:
-            tell(control.roll_back(address=address))
+            report(control.roll_back(address=address))
         elif stop:
-            tell(control.stop(address=address))
+            report(control.stop(address=address))
         elif no_shadow or config.shadow:
-            tell(control.set_shadow(None if no_shadow else config.shadow, address=address))
+            report(control.set_shadow(None if no_shadow else config.shadow, address=address))
         else:
             raise InputError("missing model. Set the folder of a checkpoint, a run or an export.")
     elif rollback or no_shadow or stop:
         raise InputError(f"{model}: rollback, no_shadow and stop take no model. Omit it.")
     elif swap:
-        tell(control.swap(model, address=address))
+        report(control.swap(model, address=address))
     else:
-        server.serve_forever(model, config=config, address=address, console=_console(console), started=tell)
+        server.serve_forever(model, config=config, address=address, console=_console(console), started=report)
 
 
 def serving(

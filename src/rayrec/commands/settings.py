@@ -18,17 +18,17 @@ ALIASES = {
     "gpus": ("scaling.num_workers", "scaling.use_gpu"),
 }
 """Short names of a recipe's settings. The first existing path is used; gpus sets both of its settings."""
-WHOLE = ""
+TEXT = ""
 """Key of a text value for a nested configuration that also has other settings."""
-_WHOLE_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "PATH"}
+_TEXT_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "PATH"}
 
 
-def whole_metavar(cls: type[Config]) -> str:
+def text_metavar(cls: type[Config]) -> str:
     """Return the metavar if a text may replace a configuration of this class, otherwise an empty string."""
-    return next((_WHOLE_METAVARS[base.__name__] for base in cls.__mro__ if base.__name__ in _WHOLE_METAVARS), "")
+    return next((_TEXT_METAVARS[base.__name__] for base in cls.__mro__ if base.__name__ in _TEXT_METAVARS), "")
 
 
-def aliased(config: Config, name: str) -> str | None:
+def resolve_alias(config: Config, name: str) -> str | None:
     """Return the setting with a short name, or None if the configuration lacks it."""
     return next((path for path in ALIASES.get(name, ()) if _has(config, path)), None)
 
@@ -43,7 +43,7 @@ def _has(config: Any, path: str) -> bool:
 
 def settings_of(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings with short or dotted names (`scaling.num_workers`) to nested settings."""
-    return nest(dict(each for name, value in changes.items() for each in _written_out(config, name, value)))
+    return nest(dict(each for name, value in changes.items() for each in _expand_alias(config, name, value)))
 
 
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,24 +51,24 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for path, value in settings.items():
         *names, last = path.split(".")
-        place = nested
+        target = nested
         for name in names:
-            inner = place.setdefault(name, {})
+            inner = target.setdefault(name, {})
             if not isinstance(inner, dict):
-                inner = place[name] = {WHOLE: inner}
-            place = inner
-        if isinstance(place.get(last), dict) and not isinstance(value, Mapping):
-            place[last][WHOLE] = value
+                inner = target[name] = {TEXT: inner}
+            target = inner
+        if isinstance(target.get(last), dict) and not isinstance(value, Mapping):
+            target[last][TEXT] = value
         else:
-            place[last] = value
+            target[last] = value
     return nested
 
 
-def _written_out(config: Config, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _expand_alias(config: Config, name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if name not in ALIASES or hasattr(config, name):
         yield name, value
         return
-    path = aliased(config, name)
+    path = resolve_alias(config, name)
     if path is None:
         raise InputError(f"{name}: recipe {getattr(config, 'recipe', '')} has no {ALIASES[name][0]}. Omit it.")
     yield path, value
@@ -84,10 +84,10 @@ def updated(config: Settings, changes: Mapping[str, Any]) -> Settings:
 
 def _value(config: Config, name: str, value: Any) -> Any:
     current = getattr(config, name, None)
-    if isinstance(current, Config) and (isinstance(value, str) or (isinstance(value, Mapping) and WHOLE in value)):
-        whole, inner = (value, {}) if isinstance(value, str) else (value[WHOLE], {**value})
-        inner.pop(WHOLE, None)
-        return updated(_read(current, name, whole), inner)
+    if isinstance(current, Config) and (isinstance(value, str) or (isinstance(value, Mapping) and TEXT in value)):
+        text, inner = (value, {}) if isinstance(value, str) else (value[TEXT], {**value})
+        inner.pop(TEXT, None)
+        return updated(_read(current, name, text), inner)
     if isinstance(value, Mapping) and isinstance(current, Config):
         return {key: _value(current, key, inner) for key, inner in value.items()}
     if isinstance(value, Mapping) and isinstance(current, tuple):
@@ -96,7 +96,7 @@ def _value(config: Config, name: str, value: Any) -> Any:
 
 
 def _read(current: Config, name: str, text: str) -> Config:
-    kind = whole_metavar(type(current))
+    kind = text_metavar(type(current))
     if kind == "FILE":
         from rayrec import storage
         from rayrec.schema import load_schema
@@ -118,9 +118,9 @@ def _model(current: Any, names: str) -> Config:
     for name in names.split("+"):
         kind = models.config_class(name) if name in models.names() else None
         if kind is None:
-            near = difflib.get_close_matches(name, models.names(), n=1)
-            known = f". Use one of {', '.join(models.names())}, or a recipe with a custom model."
-            raise InputError(f"model: unknown model {name}" + (f", did you mean {near[0]}?" if near else known))
+            suggestions = difflib.get_close_matches(name, models.names(), n=1)
+            available = f". Use one of {', '.join(models.names())}, or a recipe with a custom model."
+            raise InputError(f"model: unknown model {name}" + (f", did you mean {suggestions[0]}?" if suggestions else available))
         kinds.append(kind)
-    made: Config = EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
-    return made
+    model: Config = EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
+    return model

@@ -79,7 +79,7 @@ def plan(
     return forecast(resolved, shape).text()
 
 
-def _shown_run(result: Result) -> Shown:
+def _show_run(result: Result) -> Shown:
     rows = summary_rows(result.summary, folder=result.folder)
     width = max(len(name) for name, _ in rows)
     text = "\n".join([f"{result.summary['recipe']}: finished", *(f"  {name:{width}}  {value}" for name, value in rows)])
@@ -89,7 +89,7 @@ def _shown_run(result: Result) -> Shown:
 @command(
     "Train",
     recipe="first",
-    show=_shown_run,
+    show=_show_run,
     not_flags=NOT_FLAGS | {"data", "eval_data", "stop"},
     examples=(
         "rayrec train criteo_demo --data log/train.txt",
@@ -155,7 +155,7 @@ def tune(
     return run(configuration(config, {}), space, options=TuneConfig().updated(options), console=_console(console))
 
 
-def _shown_outcome(outcome: Outcome) -> Shown:
+def _show_outcome(outcome: Outcome) -> Shown:
     if outcome.status == 2:
         return Shown(None, error=outcome.cause)
     done = outcome.summary or {"name": outcome.name, "status": "finished", "attempts": outcome.attempts}
@@ -166,7 +166,7 @@ def _shown_outcome(outcome: Outcome) -> Shown:
     "Train",
     recipe="after --",
     options=[("supervision", "rayrec.cluster.restart_policy:SuperviseConfig")],
-    show=_shown_outcome,
+    show=_show_outcome,
     examples=("rayrec supervise --address http://head:8265 -- train criteo_kaggle --data s3://bucket/log --name daily",),
 )
 def supervise(
@@ -228,12 +228,12 @@ def named_configuration(text: str) -> TrainConfig:
         return recipes.load_config(storage.read_text(text), source=text)
     folder = text.rstrip("/")
     if "/" in text or os.path.isdir(text):
-        place = storage.join(folder, "config.yaml")
-        if not storage.exists(place):
+        path = storage.join(folder, "config.yaml")
+        if not storage.exists(path):
             data = f"rayrec train criteo_demo --data {text}"
             raise InputError(f"{text}: not a recipe, and not a run folder (config.yaml not found). For data: {data}")
-        path, _, name = storage.absolute(folder).rpartition("/")
-        return recipes.load_config(storage.read_text(place), source=place).replace(storage_path=path, name=name)
+        parent, _, name = storage.absolute(folder).rpartition("/")
+        return recipes.load_config(storage.read_text(path), source=path).replace(storage_path=parent, name=name)
     if os.path.isfile(text):
         raise InputError(f"{text}: not a recipe. For data: rayrec train criteo_demo --data {text}")
     return recipes.find(text)()
@@ -251,9 +251,9 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     if name is None or path is None or not os.path.isdir(path) or LogSource.at(path).is_preprocessed:
         return
     named = config.train_data.files
-    wanted = [file for file in fetching.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
+    expected_files = [file for file in fetching.files_of(name) if re.sub(r"(\.txt)?(\.gz)?$", "", file.name) in named]
     try:
-        published_files.require_files(path, wanted, fetch_name=name, note=note)
+        published_files.require_files(path, expected_files, fetch_name=name, note=note)
     except InputError:
         LogSource.at(path).raw_files()
         raise
