@@ -30,7 +30,7 @@ def rayrec(cache: str, *arguments: str, status: int = 0) -> subprocess.Completed
     return done
 
 
-def test_from_log_to_ready_made_data(cache: str, click_log: Path, tmp_path: Path) -> None:
+def test_commands_prepare_data_from_log(cache: str, click_log: Path, tmp_path: Path) -> None:
     log, vocabulary, ready = str(click_log / "train.txt"), str(tmp_path / "vocabulary"), str(tmp_path / "ready")
     made = json.loads(rayrec(cache, "vocabulary", log, "--out", vocabulary, "--preset", "torchrec", "--min-count", "2").stdout)
     assert (made["preset"], made["rows"]) == ("torchrec", 20_000)
@@ -47,7 +47,7 @@ def test_from_log_to_ready_made_data(cache: str, click_log: Path, tmp_path: Path
     assert report["rows"] == 20_000
 
 
-def test_a_gate_that_fails_ends_with_2_and_says_which(cache: str, click_log: Path) -> None:
+def test_failed_gate_returns_status_2_and_names_gate(cache: str, click_log: Path) -> None:
     done = rayrec(cache, "validate", str(click_log / "train.txt"), "--gates.min-rows", "1000000", status=2)
     assert json.loads(done.stdout)["failures"]
     assert done.stderr.splitlines()[-1].startswith("rayrec validate: ")
@@ -64,7 +64,7 @@ def test_a_gate_that_fails_ends_with_2_and_says_which(cache: str, click_log: Pat
         (["vocabulary", "nothing.txt", "--out", "x", "--schema", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_mistakes_are_one_line(cache: str, arguments: list[str], told: str) -> None:
+def test_user_errors_print_one_line(cache: str, arguments: list[str], told: str) -> None:
     done = rayrec(cache, *arguments, status=2)
     assert done.stdout == ""
     assert told in done.stderr.splitlines()[-1]

@@ -36,7 +36,7 @@ def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
 
 
 @pytest.mark.extended
-def test_a_run_with_trackers_and_a_window_of_steps(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_writes_trackers_and_profile_window(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     trackers = {
         "mlflow": True,
@@ -63,7 +63,7 @@ def test_a_run_with_trackers_and_a_window_of_steps(click_log: Path, tmp_path: Pa
     assert run_hash(config) == run_hash(small(click_log, tmp_path))  # how a run is looked at does not change its result
 
 
-def test_what_is_missing_is_said_before_anything_starts(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_settings_raise_before_start(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(InputError, match=r"missing server"):
         train(small(click_log, tmp_path, trackers={"mlflow": True}))
@@ -74,7 +74,7 @@ def test_what_is_missing_is_said_before_anything_starts(click_log: Path, tmp_pat
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_a_run_in_progress_is_asked_for_a_profile(click_log: Path, tmp_path: Path) -> None:
+def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"steps": 100_000, "evaluate_every": 50_000, "checkpoint": {"every": 50_000}}
     # The first step to record is computed from the speed between two logs, which are not to be a blink apart.
     config = small_run(click_log, str(tmp_path), log_every=50, **fields)

@@ -23,7 +23,7 @@ RATE = "workload.dense_optimizer.learning_rate"
 QUIET = Console(quiet=True)  # not of the builders, which processes of Ray do not find: they import this file
 
 
-def test_a_search_on_ray_ends_as_one_in_this_process(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+def test_ray_search_matches_in_process_search(local_ray: None, click_log: Path, tmp_path: Path) -> None:
     config = recipes.criteo_demo(str(click_log / "train.txt")).replace(
         storage_path=str(tmp_path),
         steps=27,
@@ -62,7 +62,7 @@ def dies(job: Job, *, stop: threading.Event) -> None:
     TrialState("finished", (0.5,)).save(str(folder))
 
 
-def test_a_trial_whose_process_dies_resumes_in_another_one(local_ray: None, tmp_path: Path) -> None:
+def test_killed_trial_resumes_in_new_process(local_ray: None, tmp_path: Path) -> None:
     pool = RayPool(TuneConfig(concurrent=2), Signals(), max_failures=1, note=QUIET.note, train=dies)
     try:
         first = jobs(tmp_path, 3)
@@ -87,7 +87,7 @@ class Unreadable:
         return (exec, ("raise ImportError('no module of this name')",))
 
 
-def test_processes_that_never_start_end_the_search(local_ray: None, tmp_path: Path) -> None:
+def test_search_raises_if_processes_never_start(local_ray: None, tmp_path: Path) -> None:
     pool = RayPool(TuneConfig(concurrent=2), Signals(), max_failures=-1, note=QUIET.note, train=Unreadable())
     try:
         (job,) = jobs(tmp_path, 1)
@@ -98,7 +98,7 @@ def test_processes_that_never_start_end_the_search(local_ray: None, tmp_path: Pa
         pool.close()
 
 
-def test_a_signal_stops_the_trials_in_progress(local_ray: None, tmp_path: Path) -> None:
+def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
     asked = threading.Event()
     pool = RayPool(TuneConfig(concurrent=1), Signals(asked), max_failures=1, note=QUIET.note, train=dies)
     try:
@@ -120,6 +120,6 @@ def test_a_signal_stops_the_trials_in_progress(local_ray: None, tmp_path: Path) 
     assert TrialState.of(str(place)).state == "new"
 
 
-def test_a_trial_that_fits_on_no_node_is_refused(local_ray: None) -> None:
+def test_pool_rejects_trial_larger_than_nodes(local_ray: None) -> None:
     with pytest.raises(InputError, match=r"no node has 1000 CPUs and 0 GPUs for a trial. Lower --tune"):
         RayPool(TuneConfig(cpus_per_trial=1000), Signals(), max_failures=0, note=QUIET.note)

@@ -85,6 +85,6 @@ def files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_command_lines_make_the_same_calls() -> None:
+def test_command_lines_match_golden_calls() -> None:
     failed = {line: (made, expected) for line, expected in LINES if (made := call_of(line)) != expected}
     assert not failed

@@ -50,7 +50,7 @@ TRAINED = [
 """The same after a training, in another process."""
 
 
-def test_commands_load_no_heavy_module_that_they_do_without(tmp_path: Path) -> None:
+def test_commands_load_no_unneeded_heavy_modules(tmp_path: Path) -> None:
     assert loaded_needlessly(UNTIL_TRAINED, tmp_path) == {}
     assert loaded_needlessly(TRAINED, tmp_path) == {}
 
@@ -88,7 +88,7 @@ def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dic
     ],
     ids=repr,
 )
-def test_trouble_with_storage_is_told_in_a_line(
+def test_storage_errors_print_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, status: int, line: str
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -99,7 +99,7 @@ def test_trouble_with_storage_is_told_in_a_line(
     assert capsys.readouterr().err == f"rayrec train: {line}\n"
 
 
-def test_what_native_code_and_child_processes_print_stays_out_of_the_results() -> None:
+def test_results_exclude_output_of_native_code_and_children() -> None:
     script = (
         "import os, subprocess, sys\n"
         "from rayrec import cli\n"
@@ -117,9 +117,7 @@ def test_what_native_code_and_child_processes_print_stays_out_of_the_results() -
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
-def test_what_libraries_print_stays_out_of_the_results(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_exclude_library_output(verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def score(*_: object, **__: object) -> dict[str, float]:
         print("a warning of Ray")
         return {"auroc": 0.5}
@@ -161,7 +159,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ],
     ids=str,
 )
-def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
+def test_invalid_flag_prints_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
     assert run(capsys, "config", "criteo_demo", *words.split()) == (2, "", f"rayrec config: {line}\n")
 
 
@@ -173,13 +171,13 @@ def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str], words: str
         ("predict run log --out x --recipe criteo_dem", "no recipe 'criteo_dem'; did you mean 'criteo_demo'?"),
     ],
 )
-def test_a_wrong_flag_of_another_command_is_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
+def test_invalid_flag_of_other_commands_prints_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
     name, *others = words.split()
     assert run(capsys, name, *others) == (2, "", f"rayrec {name}: {line}\n")
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_file_may_follow_its_flag_or_an_equals_sign(capsys: pytest.CaptureFixture[str], tmp_path: Path, joined: bool) -> None:
+def test_file_flags_accept_space_or_equals_sign(capsys: pytest.CaptureFixture[str], tmp_path: Path, joined: bool) -> None:
     config, schema = tmp_path / "config.yaml", tmp_path / "schema.yaml"
     config.write_text("\ufeffrecipe: clicks\nsteps: 7\n", encoding="utf-8")
     schema.write_text("{label: y, dense: [a], sparse: [b]}")
@@ -203,7 +201,7 @@ def test_a_file_may_follow_its_flag_or_an_equals_sign(capsys: pytest.CaptureFixt
     ],
     ids=str,
 )
-def test_a_wrong_config_file_is_one_line_that_names_it(
+def test_invalid_config_file_prints_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, line: str
 ) -> None:
     file = tmp_path / "config.yaml"
@@ -213,7 +211,7 @@ def test_a_wrong_config_file_is_one_line_that_names_it(
     assert err.startswith(f"rayrec config: {file}: {line}")
 
 
-def test_a_run_s_name_is_one_folder() -> None:
+def test_run_name_is_one_folder() -> None:
     for name in ("..", ".", ".hidden", "-x", "a/b", "", "a b", "x" * 129, "a\n"):
         with pytest.raises(InputError, match="name: must have 1 to 128 letters"):
             recipes.criteo_demo().replace(name=name)
@@ -226,7 +224,7 @@ def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == '{\n  "auroc": null,\n  "logloss": 0.5\n}\n'
 
 
-def test_the_summary_of_a_click_model_ends_with_the_report_and_what_can_be_done_next() -> None:
+def test_summary_rows_end_with_report_and_next_steps() -> None:
     from rayrec.commands.training import summary_rows
 
     summary = {"metrics": {"auroc": 0.7}, "rows_per_s": 1.0, "blocked_fraction": 0.0, "rows": 1, "steps": 1, "wall_s": 1.0}
@@ -246,20 +244,20 @@ def test_the_summary_of_a_click_model_ends_with_the_report_and_what_can_be_done_
         ("config", "criteo_demo --profile.steps 10:20", ""),
     ],
 )
-def test_old_flag_works_with_a_notice(capsys: pytest.CaptureFixture[str], command: str, words: str, notice: str) -> None:
+def test_old_flag_prints_notice(capsys: pytest.CaptureFixture[str], command: str, words: str, notice: str) -> None:
     parse(COMMANDS[command], words.split())
     printed = capsys.readouterr()
     assert printed.err.startswith(notice)
     assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
 
 
-def test_an_old_flag_reaches_its_field(tmp_path: Path) -> None:
+def test_old_flag_sets_its_field(tmp_path: Path) -> None:
     (config,) = parse(COMMANDS["train"], ["criteo_kaggle", "--workload.profile.min-count", "7"]).arguments
     assert isinstance(config.workload, ClickWorkload)
     assert config.workload.preset.min_count == 7
 
 
-def test_a_model_by_its_name() -> None:
+def test_model_flag_selects_model() -> None:
     flags = "criteo_kaggle --model finalnet --workload.model.first-tower 8"
     (config,) = parse(COMMANDS["train"], flags.split()).arguments
     assert isinstance(config.workload, ClickWorkload)
@@ -277,9 +275,7 @@ def test_a_model_by_its_name() -> None:
             parse(COMMANDS["train"], words.split())
 
 
-def test_q_silences_every_command_that_prepares_or_scores(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quiet_prints_only_results(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the result is printed; -q stands anywhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
@@ -299,14 +295,14 @@ def test_q_silences_every_command_that_prepares_or_scores(
         assert json.loads(out)
 
 
-def test_switches_stop_at_the_command_of_a_job() -> None:
+def test_switches_stop_at_job_command() -> None:
     words, switches = cli.take_switches(["--env", "A", "-q", "--", "train", "clicks", "-v"])
     assert (words, switches) == (["--env", "A", "--", "train", "clicks", "-v"], {"-q"})
     config, job = parse(COMMANDS["supervise"], words).arguments
     assert (config, job) == (recipes.clicks(), ["clicks", "-v"])
 
 
-def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overview_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "--help")
     assert status == 0
     assert [name for name in COMMANDS if not re.search(rf"^.{{8}}{name} ", out, re.MULTILINE)] == []
@@ -314,7 +310,7 @@ def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_every_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_all_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if not COMMANDS[name].raw:
         assert run(capsys, name, "--help-all")[1].startswith(f"usage: rayrec {name}")
         shown = capsys.readouterr().out or run(capsys, name, "--help-all")[1]
@@ -344,9 +340,7 @@ def test_short_names_reach_their_settings(tmp_path: Path, monkeypatch: pytest.Mo
     assert python == config
 
 
-def test_recipe_may_be_a_file_or_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_accepts_file_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     config = recipes.criteo_demo().replace(steps=7, name="other")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "demo").mkdir(parents=True)
@@ -376,7 +370,7 @@ class Terminal(io.StringIO):
         (io.StringIO(), False, True, '{\n  "auroc": 0.5\n}\n', ""),
     ],
 )
-def test_result_is_a_table_or_json(
+def test_result_prints_table_or_json(
     capsys: pytest.CaptureFixture[str], out: io.StringIO, as_json: bool, quiet: bool, printed: str, noted: str
 ) -> None:
     assert show(Shown({"auroc": 0.5}, "a table"), as_json=as_json, quiet=quiet, out=out) == 0

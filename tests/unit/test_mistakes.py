@@ -161,7 +161,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_starts(
+def test_user_error_prints_one_line_before_start(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make, expected = MISTAKES[name]
@@ -183,7 +183,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_an_unreadable_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_file_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = log(CRITEO)(tmp_path)
     (tmp_path / "train.txt").chmod(0)
     assert cli.run(arguments) == 2

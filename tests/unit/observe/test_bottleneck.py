@@ -167,7 +167,7 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", VERDICTS)
-def test_verdict_names_what_holds_a_run_back(case: str) -> None:
+def test_diagnosis_matches_planted_bottleneck(case: str) -> None:
     (expected, _, _), (events, text) = case.partition(": "), VERDICTS[case]
     found = diagnose(RunSummary(events))
     assert found is not None
@@ -175,13 +175,13 @@ def test_verdict_names_what_holds_a_run_back(case: str) -> None:
     assert text in found.text
 
 
-def test_start_counts_only_where_nothing_else_does() -> None:
+def test_diagnosis_skips_first_interval() -> None:
     events = run({"data": 0.02}, stages=CPU_BOUND)
     told = [diagnose(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
 
 
-def test_time_split_adds_up_over_a_restart() -> None:
+def test_time_breakdown_sums_over_restart() -> None:
     events = run({"data": 0.2, "backward": 0.3})
     again = [{**events[0], "time": 50.0, "step": 20, "rows": 2 * ROWS}]
     redone = {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}
@@ -194,7 +194,7 @@ def test_time_split_adds_up_over_a_restart() -> None:
     assert whole.warm_time.training_s == pytest.approx(3 * INTERVAL_S)
 
 
-def test_warm_time_lacks_what_follows_the_first_interval() -> None:
+def test_warm_time_excludes_first_interval_with_saves() -> None:
     start, first, second, *_ = run({"data": 0.2})
 
     def held_up(after: dict[str, Any]) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ def test_warm_time_lacks_what_follows_the_first_interval() -> None:
     assert RunSummary([*events, *again]).warm_time == warm
 
 
-def test_time_split_without_times_has_what_was_blocked() -> None:
+def test_time_breakdown_without_phases_uses_blocked_fraction() -> None:
     split = RunSummary(run({"data": 0.25}, measured=False)).warm_time
     assert split.times_s["data"] == pytest.approx(7.5)
     assert split.times_s["other"] == pytest.approx(22.5)
@@ -220,7 +220,7 @@ def data_side(events: list[dict[str, Any]]) -> PipelineStats | None:
     return RunSummary(events).data.side()
 
 
-def test_data_side_of_nothing() -> None:
+def test_pipeline_stats_sum_stages() -> None:
     assert data_side([]) is None
     side = data_side(run({"data": 0.2}, stages=CPU_BOUND))
     assert side is not None
@@ -232,7 +232,7 @@ def test_data_side_of_nothing() -> None:
     assert side.stages[1].rows_per_s == pytest.approx(1000 / 0.7)
 
 
-def test_data_side_weighs_attempts_by_their_cpus() -> None:
+def test_pipeline_stats_weigh_attempts_by_cpus() -> None:
     """Eight CPUs that are busy all the time, and then two: nobody paused, and nothing was done beside."""
     all_busy = {"parse": (1.0, 1.0, 0.0)}
     events = run({"data": 0.2}, stages=all_busy, cpus=8.0, rows=80_000)
@@ -251,7 +251,7 @@ def test_data_side_weighs_attempts_by_their_cpus() -> None:
     assert idle.busy == pytest.approx((8 + 0.2) / 10)
 
 
-def test_intervals_without_a_block_count_with_their_time() -> None:
+def test_pipeline_stats_include_intervals_without_blocks() -> None:
     start, _, first, *_ = run({"data": 0.2}, stages=CPU_BOUND)
     told = [{"stage": "parse", "busy": 0.6, "cpu_share": 1.0, "queue_share": 0.0}]
     block = {**first, "seconds": 10.0, "stages": told}

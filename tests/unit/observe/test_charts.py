@@ -15,25 +15,25 @@ from rayrec.observe.report.page import table
 @pytest.mark.parametrize(
     ("low", "high", "max_ticks", "expected"), [(0, 1, 5, 0.2), (0, 1000, 7, 200), (0.82, 1, 5, 0.05), (0, 7e-5, 5, 2e-5)]
 )
-def test_ticks_are_round(low: float, high: float, max_ticks: int, expected: float) -> None:
+def test_tick_step_returns_round_numbers(low: float, high: float, max_ticks: int, expected: float) -> None:
     assert tick_step(low, high, max_ticks=max_ticks) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("points", [[(1.0, 0.5)], [(1.0, 0.0), (2.0, 0.0)], [(0.0, 3.0)], [(1.0, None), (2.0, 1e30)]])
-def test_a_flat_line_is_drawn(points: list[tuple[float, float | None]]) -> None:
+def test_line_chart_plots_flat_lines(points: list[tuple[float, float | None]]) -> None:
     for from_zero in (False, True):
         figure = line_chart("flat", [Line("flat", points)], x_label="step", from_zero=from_zero)
         assert "nan" not in figure
         assert "<circle" in figure
 
 
-def test_no_points_no_chart() -> None:
+def test_line_chart_without_points_is_empty() -> None:
     points: Any = [(1.0, None), (2.0, float("nan")), (3.0, float("inf"))]
     assert line_chart("none", [Line("none", points)], x_label="step") == ""
     assert line_chart("none", [], x_label="step") == ""
 
 
-def test_long_lines_are_thinned_and_keep_their_peaks() -> None:
+def test_line_chart_thins_long_lines_and_keeps_peaks() -> None:
     points: list[tuple[float, float | None]] = [(float(x), 1.0 if x == 77_777 else 0.0) for x in range(100_000)]
     figure = line_chart("long", [Line("long", points)], x_label="step", marks=[Mark(2e5, "1", "beyond")])
     assert len(figure) < 30_000
@@ -46,7 +46,7 @@ def test_long_lines_are_thinned_and_keep_their_peaks() -> None:
     ("pixels", "kind", "lines"),
     [([[0, 7, 255], [1, 2, 3]], 0, [b"\0\0\7\xff", b"\0\1\2\3"]), ([[(1, 2, 3), (4, 5, 6)]], 2, [b"\0\1\2\3\4\5\6"])],
 )
-def test_pixels_become_a_png(pixels: Any, kind: int, lines: list[bytes]) -> None:
+def test_data_url_encodes_png(pixels: Any, kind: int, lines: list[bytes]) -> None:
     data = base64.b64decode(data_url(pixels).removeprefix("data:image/png;base64,"))
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, place = {}, 8
@@ -62,7 +62,7 @@ def test_pixels_become_a_png(pixels: Any, kind: int, lines: list[bytes]) -> None
     assert zlib.decompress(chunks[b"IDAT"]) == b"".join(lines)
 
 
-def test_empty_columns_and_lanes_are_left_out() -> None:
+def test_empty_columns_and_lanes_are_omitted() -> None:
     shown = table(["a", "b", "c"], [["x", "", "-"], ["y", "", "1"]], name="t")
     assert ('<th scope="col">b' in shown, '<th scope="col">c' in shown) == (False, True)
     drawn = timeline("t", [("training", [Span(0, 1, "x")]), ("restarts", [])], [("evaluations", [])])

@@ -53,7 +53,7 @@ def use(console: Console) -> list[str]:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_console_survives_full_disk(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     stream = Full(terminal=terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
@@ -68,7 +68,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_closed_stream(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_console_survives_closed_stream(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     stream = Full(terminal=terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     console = Console()
@@ -76,13 +76,13 @@ def test_a_closed_stream(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> Non
     assert use(console) == ["prepared", "trained"]
 
 
-def test_no_stream_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_survives_missing_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert use(Console()) == ["prepared", "trained"]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_pipe_that_nobody_reads(unbuffered: str) -> None:
+def test_console_survives_broken_pipe(unbuffered: str) -> None:
     """Standard output stays what it was, and so does the exit status."""
     code = (
         "from rayrec.observe.console import Console\n"
@@ -100,7 +100,7 @@ def test_a_pipe_that_nobody_reads(unbuffered: str) -> None:
     assert (done.returncode, done.stdout) == (0, "the result\n")
 
 
-def test_colours_and_live_lines_are_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_keeps_colors_and_live_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Full(terminal=True)
     stream.full = False
     monkeypatch.setattr(sys, "stderr", stream)
@@ -114,9 +114,7 @@ def test_colours_and_live_lines_are_as_without(monkeypatch: pytest.MonkeyPatch) 
     assert "\x1b[" in stream.getvalue()
 
 
-def test_events_that_cannot_be_read_end_the_showing_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_events_end_only_the_display(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
 
@@ -136,7 +134,7 @@ NAMES = ("[red]", "[/x]", ":smile:", "{task}", "a[0]")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_names_of_the_user_are_no_markup(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_console_prints_names_without_markup(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     stream = Full(terminal=terminal)
     stream.full = False
     monkeypatch.setattr(sys, "stderr", stream)

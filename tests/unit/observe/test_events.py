@@ -40,7 +40,7 @@ def _written(path: Path, **fields: Any) -> dict[str, Any]:
     return read_events(path)[-1]
 
 
-def test_events_come_back_in_order(path: Path) -> None:
+def test_read_events_returns_written_order(path: Path) -> None:
     before = time.time()
     with EventWriter(path) as writer:
         writer.write("start", world_size=2)
@@ -55,7 +55,7 @@ def test_events_come_back_in_order(path: Path) -> None:
     assert read_events(path, kinds=()) == []
 
 
-def test_values_become_plain(path: Path) -> None:
+def test_writer_converts_values_to_json(path: Path) -> None:
     pairs: list[tuple[Any, Any]] = [
         (np.float32(0.5), 0.5),
         (np.int64(3), 3),
@@ -72,7 +72,7 @@ def test_values_become_plain(path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf")])
-def test_non_finite_is_null(path: Path, value: float) -> None:
+def test_writer_stores_non_finite_as_null(path: Path, value: float) -> None:
     assert _written(path, loss=value, nested={"x": [value]})["loss"] is None
     assert "NaN" not in path.read_text()
 
@@ -81,7 +81,7 @@ SECRETS = ["password", "DB_PASSWORD", "client_secret", "aws_secret_access_key", 
 SECRETS += ["api-key", "token", "hf_token", "authToken", "access_tokens", "token_file"]
 
 
-def test_secrets_are_hidden_by_their_keys(path: Path) -> None:
+def test_writer_hides_values_of_secret_keys(path: Path) -> None:
     assert [_written(path, **{key: "hush"})[key] for key in SECRETS] == ["***"] * len(SECRETS)
     _write(path, config={"storage": [{key: {"inner": "hush"}} for key in SECRETS]})
     assert "hush" not in path.read_text()
@@ -95,12 +95,12 @@ class _Login(Config):
     """Never shown."""
 
 
-def test_secrets_in_a_configuration_are_hidden(path: Path) -> None:
+def test_writer_hides_secrets_in_config(path: Path) -> None:
     config = _written(path, config=_Login())["config"]
     assert (config["user"], config["password"]) == ("ann", "***")
 
 
-def test_counts_of_tokens_are_no_secrets(path: Path) -> None:
+def test_writer_keeps_token_counts(path: Path) -> None:
     counts = {"tokens_per_s": 5.5, "num_tokens": 7, "token_count": 3, "tokenizer": "gpt2", "password": None}
     of_texts = {"tokens": "0f3a9c1b22d4e5f6", "schema": {"tokens": "any"}, "data": {"tokens": [1, 2]}}
     event = _written(path, **{**counts, "num_tokens": np.int64(7)}, **of_texts)
@@ -118,7 +118,7 @@ def test_counts_of_tokens_are_no_secrets(path: Path) -> None:
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def_ghi",
     ],
 )
-def test_texts_that_look_like_a_known_service_s_key_are_hidden(path: Path, secret: str) -> None:
+def test_writer_hides_keys_of_known_services(path: Path, secret: str) -> None:
     event = _written(path, cause=f"refused ({secret})", tokens=secret)
     assert (event["cause"], event["tokens"]) == ("refused (***)", "***")
 
@@ -133,11 +133,11 @@ def test_texts_that_look_like_a_known_service_s_key_are_hidden(path: Path, secre
         (["x", "https://me:hush@host/a?X-Amz-Signature=ff00&b=c"], "x https://***@host/a?X-Amz-Signature=***&b=c"),
     ],
 )
-def test_a_command_line_hides_secrets(arguments: list[str], line: str) -> None:
+def test_command_line_hides_secrets(arguments: list[str], line: str) -> None:
     assert command_line(arguments) == line
 
 
-def test_incomplete_last_line_is_left_out(path: Path) -> None:
+def test_read_events_skips_incomplete_last_line(path: Path) -> None:
     _written(path, step=1)
     with path.open("ab") as file:
         file.write(b'{"time": 1.0, "kind": "st')
@@ -159,7 +159,7 @@ class _Growing(io.RawIOBase):
         return len(piece)
 
 
-def test_a_line_that_grows_while_it_is_read_is_left_out() -> None:
+def test_events_in_skips_line_that_grows_while_read() -> None:
     first, second = (f'{{"time": 1.0, "kind": "step", "step": {step}}}\n'.encode() for step in (1, 2))
     file = io.BufferedReader(_Growing(first + second[:9], b"", second[9:], b""))
     assert list(file) == [first, second[:9], second[9:]]  # what a reader of the file is given
@@ -168,7 +168,7 @@ def test_a_line_that_grows_while_it_is_read_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("line", [b'{"time": 1.0, "ki\n', b"7\n", b"{}\n", b"\xff\xfe\n", b"\x00\x00\n"])
-def test_torn_line_elsewhere_is_named(path: Path, line: bytes) -> None:
+def test_read_events_rejects_invalid_lines(path: Path, line: bytes) -> None:
     _written(path, step=1)
     with path.open("ab") as file:
         file.write(line)
@@ -180,7 +180,7 @@ def test_torn_line_elsewhere_is_named(path: Path, line: bytes) -> None:
         read_events(path)
 
 
-def test_writer_after_a_crash_mends_the_end(path: Path) -> None:
+def test_writer_repairs_end_after_crash(path: Path) -> None:
     _written(path, step=1)
     with path.open("ab") as file:
         file.write(b'{"time": 1.0, "kind": "st')
@@ -189,12 +189,12 @@ def test_writer_after_a_crash_mends_the_end(path: Path) -> None:
     assert path.read_bytes().count(b"torn_line") == 1
 
 
-def test_missing_file_is_named(path: Path) -> None:
+def test_read_events_rejects_missing_file(path: Path) -> None:
     with pytest.raises(InputError, match="event file not found"):
         read_events(path)
 
 
-def test_failing_disk_is_counted_and_warned_about_once(
+def test_writer_counts_losses_and_warns_once(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), EventWriter(path) as writer:
@@ -210,7 +210,7 @@ def test_failing_disk_is_counted_and_warned_about_once(
     assert [event["step"] for event in read_events(path)] == [1, 4]
 
 
-def test_short_writes_are_mended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_repairs_short_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     with EventWriter(path) as writer:
         writer.write("step", step=1)
@@ -223,7 +223,7 @@ def test_short_writes_are_mended(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [event["step"] for event in read_events(path)] == [1, 3]
 
 
-def test_a_line_that_one_writer_tears_is_mended_by_the_next(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_repairs_line_cut_by_another_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     with EventWriter(path) as worker, EventWriter(path) as driver, EventWriter(path) as third:
         driver.write("run")  # all have the file open
@@ -246,7 +246,7 @@ def test_a_line_that_one_writer_tears_is_mended_by_the_next(path: Path, monkeypa
     assert path.read_bytes().count(b"torn_line") == 2
 
 
-def test_what_is_readable_of_a_damaged_file(path: Path) -> None:
+def test_readable_events_skips_damaged_lines(path: Path) -> None:
     _written(path, step=1)
     with path.open("ab") as file:
         file.write(b'{"time": 1.0, "ki{"time": 2.0, "kind": "failure"}\n')
@@ -257,7 +257,7 @@ def test_what_is_readable_of_a_damaged_file(path: Path) -> None:
     assert readable_events(path.parent / "none.jsonl") == []
 
 
-def test_unwritable_place_does_not_raise(tmp_path: Path) -> None:
+def test_writer_with_unwritable_path_counts_losses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     writer = EventWriter(tmp_path / "file" / "events.jsonl")
     writer.write("step")
@@ -265,7 +265,7 @@ def test_unwritable_place_does_not_raise(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_events_after_close_are_lost(path: Path) -> None:
+def test_writer_loses_events_after_close(path: Path) -> None:
     writer = EventWriter(path)
     writer.write("step")
     writer.close()
@@ -276,14 +276,14 @@ def test_events_after_close_are_lost(path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["x" * 200_000, "-" * 200_000, "a=" * 100_000, "s3://" * 40_000])
-def test_a_long_text_costs_time_in_proportion(text: str) -> None:
+def test_encoding_time_is_linear_in_text_length(text: str) -> None:
     """A search for secrets that took the square of the length would take minutes."""
     begin_s = time.process_time()
     encode_event({"text": text})
     assert time.process_time() - begin_s < 5
 
 
-def test_processes_and_threads_never_interleave(path: Path) -> None:
+def test_concurrent_writers_never_interleave(path: Path) -> None:
     code = (
         "import sys, threading; from rayrec.observe.events import EventWriter\n"
         "writer = EventWriter(sys.argv[1])\n"
@@ -302,7 +302,7 @@ def test_processes_and_threads_never_interleave(path: Path) -> None:
 # Following -----------------------------------------------------------------------------------------------------------
 
 
-def test_follow_sees_a_file_grow(path: Path) -> None:
+def test_follow_yields_events_of_growing_file(path: Path) -> None:
     stop, seen = threading.Event(), []
     thread = threading.Thread(target=lambda: seen.extend(follow(path, stop=stop, poll_s=0.005)))
     thread.start()
@@ -322,7 +322,7 @@ def test_follow_sees_a_file_grow(path: Path) -> None:
     assert [event["step"] for event in seen] == [0, 1, 2, 3, 4, 5]
 
 
-def test_follow_yields_before_the_stop(path: Path) -> None:
+def test_follow_yields_events_before_stop(path: Path) -> None:
     stop = threading.Event()
     _written(path, step=1)
     events = follow(path, stop=stop, poll_s=0.005)
@@ -334,7 +334,7 @@ def test_follow_yields_before_the_stop(path: Path) -> None:
     assert [event["step"] for event in events] == [3]
 
 
-def test_follow_ends_with_the_stop_and_names_a_torn_line(path: Path) -> None:
+def test_follow_returns_at_stop_and_rejects_invalid_line(path: Path) -> None:
     stop = threading.Event()
     stop.set()
     assert list(follow(path, stop=stop, poll_s=0.005)) == []

@@ -56,7 +56,7 @@ def _steps(url: str) -> list[int]:
     return [event["step"] for event in read_events(url)]
 
 
-def test_steps_wait_and_other_events_go_at_once(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_parts, "_INTERVAL_S", 600.0)
     with EventWriter(url) as writer:
         writer.write("start", step=0)
@@ -78,7 +78,7 @@ def test_steps_wait_and_other_events_go_at_once(url: str, store: Store, monkeypa
     assert writer.num_lost == 0
 
 
-def test_flush_uploads_and_says_so(url: str, store: Store) -> None:
+def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
     writer = EventWriter(url)
     assert writer.flush()
     writer.write("start", step=1)
@@ -95,7 +95,7 @@ def test_flush_uploads_and_says_so(url: str, store: Store) -> None:
     writer.close()
 
 
-def test_a_long_run_has_several_parts(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_run_writes_several_parts(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_parts, "PART_BYTES", 500)
     with EventWriter(url) as writer:
         for step in range(40):
@@ -106,7 +106,7 @@ def test_a_long_run_has_several_parts(url: str, folder: Path, monkeypatch: pytes
     assert _steps(url) == list(range(40))
 
 
-def test_an_outage_loses_nothing_and_blocks_nobody(url: str, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), EventWriter(url) as writer:
         store.is_out = True
         start = time.monotonic()
@@ -122,7 +122,7 @@ def test_an_outage_loses_nothing_and_blocks_nobody(url: str, store: Store, caplo
     assert "the store was out" in caplog.text
 
 
-def test_what_an_outage_outlasts_is_counted(
+def test_close_counts_losses_of_long_outage(
     url: str, store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -142,7 +142,7 @@ def test_what_an_outage_outlasts_is_counted(
     assert _steps(url) == [1]
 
 
-def test_memory_is_bounded(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_parts, "_WAITING_BYTES", 1000)
     store.is_out = True
     writer = EventWriter(url)
@@ -158,7 +158,7 @@ def test_memory_is_bounded(url: str, store: Store, monkeypatch: pytest.MonkeyPat
     assert writer.num_lost == lost
 
 
-def test_the_end_of_the_interpreter_flushes(url: str) -> None:
+def test_interpreter_exit_flushes_events(url: str) -> None:
     code = (
         "import sys; from rayrec.observe.events import EventWriter\n"
         "writer = EventWriter(sys.argv[1])\n"
@@ -169,7 +169,7 @@ def test_the_end_of_the_interpreter_flushes(url: str) -> None:
     assert _steps(url) == list(range(5))
 
 
-def test_a_forked_process_writes_parts_of_its_own(url: str, folder: Path) -> None:
+def test_forked_process_writes_separate_parts(url: str, folder: Path) -> None:
     writer = EventWriter(url)
     writer.write("step", step=1)
     child = os.fork()
@@ -187,7 +187,7 @@ def test_a_forked_process_writes_parts_of_its_own(url: str, folder: Path) -> Non
     assert len(os.listdir(folder)) == 2
 
 
-def test_writers_are_merged_by_time(url: str, folder: Path) -> None:
+def test_merge_events_orders_writers_by_time(url: str, folder: Path) -> None:
     with EventWriter(url) as one, EventWriter(url) as other:
         for step in range(0, 20, 2):
             one.write("step", step=step)
@@ -205,7 +205,7 @@ def test_writers_are_merged_by_time(url: str, folder: Path) -> None:
     assert [event["step"] for event in read_events(str(folder) + ".jsonl")] == list(range(21))
 
 
-def test_a_merge_that_died_doubles_nothing(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_merge_duplicates_no_events(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EventWriter(url) as writer:
         for _ in range(3):
             writer.write("step", step=1)
@@ -219,7 +219,7 @@ def test_a_merge_that_died_doubles_nothing(url: str, folder: Path, monkeypatch: 
     assert not folder.exists()
 
 
-def test_a_part_that_grows_is_not_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_keeps_growing_part(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = EventWriter(url)
     writer.write("start", step=1)
     assert writer.flush()
@@ -237,7 +237,7 @@ def test_a_part_that_grows_is_not_removed(url: str, monkeypatch: pytest.MonkeyPa
     writer.close()
 
 
-def test_follow_tells_each_event_once(url: str) -> None:
+def test_follow_yields_each_event_once(url: str) -> None:
     stop = threading.Event()
     events = follow(url, stop=stop, poll_s=0.01)
     with EventWriter(url) as writer:
@@ -257,7 +257,7 @@ def test_follow_tells_each_event_once(url: str) -> None:
     assert [event["step"] for event in events] == [4]
 
 
-def test_follow_waits_for_a_store_that_is_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow_waits_during_store_outage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with EventWriter(url) as one, EventWriter(url) as other:
         one.write("step", step=1)
         other.write("step", step=2)
@@ -276,7 +276,7 @@ def test_follow_waits_for_a_store_that_is_out(url: str, monkeypatch: pytest.Monk
     assert list(events) == []
 
 
-def test_nothing_there_is_said(url: str) -> None:
+def test_read_events_rejects_missing_url(url: str) -> None:
     with pytest.raises(InputError, match="event file not found"):
         read_events(url)
     merge_events(url)

@@ -41,7 +41,7 @@ def measured() -> list[dict[str, Any]]:
     return [*events, {"time": events[-1]["time"], "kind": "data", "step": 150, **data, **store}]
 
 
-def test_figures_of_a_run_under_way() -> None:
+def test_figures_match_running_job() -> None:
     run = RunSummary(measured())
     assert (run.step, run.steps, run.status) == (150, 200, "training")
     # Behind its first logged step the attempt took 6 s for 40 steps.
@@ -54,7 +54,7 @@ def test_figures_of_a_run_under_way() -> None:
     assert run.status == "finishing"  # it evaluates its test rows
 
 
-def test_a_finished_run_shows_its_chosen_weights() -> None:
+def test_figures_of_finished_run_show_selected_weights() -> None:
     events = measured()
     early = {"time": 2e9, "kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8}
     finish = {"time": 2e9, "kind": "finish", "step": 150, "chosen_step": 100, "metrics": {"perplexity": 1.5, "rows": 9}}
@@ -71,7 +71,7 @@ def test_a_finished_run_shows_its_chosen_weights() -> None:
     assert (run.status.startswith("finished"), run.steps, dict(figures(run))["perplexity"]) == (False, 400, "2.0000")
 
 
-def test_figures_grow_with_what_is_known() -> None:
+def test_figures_grow_with_events() -> None:
     run = RunSummary()
     assert figures(run) == []
     assert "preparing" in shown(run)
@@ -84,7 +84,7 @@ def test_figures_grow_with_what_is_known() -> None:
     assert "step 1 of 10" in shown(run)
 
 
-def test_the_panel() -> None:
+def test_panel_shows_phases_stages_and_age() -> None:
     run = RunSummary(measured())
     assert run.last_time_s is not None
     text = shown(run, full=True, now_s=run.last_time_s + 1)
@@ -125,7 +125,7 @@ def test_the_panel() -> None:
         ({"kind": "step", "step": 8}, None),
     ],
 )
-def test_note_of_event(event: dict[str, Any], told: str | None) -> None:
+def test_console_line_matches_event(event: dict[str, Any], told: str | None) -> None:
     assert console_line(event) == told
     assert console_line(SAVED, verbose=True) == "step 8  saved p (1 MB)"
 
@@ -146,7 +146,7 @@ def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**event, "time": event["time"] + later_s} for event in events]
 
 
-def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_prints_plain_lines_without_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # the next is due in ten seconds
     assert "worker 1 died" in text
@@ -159,7 +159,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert "saved runs/run" in console_lines(now(measured()), capsys, verbose=True)
 
 
-def test_quiet_and_what_was_before_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_skips_past_events_and_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert console_lines(now(measured()), capsys, quiet=True) == ""
     before = [{**event, "time": 1.0} for event in measured()]
     assert console_lines(before, capsys) == ""
@@ -177,7 +177,7 @@ def screen(out: io.StringIO, **options: Any) -> RichConsole:
     return RichConsole(file=out, width=100, color_system=None, **options)
 
 
-def test_top_once(tmp_path: Path) -> None:
+def test_top_prints_once_without_terminal(tmp_path: Path) -> None:
     write(tmp_path, measured())
     out = io.StringIO()
     assert top(str(tmp_path), console=screen(out)).step == 150
@@ -190,7 +190,7 @@ def test_top_once(tmp_path: Path) -> None:
         top(str(tmp_path), console=screen(out))
 
 
-def test_top_follows_until_the_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal nothing is drawn until the end
     events = run_events.run()
     cut = run_events.cut(events)
@@ -217,7 +217,7 @@ def test_top_follows_until_the_run_is_finished(tmp_path: Path, monkeypatch: pyte
         ({"kind": "stop", "cause": "SIGTERM", "step": 120}, "stopped: SIGTERM"),
     ],
 )
-def test_top_returns_when_a_run_ended_unfinished(tmp_path: Path, last: dict[str, Any], status: str) -> None:
+def test_top_returns_when_run_fails_or_stops(tmp_path: Path, last: dict[str, Any], status: str) -> None:
     told = measured()
     last |= {"time": told[-1]["time"] + 1}
     assert not RunSummary([*told, {**last, "last": False}]).ended  # another attempt follows

@@ -82,7 +82,7 @@ def finished() -> str:
     return report.render(FINISHED)
 
 
-def test_the_page_is_whole_and_stands_alone(finished: str) -> None:
+def test_page_is_valid_and_self_contained(finished: str) -> None:
     page = _Page(finished)
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object"}
     for _, attributes in page.elements:
@@ -94,24 +94,24 @@ def test_the_page_is_whole_and_stands_alone(finished: str) -> None:
     assert "url(" not in finished
 
 
-def test_what_events_and_configuration_hold_is_text(finished: str) -> None:
+def test_page_escapes_events_and_config(finished: str) -> None:
     words = ["<script>alert(1)</script>", "<b>bold</b> & more", "worker 1 died of SIGKILL & <more>"]
     assert _lacking(_Page(finished).text, *words, "What <light> through\nyonder") == []
 
 
-def test_numbers_are_there(finished: str) -> None:
+def test_page_shows_key_figures(finished: str) -> None:
     wanted = ["finished", "0123456789abcdef", "torch 2.13.0", "1.6487", "0.25", "75 s", "0.4%", "44 MB", "cut short"]
     wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20repeated steps"]  # at 0:00:02 the first attempt began
     assert _lacking(_Page(finished).text, *wanted) == []
 
 
-def test_step_charts_draw_fields_of_step_events() -> None:
+def test_step_charts_match_step_event_fields() -> None:
     log = (Path(rayrec.__file__).parent / "training" / "step_log.py").read_text()
     for title, name in STEP_CHARTS:
         assert f'"{name}"' in log, title
 
 
-def test_curves_and_marks(finished: str) -> None:
+def test_page_shows_curves_and_marks(finished: str) -> None:
     said = [chart.get("aria-label", "") for chart in _charts(finished)]
     curves = ["Loss", "Validation perplexity", "Rows per second", "Share of time blocked on data"]
     bars = ["Full run", "Over the run", "Timeline"]
@@ -126,7 +126,7 @@ def test_curves_and_marks(finished: str) -> None:
     assert "training 9 (step 100)" in tooltips
 
 
-def test_samples_show_what_is_wrong(finished: str) -> None:
+def test_samples_mark_wrong_predictions(finished: str) -> None:
     page = _Page(finished)
     images = page.all("img")
     assert len(images) == 9
@@ -136,7 +136,7 @@ def test_samples_show_what_is_wrong(finished: str) -> None:
     assert _lacking(page.text, "✗ 1 (88%), is 7", "✓ 8 (88%)") == []
 
 
-def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
+def test_page_of_running_job_shows_progress() -> None:
     text = _text(run_events.run(finished=False))
     assert _lacking(text, "not finished at step 150 of 200", "validation at step 150", "150 of 200") == []
     ended = ("finish", "summary", "samples")
@@ -152,7 +152,7 @@ def test_a_run_in_progress_and_one_that_has_only_begun() -> None:
         assert "Curves" not in text
 
 
-def test_the_same_events_give_the_same_page(finished: str) -> None:
+def test_page_is_deterministic(finished: str) -> None:
     assert report.render(FINISHED) == finished
 
 
@@ -163,7 +163,7 @@ def _write_run(folder: Path) -> None:
     (folder / "events.jsonl").write_text("".join(lines))
 
 
-def test_writing(tmp_path: Path) -> None:
+def test_report_writes_to_run_folder_or_out(tmp_path: Path) -> None:
     _write_run(tmp_path / "run")
     assert report.write(str(tmp_path / "run")) == str(tmp_path / "run" / "report.html")
     elsewhere = tmp_path / "new" / "page.html"
@@ -173,7 +173,7 @@ def test_writing(tmp_path: Path) -> None:
         report.write(str(tmp_path))
 
 
-def test_trouble_with_a_report_is_noted(tmp_path: Path) -> None:
+def test_try_write_report_logs_errors(tmp_path: Path) -> None:
     notes: list[str] = []
     report.try_write_report(str(tmp_path), note=notes.append)
     assert len(notes) == 1
@@ -193,7 +193,7 @@ def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, c
     return report.Run(config, run_events.click_run(name=name, auroc=auroc, seconds=seconds), run_events.click_summary(auroc))
 
 
-def test_where_the_time_went() -> None:
+def test_time_section_sums_phases_and_fifths() -> None:
     page = report.render(_click())
     whole, course = _chart(page, "Full run"), _chart(page, "Over the run")
     assert "; ".join(tip.removeprefix("total, ") for tip in _tips(whole)) == (
@@ -210,7 +210,7 @@ def test_where_the_time_went() -> None:
     assert _lacking(_Page(page).text, *wanted) == []
 
 
-def test_where_the_time_went_without_phases_and_with_all_of_them() -> None:
+def test_time_section_without_phases_and_with_all() -> None:
     events = run_events.click_run()
     for event in events:
         event.pop("times_s", None)
@@ -226,7 +226,7 @@ def test_where_the_time_went_without_phases_and_with_all_of_them() -> None:
     assert page.count("--series-9: #") == 2  # by day and by night
 
 
-def test_data_pipeline_is_shown_over_the_whole_run() -> None:
+def test_data_section_covers_full_run() -> None:
     events = run_events.click_run()
     data = next(event for event in events if event["kind"] == "data")
     stage = {**data["stages"][0], "cpu_share": 0.5}
@@ -241,7 +241,7 @@ def test_data_pipeline_is_shown_over_the_whole_run() -> None:
     assert "read200100.0%50.0%10.0%" in _text(events)
 
 
-def test_calibration_categories_and_tables() -> None:
+def test_page_shows_calibration_categories_and_tables() -> None:
     page = report.render(_click())
     calibration = _chart(page, "Share of clicks in the test rows")
     tooltips = [circle.findtext("title") for circle in calibration.iter("circle")]
@@ -253,14 +253,14 @@ def test_calibration_categories_and_tables() -> None:
     assert _tips(memory) == [f"worker {n}, {tip}" for n, tips in enumerate((first, second)) for tip in tips]
 
 
-def test_report_tells_cost_if_given_a_price() -> None:
+def test_page_shows_cost_if_price_is_set() -> None:
     run = _click(seconds=360.0)
     spent = run.sums.cost(Price(2.5, nodes=4))
     assert f"cost{spent.total:.4g}" in _text(run, price=Price(2.5, nodes=4))
     assert "Cost" not in _text(run)
 
 
-def test_runs_side_by_side() -> None:
+def test_comparison_shows_runs_in_columns() -> None:
     runs = [_click("first"), _click("second", auroc=0.8, seconds=2.0, config="seed: 1\nmodel:\n  dim: 8\n"), FINISHED]
     page = comparison.render(runs, price=Price(1.0))
     assert len(_chart(page, "Validation auroc").findall("polyline")) == 2
@@ -274,7 +274,7 @@ def test_runs_side_by_side() -> None:
     assert _lacking(same, "All configurations are equal.", "clicks (1)clicks (2)") == []
 
 
-def test_runs_of_other_seeds_are_summed_up() -> None:
+def test_comparison_averages_over_seeds() -> None:
     runs = [
         _click(f"seed-{seed}", auroc=auroc, config=f"name: seed-{seed}\nseed: {seed}\nsteps: 9\n")
         for seed, auroc in enumerate((0.78, 0.80, 0.79))
@@ -284,7 +284,7 @@ def test_runs_of_other_seeds_are_summed_up() -> None:
     assert "Mean over seeds" not in _Page(comparison.render(runs[:1])).text
 
 
-def test_a_report_says_where_the_run_came_from_and_how_it_ended() -> None:
+def test_page_shows_provenance_and_early_stop() -> None:
     events = run_events.click_run()
     events[0] |= {"commit": "0123abcd+", "machine": "host, 8 CPUs", "command": "rayrec train criteo_demo"}
     early = {"time": events[-1]["time"], "kind": "early_stop", "step": 100, "best_step": 50, "best_score": 0.8}
@@ -296,7 +296,7 @@ def test_a_report_says_where_the_run_came_from_and_how_it_ended() -> None:
     assert _lacking(text, *wanted) == []
 
 
-def test_a_report_may_be_written_to_a_folder(tmp_path: Path) -> None:
+def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
     _write_run(tmp_path / "run")
     run, out = str(tmp_path / "run"), tmp_path / "out"
     assert rayrec.report(run, out=str(out)) == str(out / "report.html")
@@ -307,7 +307,7 @@ def test_a_report_may_be_written_to_a_folder(tmp_path: Path) -> None:
     assert (out / "report.html").is_file()
 
 
-def test_writing_several(tmp_path: Path) -> None:
+def test_report_of_several_runs_requires_out(tmp_path: Path) -> None:
     one, two, out = (str(tmp_path / name) for name in ("one", "two", "both.html"))
     for folder in (one, two):
         _write_run(Path(folder))
@@ -318,7 +318,7 @@ def test_writing_several(tmp_path: Path) -> None:
             rayrec.report(*runs, out=place)
 
 
-def test_a_keyboard_and_a_screen_reader_reach_everything() -> None:
+def test_page_is_accessible() -> None:
     page = _Page(report.render(_click()))
     places = {attributes["id"] for _, attributes in page.elements if attributes.get("id")}
     links = {str(attributes["href"]).removeprefix("#") for attributes in page.all("a")}
@@ -338,7 +338,7 @@ def test_a_keyboard_and_a_screen_reader_reach_everything() -> None:
     assert "checkpoints0:00:" in page.text  # what a timeline's ticks tell
 
 
-def test_lines_are_told_apart_without_their_colours() -> None:
+def test_lines_have_distinct_dashes() -> None:
     style = report.render(FINISHED)
     dashes = re.findall(r"\.line\.series-\d {[^}]*stroke-dasharray: ([^;]*);", style)
     assert len(dashes) == len(set(dashes)) == NUM_SERIES
@@ -348,7 +348,7 @@ def test_lines_are_told_apart_without_their_colours() -> None:
     assert 'class="swatch dashed series-2"' in style
 
 
-def test_the_report_shows_the_first_start_and_the_last_ones() -> None:
+def test_startup_section_shows_first_and_last_starts() -> None:
     words = ["start 2", "interpreter and imports", "restoring the checkpoint", "later_stage"]
     assert _lacking(_starts(run_events.run()), *words, "total", "16 s", "10 s") == []
     assert training.start_up([]) is None

@@ -82,18 +82,18 @@ def test_restart_has_cause_time_and_steps(between: tuple[Described, ...], expect
     assert summary(*BEGIN, *between, *END).restarts == expected
 
 
-def test_restart_lasts_as_long_as_nothing_is_trained() -> None:
+def test_restart_lasts_until_training_continues() -> None:
     begun = (*BEGIN, (6, "failure", {"cause": "x"}), (9, "start", {"step": 20}))
     assert summary(*begun).restarts == [Restart("x", 4, 0)]
     assert summary(*begun, (15, "evaluate", {"step": 20, "set": "test"})).restarts == [Restart("x", 10, 0)]
 
 
-def test_failure_without_training_around_is_no_restart() -> None:
+def test_failure_without_training_is_not_restart() -> None:
     assert summary(*BEGIN, (6, "failure", {"cause": "the loss is nan", "last": True})).restarts == []
     assert summary((0, "run", {}), (1, "failure", {"cause": "x"}), *BEGIN[2:], *END).restarts == []
 
 
-def test_longer_training_of_finished_run_is_no_restart() -> None:
+def test_extended_run_is_not_restart() -> None:
     longer = ((90, "run", {}), (95, "start", {"step": 40, "steps": 60}), (97, "step", {"step": 50, "steps": 60}))
     run = summary(*BEGIN, *END, (31, "summary", {}), *longer)
     assert (run.restarts, run.standing()) == ([], "not finished at step 50 of 60")
@@ -106,7 +106,7 @@ def test_longer_training_of_finished_run_is_no_restart() -> None:
     assert [each.cause for each in summary(*BEGIN, *END, *longer).restarts] == ["the driver was lost"]
 
 
-def test_pause_is_no_restart() -> None:
+def test_pause_is_not_restart() -> None:
     pause = (6, "stop", {"cause": "a planned pause", "paused": True})
     run = summary(*BEGIN, pause, (60, "run", {}), (61, "attempt", {}), (62, "start", {"step": 20}), (63, "step", {"step": 30}))
     assert [(each.first_step, each.end, each.restart) for each in run.attempts] == [
@@ -126,7 +126,7 @@ def test_attempt_has_end_and_cost() -> None:
     assert RunSummary(run_events.run(finished=False)).attempts[-1].end is None
 
 
-def test_attempt_without_told_end_was_lost() -> None:
+def test_attempt_without_end_event_was_lost() -> None:
     lost = ((10, "run", {}), (11, "attempt", {}), (12, "failure", {"cause": "no room"}), (13, "attempt", {"number": 2}))
     found = summary(*BEGIN, *lost, (14, "start", {"step": 0}), (15, "stop", {"cause": "SIGTERM"})).attempts
     assert [(each.end, each.first_step, each.restart is not None) for each in found] == [
@@ -136,14 +136,14 @@ def test_attempt_without_told_end_was_lost() -> None:
     ]
 
 
-def test_error_of_driver_is_not_that_of_attempt_before() -> None:
+def test_driver_error_keeps_end_of_previous_attempt() -> None:
     failed = ((60, "run", {}), (61, "failure", {"cause": "no such log", "last": True}))
     run = summary(*BEGIN, (6, "stop", {"cause": "SIGTERM"}), *failed)
     assert [attempt.end for attempt in run.attempts] == ["stopped: SIGTERM"]
     assert run.standing() == "failed (no such log) at step 20 of 40"
 
 
-def test_standing_follows_last_turn() -> None:
+def test_standing_follows_last_event() -> None:
     run = summary(*BEGIN[:3])
     assert run.standing() == "not finished before its first step"
     for described, told in (
@@ -193,7 +193,7 @@ def test_cost_leaves_idle_machines_out() -> None:
 # -- curves
 
 
-def test_curve_has_steps_done_again_once() -> None:
+def test_curve_contains_repeated_steps_once() -> None:
     rows = RunSummary(run_events.run()).curve()
     assert [row["step"] for row in rows] == list(range(10, 201, 10))
     assert [row["loss"] for row in rows[:10]] == [9.0] * 10
@@ -224,7 +224,7 @@ def write(path: Path, events: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_dataframe_has_a_row_for_each_step(tmp_path: Path) -> None:
+def test_dataframe_has_one_row_per_step(tmp_path: Path) -> None:
     frame = metrics_dataframe(write(tmp_path / "events.jsonl", run_events.run()))
     measured = ["rows", "loss", "rows_per_s", "blocked_fraction"]
     validated = ["validation_loss", "validation_perplexity", "validation_rows"]
@@ -252,7 +252,7 @@ def test_dataframe_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # -- intervals, repeats, starts
 
 
-def test_interval_is_counted_anew_after_restart() -> None:
+def test_interval_restarts_after_restart() -> None:
     log = (1, "step", {"step": 20, "rows": 1280, "rows_per_s": 320.0})
     run = summary((0, "start", {"step": 0}), log)
     assert (run.interval, run.steps_redone) == (Interval(20, 1280, 4.0), 0)
@@ -261,7 +261,7 @@ def test_interval_is_counted_anew_after_restart() -> None:
     assert (run.interval, run.steps_redone) == (Interval(5, 320, 2.0), 10)
 
 
-def test_step_done_again_is_a_repeat_in_its_series() -> None:
+def test_repeated_step_is_marked_in_its_series() -> None:
     run, repeats = RunSummary(), []
     for number, (kind, step) in enumerate([("step", 10), ("step", 20), ("evaluate", 20), ("step", 20), ("step", 30)]):
         run.update({"set": "validation", "time": number, "kind": kind, "step": step})
@@ -269,7 +269,7 @@ def test_step_done_again_is_a_repeat_in_its_series() -> None:
     assert repeats == [False, False, False, True, False]
 
 
-def test_start_belongs_to_attempt_and_command() -> None:
+def test_startup_times_group_by_attempt_and_command() -> None:
     def start_up(**stages: float) -> Described:
         return 0, "start_up", {"process": "worker", "stages": stages}
 

@@ -8,7 +8,7 @@ import pytest
 from rayrec.observe.timing import Stopwatch, process_age_s
 
 
-def test_stages_are_consecutive() -> None:
+def test_stopwatch_times_consecutive_stages() -> None:
     watch = Stopwatch(last_s=100.0)
     watch.lap("imports", at_s=102.5)
     watch.lap("index", at_s=103.0)
@@ -18,7 +18,7 @@ def test_stages_are_consecutive() -> None:
     assert watch.stages == {"imports": 3.5, "index": 0.5, "clock of another machine": 0.0, "folder": 0.5}
 
 
-def test_a_lap_without_a_time_ends_now() -> None:
+def test_lap_without_time_ends_now() -> None:
     watch = Stopwatch(time.time() - 2.0)
     watch.lap("a")
     watch.lap("b")
@@ -26,7 +26,7 @@ def test_a_lap_without_a_time_ends_now() -> None:
     assert 0.0 <= watch.stages["b"] < 60.0
 
 
-def test_the_age_of_a_process_counts_from_its_start(tmp_path: Path) -> None:
+def test_process_age_counts_from_start(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     stat = tmp_path / "proc/self/stat"
     stat.write_text("7 (a (strange) name) S " + " ".join(["0"] * 18) + " 0 9 9")  # started with the machine

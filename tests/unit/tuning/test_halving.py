@@ -28,14 +28,14 @@ from rayrec.workloads.base import TrainConfig
 THIRDS = TuneConfig()
 
 
-def test_the_recipe_is_first_and_the_others_come_in_a_random_order_of_the_seed() -> None:
+def test_trial_order_starts_with_recipe_and_is_seeded() -> None:
     order = order_of_trials(50, seed=0)
     assert order[0] == 0
     assert sorted(order) == list(range(50))
     assert order == order_of_trials(50, seed=0) != order_of_trials(50, seed=1)
 
 
-def test_shares_and_cost() -> None:
+def test_wave_fractions_and_cost() -> None:
     assert wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
     assert wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
     assert wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
@@ -49,11 +49,11 @@ def test_shares_and_cost() -> None:
 
 
 @pytest.mark.parametrize(("count", "keep", "kept"), [(48, 1 / 3, 16), (16, 1 / 3, 6), (3, 1 / 3, 1), (1, 1 / 3, 1), (4, 0.5, 2)])
-def test_how_many_go_on(count: int, keep: float, kept: int) -> None:
+def test_num_continued_rounds_up(count: int, keep: float, kept: int) -> None:
     assert num_continued(count, keep) == kept
 
 
-def test_the_best_go_on_and_failed_ones_never() -> None:
+def test_rank_best_excludes_failed_trials() -> None:
     values = {1: 0.7, 2: 0.9, 3: None, 4: 0.9, 5: 0.8, 6: None}
     assert rank_best(values, 0.5, sign=1.0) == [2, 4, 5]
     assert rank_best(values, 0.5, sign=-1.0) == [1, 5, 2]
@@ -100,7 +100,7 @@ def searched(folder: Path, pool: Pool) -> dict[int, TrialState]:
     return run_waves(configs(folder, 19), lambda: pool, THIRDS, note=lambda text: None)
 
 
-def test_the_same_trials_train_on_whatever_ends_first(tmp_path: Path) -> None:
+def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
     pools = [Pool(seed) for seed in range(5)]
     found = [searched(tmp_path / str(number), pool) for number, pool in enumerate(pools)]
     assert all(each == found[0] for each in found)
@@ -115,7 +115,7 @@ def test_the_same_trials_train_on_whatever_ends_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 7, 18, 19, 22, 25])
-def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, killed_after: int) -> None:
+def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int) -> None:
     whole = Pool(0)
     expected = searched(tmp_path / "whole", whole)
     first, second = Pool(1, killed_after=killed_after), Pool(2)
@@ -163,7 +163,7 @@ def test_failed_trial_records_whether_it_can_retry(
     assert (found.state, found.error, found.can_retry) == ("failed", line_of(error), can_retry)
 
 
-def test_chosen_skips_earlier_pauses() -> None:
+def test_selected_metric_skips_earlier_pauses() -> None:
     """Their weights are not kept."""
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": 2})
     events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
@@ -176,7 +176,7 @@ def test_chosen_skips_earlier_pauses() -> None:
 
 
 @pytest.mark.parametrize(("patience", "expected"), [(0, 0.71), (2, 0.74)])
-def test_a_trial_is_as_good_as_the_weights_it_would_end_with(patience: int, expected: float) -> None:
+def test_selected_metric_matches_final_weights(patience: int, expected: float) -> None:
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": patience})
     events: list[dict[str, Any]] = [{"auroc": value, "logloss": 0.5} for value in (0.7, 0.74, None, 0.71)]
     assert selected_metric(events, config, "auroc") == expected

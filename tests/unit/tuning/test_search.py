@@ -49,7 +49,7 @@ def found(config: TrainConfig) -> dict[str, Any]:
     return rayrec.tune(config, search=SEARCH, console=QUIET)
 
 
-def test_the_best_trial_is_told_from_the_recipes_settings(found: dict[str, Any], config: TrainConfig) -> None:
+def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: TrainConfig) -> None:
     folder = Path(found["folder"])
     by_number = {trial["number"]: trial for trial in found["trials"]}
     states = [by_number[number]["state"] for number in range(5)]
@@ -77,9 +77,7 @@ def test_the_best_trial_is_told_from_the_recipes_settings(found: dict[str, Any],
     assert winner == config.replace(name=None, workload={"dense_optimizer": {"learning_rate": 0.004}})
 
 
-def test_a_trial_that_paused_has_the_weights_of_a_run_that_never_did(
-    found: dict[str, Any], config: TrainConfig, tmp_path: Path
-) -> None:
+def test_paused_trial_matches_uninterrupted_run(found: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
     """From the raw log, not from the preprocessed rows that all trials share."""
     alone = config.replace(
         storage_path=str(tmp_path),
@@ -96,7 +94,7 @@ def test_a_trial_that_paused_has_the_weights_of_a_run_that_never_did(
     assert starts == [0, 2, 6, 18]
 
 
-def test_the_same_call_trains_nothing_twice(found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [Path(found["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
     before = [place.read_bytes() for place in events]
     monkeypatch.setattr(of_searches, "InProcessPool", None)
@@ -112,7 +110,7 @@ def test_the_same_call_trains_nothing_twice(found: dict[str, Any], config: Train
             rayrec.tune(config, **{"search": SEARCH, "console": QUIET, **changes})
 
 
-def test_a_killed_search_ends_like_one_that_was_not(
+def test_killed_search_matches_uninterrupted_one(
     found: dict[str, Any], config: TrainConfig, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after a trial had paused and before that was written down: no step is trained twice. And no trial reads the log."""

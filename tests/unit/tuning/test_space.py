@@ -19,7 +19,7 @@ TEXT = f"""
 """
 
 
-def test_trials_of_a_file() -> None:
+def test_space_file_defines_trials() -> None:
     space = Space.read(TEXT, source="space.yaml")
     space.check(recipes.criteo_demo("log"))
     trials = space.trials(9, seed=0)
@@ -46,13 +46,13 @@ def test_embedding_dim_search_keeps_bottom_mlp_consistent(recipe: Callable[[str]
     assert [workload["model"] for workload in workloads] == [own, *expected]
 
 
-def test_grids_alone_are_tried_once_each() -> None:
+def test_grids_alone_are_tried_once() -> None:
     space = Space.of({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
     trials = space.trials(100, seed=0)
     assert trials == [{}, *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1))]
 
 
-def test_draws_are_spread_over_their_range() -> None:
+def test_draws_cover_their_range() -> None:
     space = Space.of({"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}}, source="s")
     trials = space.trials(2001, seed=3)[1:]
     logarithms = [math.log10(trial["a"]) for trial in trials]
@@ -76,7 +76,7 @@ def test_draws_are_spread_over_their_range() -> None:
         ("a: {loguniform: [0, 1]}", "a.loguniform: must be above 0, got 0"),
     ],
 )
-def test_files_that_are_refused(given: str, message: str) -> None:
+def test_space_rejects_invalid_files(given: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Space.read(given, source="space.yaml")
 
@@ -91,12 +91,12 @@ def test_files_that_are_refused(given: str, message: str) -> None:
         ("scaling", [{}], "cannot be searched: a trial trains in one process"),
     ],
 )
-def test_fields_that_are_refused(field: str, values: list[Any], message: str) -> None:
+def test_space_rejects_shared_and_invalid_fields(field: str, values: list[Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Space.of({field: {"choice": values}}, source="s").check(recipes.criteo_demo("log"))
 
 
-def test_settings_of_a_search() -> None:
+def test_tune_config_rejects_invalid_values() -> None:
     for wrong, message in (
         ({"trials": 0}, "trials: 0 must be at least 1"),
         ({"concurrent": 0}, "concurrent: 0 must be at least 1"),

@@ -31,7 +31,7 @@ def found(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_the_table_has_a_line_a_trial() -> None:
+def test_table_has_one_line_per_trial() -> None:
     lines = table_text(found()).splitlines()
     assert lines[0].split() == ["trial", "dropout", "batch_size", "auroc", "step", "rows", "seconds", "state"]
     assert lines[1].split() == ["1", "0.25", "512", "0.75000", "20", "2,000", "3", "finished"]
@@ -44,7 +44,7 @@ def test_the_table_has_a_line_a_trial() -> None:
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
 
 
-def test_what_is_not_known_is_not_told() -> None:
+def test_table_omits_unknown_values() -> None:
     own = {"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}
     text = table_text(found(best=own, compared=None, trained_share=1.0))
     assert "It has the settings of the recipe." in text
@@ -54,7 +54,7 @@ def test_what_is_not_known_is_not_told() -> None:
     assert "1,428 test rows are too few" in table_text(found(compared={"auroc": nothing}))
 
 
-def test_the_page_shows_trials_and_curves() -> None:
+def test_page_shows_trials_and_curves() -> None:
     page = render("first", found())
     words = ["Search first", "Validation auroc", "auroc by workload.model.dropout", "InputError: &lt;too&gt; large"]
     assert [text for text in words if text not in page] == []

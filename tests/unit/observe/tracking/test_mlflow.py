@@ -45,7 +45,7 @@ def history(store: str, run: Any, key: str) -> list[tuple[int, float]]:
     return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
 
 
-def test_a_run_and_the_driver_that_went_on(store: str) -> None:
+def test_resuming_driver_continues_mlflow_run(store: str) -> None:
     events = run_events.run()
     track(store, events[: run_events.cut(events) + 1])
     (run,) = runs(store)
@@ -65,7 +65,7 @@ def test_a_run_and_the_driver_that_went_on(store: str) -> None:
     assert run.data.tags["version.torch"] == "2.13.0"
 
 
-def test_a_new_run_of_the_same_name_is_another(store: str) -> None:
+def test_new_run_with_same_name_is_separate(store: str) -> None:
     first = run_events.run(finished=False)
     track(store, first)
     track(store, [{**event, "time": event["time"] + 1000.0} for event in first])
@@ -74,7 +74,7 @@ def test_a_new_run_of_the_same_name_is_another(store: str) -> None:
 
 
 @pytest.mark.parametrize("uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks"])
-def test_servers_and_folders_are_accepted(uri: str) -> None:
+def test_config_accepts_servers_and_folders(uri: str) -> None:
     TrackersConfig(mlflow=True, mlflow_uri=uri).check({})
     TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
 
@@ -87,20 +87,18 @@ def test_servers_and_folders_are_accepted(uri: str) -> None:
         ("s3://bucket/mlruns", "s3://bucket/mlruns: MLflow does not support s3:. Use a server"),
     ],
 )
-def test_an_address_that_cannot_be_written_to_is_refused_before_the_run(
-    monkeypatch: pytest.MonkeyPatch, uri: str, line: str
-) -> None:
+def test_config_rejects_unwritable_address(monkeypatch: pytest.MonkeyPatch, uri: str, line: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True)
     with pytest.raises(InputError, match=f"trackers.mlflow_uri: {line}"):
         TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
 
 
-def test_a_database_is_accepted_with_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_accepts_database_with_full_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     TrackersConfig(mlflow=True, mlflow_uri="sqlite:///mlflow.db").check({})
 
 
-def test_a_server_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayrec.observe.tracking.mlflow import MlflowTracker
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -86,7 +86,7 @@ def write(folder: Path, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return parse(folder / "mllog.log")
 
 
-def test_a_run_that_failed_once_and_ended(tmp_path: Path) -> None:
+def test_mllog_of_restarted_run_follows_rules(tmp_path: Path) -> None:
     write(tmp_path, run()[:20])  # by a driver that was lost; the next begins again
     records = write(tmp_path, run())
     check(records)
@@ -99,7 +99,7 @@ def test_a_run_that_failed_once_and_ended(tmp_path: Path) -> None:
     assert epochs == [0, 1]
 
 
-def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+def test_mllog_of_stopped_run_is_aborted(tmp_path: Path) -> None:
     events = run(finished=False)
     events.append({"kind": "stop", "time": events[-1]["time"] + 1, "step": 150, "cause": "SIGTERM"})
     records = write(tmp_path, events)
@@ -107,17 +107,17 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert records[-1]["metadata"]["status"] == "aborted"
 
 
-def test_a_run_in_progress_has_no_end(tmp_path: Path) -> None:
+def test_mllog_of_running_job_has_no_end(tmp_path: Path) -> None:
     assert "run_stop" not in [record["key"] for record in write(tmp_path, run(finished=False))]
 
 
 @pytest.mark.parametrize("name", list(recipes.ALL))
-def test_every_recipe_tells_its_optimizer(name: str) -> None:
+def test_optimizer_lines_of_all_recipes(name: str) -> None:
     lines = dict(optimizer_lines(recipes.ALL[name]().to_dict()["workload"]))
     assert lines["opt_base_learning_rate"] > 0
 
 
-def test_lines_of_the_first_dlrm(tmp_path: Path) -> None:
+def test_iteration_lines_match_dlrm_format(tmp_path: Path) -> None:
     tracker = IterationTracker(str(tmp_path))
     run_events.feed(tracker, run())
     tracker.close()
@@ -146,7 +146,7 @@ def resized() -> list[dict[str, Any]]:
     return events.all
 
 
-def test_epochs_of_a_run_whose_batches_shrank(tmp_path: Path) -> None:
+def test_epochs_count_rows_after_resize(tmp_path: Path) -> None:
     records = write(tmp_path, resized())
     places = [record["metadata"] for record in records if record["key"] == "eval_start"]
     assert [place["samples_count"] for place in places] == [3200, 4800, 6400, 8000]
@@ -160,7 +160,7 @@ def test_epochs_of_a_run_whose_batches_shrank(tmp_path: Path) -> None:
     assert places == ["25/50 of epoch 0", "75/100 of epoch 0", "100/100 of epoch 0", "25/100 of epoch 1"]
 
 
-def test_epochs_of_a_run_that_does_not_tell_them() -> None:
+def test_epochs_default_to_full_run() -> None:
     run = RunSummary([{"time": 0.0, "kind": "start", "step": 0, "steps": 150, "world_size": 2}])
     assert run.epoch_of(16) == (0, 16)
     assert run.steps_per_epoch == 150

@@ -49,7 +49,7 @@ def track(folder: Path, events: list[dict[str, Any]]) -> None:
     tracker.close()
 
 
-def test_curves_are_those_of_the_events(tmp_path: Path) -> None:
+def test_curves_match_events(tmp_path: Path) -> None:
     events = run_events.run()
     track(tmp_path, [event for event in events if event["kind"] != "finish"])
     shown = curves(tmp_path)
@@ -69,7 +69,7 @@ def test_curves_are_those_of_the_events(tmp_path: Path) -> None:
     assert times[-1] == events[-4]["time"]
 
 
-def test_a_driver_that_goes_on_doubles_nothing(tmp_path: Path) -> None:
+def test_resuming_driver_duplicates_no_points(tmp_path: Path) -> None:
     events = run_events.run()
     track(tmp_path, events[: run_events.cut(events)])
     other = tmp_path / "tensorboard" / "events.out.tfevents.of.somebody"
@@ -84,7 +84,7 @@ def test_a_driver_that_goes_on_doubles_nothing(tmp_path: Path) -> None:
     assert shown["final/auroc"] == {200: 0.5}
 
 
-def test_an_older_file_stays_until_the_new_one_is_there(tmp_path: Path, monkeypatch: Any) -> None:
+def test_old_file_stays_until_new_one_exists(tmp_path: Path, monkeypatch: Any) -> None:
     events = run_events.run(finished=False)
     track(tmp_path, events[:20])
     before = list((tmp_path / "tensorboard").iterdir())

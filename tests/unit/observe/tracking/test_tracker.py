@@ -61,7 +61,7 @@ def follow(path: Path, trackers: dict[str, Recorder], *, events: int = 5, pause_
     return notes
 
 
-def test_every_event_arrives_once_and_in_order(tmp_path: Path) -> None:
+def test_tracker_receives_each_event_once_in_order(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     first, second, third = Recorder(), Recorder(), Recorder()
     assert follow(path, {"first": first, "second": second}) == []
@@ -72,7 +72,7 @@ def test_every_event_arrives_once_and_in_order(tmp_path: Path) -> None:
     assert [event["step"] for event in third.delivered] == [*range(5), *range(5)]
 
 
-def test_a_tracker_that_fails_for_a_while_gets_everything_later(tmp_path: Path) -> None:
+def test_failing_tracker_receives_all_events_later(tmp_path: Path) -> None:
     flaky, steady = Recorder(failures=4), Recorder()
     notes = follow(tmp_path / "events.jsonl", {"flaky": flaky, "steady": steady}, pause_s=0.05)
     assert notes == ["flaky: connection refused. Retrying while the run continues."]  # once
@@ -80,9 +80,7 @@ def test_a_tracker_that_fails_for_a_while_gets_everything_later(tmp_path: Path) 
     assert steady.delivered == flaky.delivered
 
 
-def test_what_comes_right_behind_a_delivery_does_not_wait_for_the_next_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_module, "FLUSH_S", 0.3)
     path, tracker = tmp_path / "events.jsonl", Recorder()
     with tracking({"tracker": lambda: tracker}, str(path), note=pytest.fail), EventWriter(path) as writer:
@@ -101,7 +99,7 @@ def test_what_comes_right_behind_a_delivery_does_not_wait_for_the_next_event(
         ("https://host/a@b and me@host", "https://host/a@b and me@host"),
     ],
 )
-def test_errors_name_no_password(tmp_path: Path, message: str, told: str) -> None:
+def test_tracker_errors_hide_passwords(tmp_path: Path, message: str, told: str) -> None:
     def make() -> Recorder:
         raise ConnectionError(message)
 
@@ -114,7 +112,7 @@ def test_errors_name_no_password(tmp_path: Path, message: str, told: str) -> Non
     assert (event["cause"], event["causes"]) == (told, [told])
 
 
-def test_a_tracker_out_of_reach_delays_nothing(tmp_path: Path) -> None:
+def test_unreachable_tracker_delays_nothing(tmp_path: Path) -> None:
     gone, steady = Recorder(failures=10**9), Recorder()
     begin_s = time.monotonic()
     notes = follow(tmp_path / "events.jsonl", {"gone": gone, "steady": steady})
@@ -124,7 +122,7 @@ def test_a_tracker_out_of_reach_delays_nothing(tmp_path: Path) -> None:
     assert not gone.closed
 
 
-def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_tracker_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_module, "CLOSE_S", 1.0)
     hanging, steady = Recorder(wait_s=20.0), Recorder()
     begin_s = time.monotonic()
@@ -134,7 +132,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest
     assert steady.closed
 
 
-def test_an_event_a_tracker_cannot_read_is_left_out(tmp_path: Path) -> None:
+def test_tracker_skips_unreadable_events(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path) as writer:
         writer.write("odd", step=0)
@@ -145,7 +143,7 @@ def test_an_event_a_tracker_cannot_read_is_left_out(tmp_path: Path) -> None:
     assert len(picky.delivered) == 5
 
 
-def test_a_tracker_that_cannot_be_made_is_noted(tmp_path: Path) -> None:
+def test_tracker_creation_error_is_logged(tmp_path: Path) -> None:
     def make() -> Recorder:
         raise ModuleNotFoundError("No module named 'mlflow'")
 
@@ -155,13 +153,13 @@ def test_a_tracker_that_cannot_be_made_is_noted(tmp_path: Path) -> None:
     assert notes == ["MLflow: No module named 'mlflow'. Continuing without it."]
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_tracking_leaves_no_threads(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     follow(tmp_path / "events.jsonl", {"a": Recorder(), "b": Recorder()})
     assert set(threading.enumerate()) <= before
 
 
-def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = AppendFile(str(tmp_path / "new" / "file"))
     write = os.write
     room = 3
@@ -193,7 +191,7 @@ def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: 
     assert os.listdir(tmp_path / "new") == ["file"]
 
 
-def test_a_store_gets_the_whole_file_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_file_uploads_full_file_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     monkeypatch.setattr(storage, "write_bytes", lambda path, data: sent.append(bytes(data)))
     file = AppendFile("s3://bucket/run/file")
@@ -208,7 +206,7 @@ def test_a_store_gets_the_whole_file_now_and_then(monkeypatch: pytest.MonkeyPatc
     assert sent == [b"a", b"ab"]
 
 
-def test_scalars_of_events() -> None:
+def test_scalars_match_events() -> None:
     step = {"kind": "step", "time": 1.0, "step": 3, "steps": 9, "loss": 0.5, "times_s": {"data": 1, "other": None}}
     assert scalars(step) == {"train/loss": 0.5, "train/times_s/data": 1.0}
     evaluation = {"kind": "evaluate", "time": 1.0, "step": 3, "set": "validation", "auroc": 0.75, "exact": True}

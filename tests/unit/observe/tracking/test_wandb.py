@@ -61,7 +61,7 @@ def kept(folder: Path) -> tuple[Any, list[dict[str, float]]]:
     return run, rows
 
 
-def test_an_offline_run_and_the_driver_that_went_on(tmp_path: Path) -> None:
+def test_resuming_driver_replaces_offline_run(tmp_path: Path) -> None:
     events = run_events.run()
     track(tmp_path, events[: run_events.cut(events) + 1])
     first, rows = kept(tmp_path)
@@ -113,7 +113,7 @@ STEP_100 = {"kind": "step", "time": 1.0, "step": 100, "steps": 200, "loss": 0.5}
 EVALUATION_100 = {"kind": "evaluate", "time": 2.0, "step": 100, "set": "validation", "loss": 0.6}
 
 
-def test_what_could_not_be_sent_is_sent_later_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_measures_are_sent_later_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     run = OnlineRun({}, resumed=False, refusals=1)
     tracker = online(run, monkeypatch)
     run_events.feed(tracker, [STEP_100, EVALUATION_100], flush=False)
@@ -123,7 +123,7 @@ def test_what_could_not_be_sent_is_sent_later_and_in_order(monkeypatch: pytest.M
     assert run.sent == [{"step": 100, "train/loss": 0.5}, {"step": 100, "validation/loss": 0.6}]
 
 
-def test_a_driver_that_goes_on_sends_what_the_one_before_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_driver_sends_only_unsent_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     before = OnlineRun({}, resumed=False)
     tracker = online(before, monkeypatch)
     run_events.feed(tracker, [STEP_100])  # and here the driver dies, the evaluation of the same step unsent
@@ -135,7 +135,7 @@ def test_a_driver_that_goes_on_sends_what_the_one_before_did_not(monkeypatch: py
     assert after.summary == {"last_step/step": 110, "last_step/evaluate/validation": 100}
 
 
-def test_a_driver_that_ends_with_an_error_behind_a_stop_is_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_follows_last_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wandb.teardown", lambda: None)
     begun = {"kind": "run", "time": 3.0, "config_hash": "x"}
     stopped = [begun, STEP_100, {"kind": "stop", "time": 4.0, "step": 100, "cause": "SIGTERM"}]
@@ -167,7 +167,7 @@ print("threads", [thread.name for thread in threading.enumerate() if thread.name
 """
 
 
-def test_a_server_out_of_reach_does_not_keep_the_process(tmp_path: Path) -> None:
+def test_unreachable_server_does_not_block_exit(tmp_path: Path) -> None:
     # Nobody listens there, and W&B would try for a day.
     unreachable = {"WANDB_BASE_URL": f"http://127.0.0.1:{free_ports(1)}", "WANDB_INIT_TIMEOUT": "86400"}
     environment = {**os.environ, **unreachable, "WANDB_API_KEY": "0" * 40}
