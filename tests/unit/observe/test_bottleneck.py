@@ -1,4 +1,4 @@
-"""What holds a run back, told from events in which each bottleneck was planted."""
+"""Diagnosis of runs with planted bottlenecks."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ def run(
     then: list[dict[str, Any]] | None = None,
     **data: Any,
 ) -> list[dict[str, Any]]:
-    """So many logged intervals, the first of which is all waiting; `shares` of the others by phase, the rest is forward.
-    `stages`: (share of the data CPUs' time, shares of that in which it computed, and queued for a CPU)."""
+    """Return the events of a run whose first interval is all waiting. The others have the given `fractions` by phase, the rest is
+    forward. `stages`: fraction of the data CPUs' time, and fractions of it spent computing and queued for a CPU."""
     events: list[dict[str, Any]] = [{"time": 0.0, "kind": "start", "step": 0, "rows": 0, "world_size": 1}]
     for number in range(1, intervals + 1):
         spent = {"data": 1.0} if number == 1 else {"forward": 1 - sum(fractions.values()), **fractions}
@@ -49,7 +49,7 @@ CPU_BOUND = {"read": (0.05, 0.9, 0.0), "parse": (0.7, 0.98, 0.0), "encode": (0.2
 
 
 def spilling(spilled_bytes: list[float], *, filled: int) -> list[dict[str, Any]]:
-    """A run held back by data, whose events report so much spilled since its start and of a store filled to so many percent."""
+    """Return the events of a data-bound run with these spilled bytes since its start, and a store filled to `filled` percent."""
     store: dict[str, Any] = {"object_store_bytes": filled, "object_store_limit_bytes": 100}
     events = run({"data": 0.3}, stages=CPU_BOUND, intervals=len(spilled_bytes), **store)
     data = [event for event in events if event["kind"] == "data"]
@@ -65,7 +65,7 @@ def full_for_a_moment() -> list[dict[str, Any]]:
 
 
 def slowest(**fractions: float) -> list[dict[str, Any]]:
-    """A run that waits for other workers, with what the slowest worker took for some phases; for the rest it is the mean."""
+    """Return the events of a run that waits for other workers, given the slowest worker's fractions of some phases."""
     events = run({"data": 0.07, "collectives": 0.52}, stages=CPU_BOUND)
     for event in events:
         if event["kind"] == "step":
@@ -233,7 +233,7 @@ def test_pipeline_stats_sum_stages() -> None:
 
 
 def test_pipeline_stats_weigh_attempts_by_cpus() -> None:
-    """Eight CPUs that are busy all the time, and then two: nobody paused, and nothing was done beside."""
+    """Eight busy CPUs, then two: no CPU paused."""
     all_busy = {"parse": (1.0, 1.0, 0.0)}
     events = run({"data": 0.2}, stages=all_busy, cpus=8.0, rows=80_000)
     late_s = events[-1]["time"] + 1

@@ -1,4 +1,4 @@
-"""Charts and tables of a report: round ticks, short lines, pictures."""
+"""Charts, tables and images of a report."""
 
 import base64
 import re

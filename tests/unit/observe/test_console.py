@@ -1,4 +1,4 @@
-"""A console that nobody can read any more never ends a run."""
+"""Console output errors never end a run."""
 
 import errno
 import io
@@ -18,26 +18,32 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 
 
-class Full(io.StringIO):
-    """A terminal, or not, on a disk without room."""
+class Stream(io.StringIO):
+    """Standard error, as a terminal or not, optionally on a full disk."""
 
     def __init__(self, *, terminal: bool) -> None:
         super().__init__()
-        self.terminal, self.num_refused = terminal, 0
-        self.full = True
+        self.terminal, self.full, self.num_errors = terminal, False, 0
 
     def isatty(self) -> bool:
         return self.terminal
 
     def write(self, text: str) -> int:
         if self.full:
-            self.num_refused += 1
+            self.num_errors += 1
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(text)
 
 
+@pytest.fixture(params=[True, False])
+def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stream:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    return Stream(terminal=request.param)
+
+
 def use(console: Console) -> list[str]:
-    """All that a run does with it; what was done."""
+    """Use the console like a run and return the completed parts."""
     done = []
     console.note("a note")
     with console.preparing():
@@ -52,24 +58,19 @@ def use(console: Console) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_console_survives_full_disk(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    stream = Full(terminal=terminal)
+def test_console_survives_full_disk(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    console = Console()
+    stream.full, console = True, Console()
     assert use(console) == ["prepared", "trained"]
-    assert stream.num_refused >= 3
+    assert stream.num_errors >= 3
     assert sys.stderr is stream
     stream.full = False
     console.note("there is room again")
     assert stream.getvalue().strip().endswith("there is room again")
-    assert "a note" not in stream.getvalue()  # what was lost does not come back
+    assert "a note" not in stream.getvalue()  # Lost output stays lost.
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_console_survives_closed_stream(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    stream = Full(terminal=terminal)
+def test_console_survives_closed_stream(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     console = Console()
     stream.close()
@@ -83,7 +84,7 @@ def test_console_survives_missing_stderr(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_console_survives_broken_pipe(unbuffered: str) -> None:
-    """Standard output stays what it was, and so does the exit status."""
+    """Standard output and the exit status do not change."""
     code = (
         "from rayrec.observe.console import Console\n"
         "console = Console()\n"
@@ -92,17 +93,14 @@ def test_console_survives_broken_pipe(unbuffered: str) -> None:
     )
     read, write = os.pipe()
     os.close(read)
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=write, text=True, check=False
-    )
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=write, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stdout) == (0, "the result\n")
 
 
-def test_console_keeps_colors_and_live_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Full(terminal=True)
-    stream.full = False
+@pytest.mark.parametrize("stream", [True], indirect=True)
+def test_console_keeps_colors_and_live_lines(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
@@ -124,28 +122,20 @@ def test_unreadable_events_end_only_the_display(capsys: pytest.CaptureFixture[st
 
     with Console().training(follow):
         time.sleep(0.2)
-    told = capsys.readouterr().err
-    assert "worker 1 died: restarting" in told
-    assert "Stopping the display of this run: events.jsonl, line 2: not an event" in told
+    printed = capsys.readouterr().err
+    assert "worker 1 died: restarting" in printed
+    assert "Stopping the display of this run: events.jsonl, line 2: not an event" in printed
     assert not failures
 
 
-NAMES = ("[red]", "[/x]", ":smile:", "{task}", "a[0]")
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_console_prints_names_without_markup(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    stream = Full(terminal=terminal)
-    stream.full = False
+def test_console_prints_names_without_markup(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    console = Console()
-    for name in NAMES:
+    console, names = Console(), ("[red]", "[/x]", ":smile:", "{task}", "a[0]")
+    for name in names:
         console.note(f"note {name}")
         with console.preparing():
             console.progress(f"index {name}", 1, 1, note=f"of {name}")
         console.table(f"title {name}", [(f"key {name}", f"value {name}")])
-    for name in NAMES:
+    for name in names:
         for text in (f"note {name}", f"index {name}", f"of {name}", f"title {name}", f"key {name}", f"value {name}"):
             assert text in stream.getvalue(), text

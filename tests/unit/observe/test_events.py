@@ -1,7 +1,6 @@
-"""The event file keeps every line whole, tells what is torn, hides secrets and never stops training."""
+"""Event file: complete lines, detection of damage, hidden secrets, and no effect on training."""
 
 import errno
-import io
 import json
 import logging
 import math
@@ -26,7 +25,7 @@ from rayrec.observe.events import EventWriter, follow, read_events, readable_eve
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "events.jsonl"  # the folder does not exist yet
+    return tmp_path / "run" / "events.jsonl"  # The folder does not exist yet.
 
 
 def _write(path: Path, **fields: Any) -> None:
@@ -77,27 +76,22 @@ def test_writer_stores_non_finite_as_null(path: Path, value: float) -> None:
     assert "NaN" not in path.read_text()
 
 
-SECRETS = ["password", "DB_PASSWORD", "client_secret", "aws_secret_access_key", "access_key", "accessKey"]
-SECRETS += ["api-key", "token", "hf_token", "authToken", "access_tokens", "token_file"]
-
-
-def test_writer_hides_values_of_secret_keys(path: Path) -> None:
-    assert [_written(path, **{key: "hush"})[key] for key in SECRETS] == ["***"] * len(SECRETS)
-    _write(path, config={"storage": [{key: {"inner": "hush"}} for key in SECRETS]})
-    assert "hush" not in path.read_text()
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Login(Config):
     user: str = "ann"
-    """Who."""
+    """User name."""
     password: str = "hush"
-    """Never shown."""
+    """Hidden."""
 
 
-def test_writer_hides_secrets_in_config(path: Path) -> None:
+def test_writer_hides_values_of_secret_keys(path: Path) -> None:
+    keys = ["password", "DB_PASSWORD", "client_secret", "aws_secret_access_key", "access_key", "accessKey"]
+    keys += ["api-key", "token", "hf_token", "authToken", "access_tokens", "token_file"]
+    assert [_written(path, **{key: "hush"})[key] for key in keys] == ["***"] * len(keys)
+    _write(path, config={"storage": [{key: {"inner": "hush"}} for key in keys]})
     config = _written(path, config=_Login())["config"]
     assert (config["user"], config["password"]) == ("ann", "***")
+    assert "hush" not in path.read_text()
 
 
 def test_writer_keeps_token_counts(path: Path) -> None:
@@ -144,27 +138,10 @@ def test_read_events_skips_incomplete_last_line(path: Path) -> None:
     assert [event["step"] for event in read_events(path)] == [1]
 
 
-class _Growing(io.RawIOBase):
-    """A file whose reader comes to its end, and finds more there the next time."""
-
-    def __init__(self, *pieces: bytes) -> None:
-        self._pieces = list(pieces)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self._pieces.pop(0) if self._pieces else b""
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-
 def test_events_in_skips_line_that_grows_while_read() -> None:
+    """A reader at the end of a growing file receives the rest of the line as the next line."""
     first, second = (f'{{"time": 1.0, "kind": "step", "step": {step}}}\n'.encode() for step in (1, 2))
-    file = io.BufferedReader(_Growing(first + second[:9], b"", second[9:], b""))
-    assert list(file) == [first, second[:9], second[9:]]  # what a reader of the file is given
-    file = io.BufferedReader(_Growing(first + second[:9], b"", second[9:], b""))
-    assert [event["step"] for event in events_in(file, "events.jsonl")] == [1]
+    assert [event["step"] for event in events_in([first, second[:9], second[9:]], "events.jsonl")] == [1]
 
 
 @pytest.mark.parametrize("line", [b'{"time": 1.0, "ki\n', b"7\n", b"{}\n", b"\xff\xfe\n", b"\x00\x00\n"])
@@ -175,7 +152,7 @@ def test_read_events_rejects_invalid_lines(path: Path, line: bytes) -> None:
     with pytest.raises(InputError, match=r"events\.jsonl, line 2: not an event"):
         read_events(path)
     with EventWriter(path) as writer:
-        writer.write("step", step=2)  # not the writer's to fix: the line is ended
+        writer.write("step", step=2)  # The writer cannot repair it: the line has an end.
     with pytest.raises(InputError, match=r"events\.jsonl, line 2: not an event"):
         read_events(path)
 
@@ -214,7 +191,7 @@ def test_writer_repairs_short_writes(path: Path, monkeypatch: pytest.MonkeyPatch
     write = os.write
     with EventWriter(path) as writer:
         writer.write("step", step=1)
-        for length in (10, 25):  # the second cuts the fixing itself
+        for length in (10, 25):  # The second cuts the repair itself.
             with monkeypatch.context() as patched:
                 patched.setattr(os, "write", lambda descriptor, line, length=length: write(descriptor, line[:length]))
                 writer.write("step", step=2)
@@ -225,18 +202,20 @@ def test_writer_repairs_short_writes(path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_writer_repairs_line_cut_by_another_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
+
+    def cut(writer: EventWriter, kind: str, **fields: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:10]))
+            writer.write(kind, **fields)
+
     with EventWriter(path) as worker, EventWriter(path) as driver, EventWriter(path) as third:
-        driver.write("run")  # all have the file open
+        driver.write("run")  # All have the file open.
         third.write("prepared")
         worker.write("step", step=1)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:10]))
-            worker.write("step", step=2)
+        cut(worker, "step", step=2)
         driver.write("failure", cause="worker 0 died")
         worker.write("step", step=3)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:10]))
-            driver.write("failure", cause="lost")
+        cut(driver, "failure", cause="lost")
         worker.close()
         with EventWriter(path) as again:
             again.write("step", step=4)
@@ -259,16 +238,14 @@ def test_readable_events_skips_damaged_lines(path: Path) -> None:
 
 def test_writer_with_unwritable_path_counts_losses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    writer = EventWriter(tmp_path / "file" / "events.jsonl")
-    writer.write("step")
+    with EventWriter(tmp_path / "file" / "events.jsonl") as writer:
+        writer.write("step")
     assert writer.num_lost == 1
-    writer.close()
 
 
 def test_writer_loses_events_after_close(path: Path) -> None:
-    writer = EventWriter(path)
-    writer.write("step")
-    writer.close()
+    with EventWriter(path) as writer:
+        writer.write("step")
     writer.close()
     writer.write("step")
     assert writer.num_lost == 1
@@ -277,7 +254,7 @@ def test_writer_loses_events_after_close(path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["x" * 200_000, "-" * 200_000, "a=" * 100_000, "s3://" * 40_000])
 def test_encoding_time_is_linear_in_text_length(text: str) -> None:
-    """A search for secrets that took the square of the length would take minutes."""
+    """A quadratic search for secrets would take minutes."""
     begin_s = time.process_time()
     encode_event({"text": text})
     assert time.process_time() - begin_s < 5
@@ -297,9 +274,6 @@ def test_concurrent_writers_never_interleave(path: Path) -> None:
     events = read_events(path)
     for name in ("1a", "1b", "2a", "2b"):
         assert [event["step"] for event in events if event["name"] == name] == list(range(150))
-
-
-# Following -----------------------------------------------------------------------------------------------------------
 
 
 def test_follow_yields_events_of_growing_file(path: Path) -> None:

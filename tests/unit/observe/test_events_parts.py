@@ -1,4 +1,4 @@
-"""Events at a URL: parts uploaded in the background, merged, followed, each told once, and never in training's way."""
+"""Events at a URL: background upload of parts, merging and following, without duplicates or delays."""
 
 import logging
 import os
@@ -29,12 +29,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Store:
-    """Stands between the parts and the disk: out, slow, and a count of uploads."""
+    """Object store that can be out and counts uploads."""
 
     def __init__(self) -> None:
-        self.is_out = False
-        self.num_uploads = 0
-        self.num_refused = 0
+        self.is_out, self.num_uploads, self.num_refused = False, 0, 0
         self._write = storage.write_bytes
 
     def write_bytes(self, path: str, data: bytes) -> None:
@@ -64,11 +62,11 @@ def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store,
         for step in range(1, 50):
             writer.write("step", step=step)
         time.sleep(0.2)
-        assert store.num_uploads == 1  # steps, so soon after an upload
+        assert store.num_uploads == 1  # Steps wait after an upload.
         writer.write("evaluate", step=50)
         until(lambda: store.num_uploads == 2)
         assert _steps(url) == list(range(51))
-        monkeypatch.setattr(event_parts, "_INTERVAL_S", 0.1)  # holds from the next upload on
+        monkeypatch.setattr(event_parts, "_INTERVAL_S", 0.1)  # Applies after the next upload.
         writer.write("evaluate", step=51)
         until(lambda: store.num_uploads == 3)
         writer.write("step", step=52)
@@ -81,10 +79,9 @@ def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store,
 def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
     writer = EventWriter(url)
     assert writer.flush()
-    writer.write("start", step=1)
-    assert writer.flush()
-    writer.write("step", step=2)
-    assert writer.flush()
+    for kind, step in (("start", 1), ("step", 2)):
+        writer.write(kind, step=step)
+        assert writer.flush()
     assert _steps(url) == [1, 2]
     store.is_out = True
     writer.write("step", step=3)
@@ -153,7 +150,7 @@ def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pyte
     store.is_out = False
     assert writer.flush(timeout_s=60)
     assert _steps(url) == list(range(100 - lost))
-    writer.write("step", step=7)  # there is room again
+    writer.write("step", step=7)  # There is room again.
     writer.close()
     assert writer.num_lost == lost
 
@@ -197,7 +194,7 @@ def test_merge_events_orders_writers_by_time(url: str, folder: Path) -> None:
     assert not folder.exists()
     assert _steps(url) == list(range(20))
     merge_events(url)
-    with EventWriter(url) as writer:  # the run continues
+    with EventWriter(url) as writer:  # The run continues.
         writer.write("step", step=20)
     assert _steps(url) == list(range(21))
     merge_events(url)
@@ -261,7 +258,7 @@ def test_follow_waits_during_store_outage(url: str, monkeypatch: pytest.MonkeyPa
     with EventWriter(url) as one, EventWriter(url) as other:
         one.write("step", step=1)
         other.write("step", step=2)
-    read, failures = storage.read_bytes, [False, True, True, True]  # the second part, after the first was read
+    read, failures = storage.read_bytes, [False, True, True, True]  # The second part fails after the first was read.
 
     def fail(path: str) -> bytes:
         if failures and failures.pop(0):

@@ -1,4 +1,4 @@
-"""What a run in progress shows: figures kept up by events, the panel, `rayrec top`, and lines where there is no terminal."""
+"""Display of a run: figures, panel, `rayrec top`, and plain lines without a terminal."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def shown(run: RunSummary, **options: Any) -> str:
 
 
 def measured() -> list[dict[str, Any]]:
-    """Under way, with times and stages."""
+    """Return the events of a running job, with times and stages."""
     events = run_events.run(finished=False)
     for event in events:
         if event["kind"] == "step":
@@ -44,14 +44,14 @@ def measured() -> list[dict[str, Any]]:
 def test_figures_match_running_job() -> None:
     run = RunSummary(measured())
     assert (run.step, run.steps, run.status) == (150, 200, "training")
-    # Behind its first logged step the attempt took 6 s for 40 steps.
+    # After its first logged step, the attempt took 6 s for 40 steps.
     assert run.left_s() == pytest.approx(50 * 6 / 40)
-    told = "loss 0.2231  perplexity 2.0000  rows/s 1150  blocked 1.0%  of peak 25%  learning rate 0.00125  left 8 s"
-    assert line(run) == f"{told}  saved step 150 (44 MB)  restarts 1"
+    expected = "loss 0.2231  perplexity 2.0000  rows/s 1150  blocked 1.0%  of peak 25%  learning rate 0.00125  left 8 s"
+    assert line(run) == f"{expected}  saved step 150 (44 MB)  restarts 1"
     run.update({"time": 1e9, "kind": "step", **run.latest["step"], "peak_fraction": 1.15})
     assert dict(figures(run))["of peak"] == "above measurement"
     run.update({"time": 1e9, "kind": "finish", "step": 200})
-    assert run.status == "finishing"  # it evaluates its test rows
+    assert run.status == "finishing"  # It evaluates its test rows.
 
 
 def test_figures_of_finished_run_show_selected_weights() -> None:
@@ -62,11 +62,11 @@ def test_figures_of_finished_run_show_selected_weights() -> None:
     run = RunSummary(events)
     known = dict(figures(run))
     assert (run.step, run.steps, run.status.startswith("finished"), run.ended) == (150, 150, True, True)
-    assert (known["perplexity"], known["weights of"]) == ("1.5000", "step 100")  # the last evaluation's is 2
+    assert (known["perplexity"], known["weights of"]) == ("1.5000", "step 100")  # Not 2, the last evaluation's.
     text = shown(run)
     assert "step 150 of 150" in text
     assert "finished, stopped early at step 150 of 200" in text
-    # A driver that trains it for longer.
+    # Another driver extends it.
     run.update({"time": 3e9, "kind": "start", "step": 150, "steps": 400, "world_size": 2})
     assert (run.status.startswith("finished"), run.steps, dict(figures(run))["perplexity"]) == (False, 400, "2.0000")
 
@@ -130,9 +130,6 @@ def test_console_line_matches_event(event: dict[str, Any], told: str | None) -> 
     assert console_line(SAVED, verbose=True) == "step 8  saved p (1 MB)"
 
 
-# -- the console while it trains
-
-
 def console_lines(events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], **options: Any) -> str:
     with Console(**options).training(lambda stop: iter(events)):
         time.sleep(0.2)
@@ -148,7 +145,7 @@ def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_console_prints_plain_lines_without_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = console_lines(now(measured()), capsys)
-    assert text.count("train: step") == 1  # the next is due in ten seconds
+    assert text.count("train: step") == 1  # The next is due in ten seconds.
     assert "worker 1 died" in text
     assert "resuming from step 100 with 1 workers" in text
     assert "\x1b" not in text
@@ -163,9 +160,6 @@ def test_console_skips_past_events_and_quiet_prints_nothing(capsys: pytest.Captu
     assert console_lines(now(measured()), capsys, quiet=True) == ""
     before = [{**event, "time": 1.0} for event in measured()]
     assert console_lines(before, capsys) == ""
-
-
-# -- top
 
 
 def write(folder: Path, events: list[dict[str, Any]]) -> None:
@@ -191,7 +185,7 @@ def test_top_prints_once_without_terminal(tmp_path: Path) -> None:
 
 
 def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal nothing is drawn until the end
+    monkeypatch.setenv("TERM", "xterm")  # A dumb terminal shows nothing until the end.
     events = run_events.run()
     cut = run_events.cut(events)
     write(tmp_path, events[:cut])
@@ -220,7 +214,7 @@ def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.Monk
 def test_top_returns_when_run_fails_or_stops(tmp_path: Path, last: dict[str, Any], status: str) -> None:
     told = measured()
     last |= {"time": told[-1]["time"] + 1}
-    assert not RunSummary([*told, {**last, "last": False}]).ended  # another attempt follows
+    assert not RunSummary([*told, {**last, "last": False}]).ended  # Another attempt follows.
     write(tmp_path, [*told, {**last, "last": True}])
     run = top(str(tmp_path), console=screen(io.StringIO(), force_terminal=True))
     assert (run.ended, run.status) == (True, status)

@@ -1,4 +1,4 @@
-"""A report is whole, needs nothing else, shows what happened, and runs nothing that a run's events hold."""
+"""HTML reports: valid, self-contained, complete, and without code from events."""
 
 import json
 import re
@@ -25,7 +25,7 @@ FINISHED = report.Run(run_events.CONFIG, run_events.run(), run_events.SUMMARY)
 
 
 class _Page(HTMLParser):
-    """Raises where an element is not closed in its place; keeps elements and text."""
+    """Parser that checks nesting and collects elements and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -40,9 +40,6 @@ class _Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -60,7 +57,7 @@ def _charts(page: str) -> list[ElementTree.Element]:
 
 
 def _chart(page: str, begin: str) -> ElementTree.Element:
-    """The chart whose label begins so."""
+    """Return the chart whose label starts with `begin`."""
     return next(chart for chart in _charts(page) if chart.get("aria-label", "").startswith(begin))
 
 
@@ -69,7 +66,7 @@ def _tips(chart: ElementTree.Element) -> list[str]:
 
 
 def _text(run: report.Run | list[dict[str, Any]], **options: Any) -> str:
-    """The report's text, of a run or of events."""
+    """Return the report's text for a run or events."""
     return _Page(report.render(report.Run("", run, None) if isinstance(run, list) else run, **options)).text
 
 
@@ -101,7 +98,7 @@ def test_page_escapes_events_and_config(finished: str) -> None:
 
 def test_page_shows_key_figures(finished: str) -> None:
     wanted = ["finished", "0123456789abcdef", "torch 2.13.0", "1.6487", "0.25", "75 s", "0.4%", "44 MB", "cut short"]
-    wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20repeated steps"]  # at 0:00:02 the first attempt began
+    wanted += ["2026-09-21 14:13:21 UTC", "0:00:02", "20repeated steps"]  # The first attempt began at 0:00:02.
     assert _lacking(_Page(finished).text, *wanted) == []
 
 
@@ -119,7 +116,7 @@ def test_page_shows_curves_and_marks(finished: str) -> None:
     assert said[0].startswith("Loss: training from 9 to 0.135335, lowest 0.135335, highest 9; validation from ")
     loss, _, speed, *_ = _charts(finished)
     assert len(loss.findall("polyline")) == 2  # training, validation
-    assert len(speed.findall("polyline")) == 2  # broken at the restart
+    assert len(speed.findall("polyline")) == 2  # The line breaks at the restart.
     marks = [group.findtext("title") for group in loss.iter("g")]
     assert marks == ["restart 1 from step 100: worker 1 died of SIGKILL & <more>", "the weights to use: step 150"]
     tooltips = [circle.findtext("title") for circle in loss.iter("circle")]
@@ -186,9 +183,6 @@ def test_try_write_report_logs_errors(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-# -- clicks: where time, memory and money went, and what to make of the scores
-
-
 def _click(name: str = "clicks", *, auroc: float = 0.78, seconds: float = 1.0, config: str = "seed: 0\n") -> report.Run:
     return report.Run(config, run_events.click_run(name=name, auroc=auroc, seconds=seconds), run_events.click_summary(auroc))
 
@@ -202,7 +196,7 @@ def test_time_section_sums_phases_and_fifths() -> None:
         "evaluation: 1 s (9.0%)"
     )
     shares = [tip.split(": ") for tip in _tips(course)]
-    # The saves and evaluations at steps 50 and 100 are of the third fifth and of the last.
+    # Saves and evaluations at steps 50 and 100 belong to the third and the last fifth.
     evaluations = [share for name, share in shares if name.endswith("evaluation")]
     assert [share.split(" ")[0] for share in evaluations] == ["0.0%", "0.0%", "19.6%", "0.0%", "19.6%"]
     wanted = ["blocked on data 20.0 % of the time: <read> tasks are CPU-bound", "Share of the device's measured peak"]
@@ -230,7 +224,7 @@ def test_data_section_covers_full_run() -> None:
     events = run_events.click_run()
     data = next(event for event in events if event["kind"] == "data")
     stage = {**data["stages"][0], "cpu_share": 0.5}
-    # A block that was made in half a minute is taken in use in the last second, as a last event happens to see it.
+    # A block made in half a minute is consumed in the last second.
     late = [
         {**data, "seconds": seconds, "rows": rows, "stages": stages}
         for seconds, rows, stages in ((1.0, 1000, [stage]), (29.0, 0, []), (1.0, 3000, [{**stage, "busy": 15.0}]))
@@ -303,7 +297,7 @@ def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
     assert rayrec.report(run, run, out=str(out / "both")) == str(out / "both" / "report.html")
     assert rayrec.report(run, out=str(out / "one.html")) == str(out / "one.html")
     (tmp_path / "plain").write_text("")
-    assert rayrec.report(run, out=str(tmp_path / "plain")) == str(tmp_path / "plain")  # which is a file already
+    assert rayrec.report(run, out=str(tmp_path / "plain")) == str(tmp_path / "plain")  # An existing file.
     assert (out / "report.html").is_file()
 
 
@@ -330,12 +324,12 @@ def test_page_is_accessible() -> None:
         if attributes.get("class") == "wide" and attributes.get("role"):
             assert (tag, attributes["tabindex"]) == ("div", "0")
             assert attributes["aria-label"]
-    # A table of numbers under each chart says what its tooltips do, and its heading of which chart.
+    # Each chart has a table with its values, and a heading that names the chart.
     named = [str(attributes["aria-label"]).split(": ")[0] for attributes in page.all("svg")]
     assert len(set(named)) == len(named)
     for name in named:
         assert f"Numbers: {name}" in page.text
-    assert "checkpoints0:00:" in page.text  # what a timeline's ticks tell
+    assert "checkpoints0:00:" in page.text  # Values of the timeline's ticks.
 
 
 def test_lines_have_distinct_dashes() -> None:

@@ -1,4 +1,4 @@
-"""What the events of a run add up to: restarts, attempts, curves, starts and cost; what was done again counts once."""
+"""Summary of a run's events: restarts, attempts, curves, starts and cost. Repeated steps count once."""
 
 import math
 import sys
@@ -40,7 +40,7 @@ def summary(*described: Described) -> RunSummary:
             ((6, "stop", {"cause": "SIGTERM"}), (60, "run", {}), (64, "start", {"step": 20}), (65, "step", {"step": 40})),
             [Restart("stopped: SIGTERM", 59, 0)],
         ),
-        (  # the next driver cannot even prepare, the third goes on
+        (  # The next driver fails to prepare, the third continues.
             (
                 (6, "failure", {"cause": "the loss is nan", "last": True}),
                 (60, "run", {}),
@@ -51,7 +51,7 @@ def summary(*described: Described) -> RunSummary:
             ),
             [Restart("the loss is nan", 60, 4)],
         ),
-        (  # fails again before it trains
+        (  # Fails again before it trains.
             (
                 (6, "failure", {"cause": "first"}),
                 (8, "start", {"step": 8}),
@@ -61,11 +61,11 @@ def summary(*described: Described) -> RunSummary:
             ),
             [Restart("first", 7, 12), Restart("second", 6, 0)],
         ),
-        (  # only the end was left to do
+        (  # Only the end was left to do.
             ((6, "failure", {"cause": "late"}), (9, "start", {"step": 20}), (10, "finish", {})),
             [Restart("late", 5, 0)],
         ),
-        (  # paused before it trained again
+        (  # Paused before it trained again.
             (
                 (6, "failure", {"cause": "x"}),
                 (9, "start", {"step": 20}),
@@ -102,7 +102,7 @@ def test_extended_run_is_not_restart() -> None:
     assert (second.first_step, second.last_step, second.end, second.restart) == (40, 50, None, None)
     died = ((98, "failure", {"cause": "x"}), (99, "start", {"step": 40}), (100, "step", {"step": 60}))
     assert summary(*BEGIN, *END, (31, "summary", {}), *longer, *died).restarts == [Restart("x", 3, 10)]
-    # Nobody wrote its summary: that driver was lost.
+    # Without a summary, that driver was lost.
     assert [each.cause for each in summary(*BEGIN, *END, *longer).restarts] == ["the driver was lost"]
 
 
@@ -120,7 +120,7 @@ def test_attempt_has_end_and_cost() -> None:
     assert (first.num_workers, first.first_step, first.last_step) == (2, 0, 120)
     assert (first.end, first.restart) == ("worker 1 died of SIGKILL & <more>", None)
     assert (second.num_workers, second.first_step, second.last_step, second.end) == (1, 100, 200, "finished")
-    # Failure, attempt, damaged, 5 s to the start, the first step.
+    # Failure, attempt, damaged checkpoint, 5 s to the start, first step.
     assert second.restart == Restart("worker 1 died of SIGKILL & <more>", 9.0, 20)
     assert second.begin_s - first.begin_s == 19.0
     assert RunSummary(run_events.run(finished=False)).attempts[-1].end is None
@@ -190,16 +190,13 @@ def test_cost_leaves_idle_machines_out() -> None:
     assert (spent.node_hours, spent.per_epoch, spent.per_auroc_point) == (pytest.approx(3605 / 3600), None, None)
 
 
-# -- curves
-
-
 def test_curve_contains_repeated_steps_once() -> None:
     rows = RunSummary(run_events.run()).curve()
     assert [row["step"] for row in rows] == list(range(10, 201, 10))
     assert [row["loss"] for row in rows[:10]] == [9.0] * 10
-    assert rows[10]["loss"] == math.exp(-1.1)  # step 110, as it was the second time
+    assert rows[10]["loss"] == math.exp(-1.1)  # Step 110, the second time.
     assert [row["step"] for row in rows if "validation_loss" in row] == [50, 100, 150, 200]
-    assert rows[4]["time_s"] == rows[3]["time_s"] + 2  # logged, then evaluated
+    assert rows[4]["time_s"] == rows[3]["time_s"] + 2  # Logged, then evaluated.
     assert rows[0]["time_s"] == 4
     assert RunSummary(run_events.run(), curves=False).curve() == RunSummary().curve() == []
 
@@ -230,7 +227,7 @@ def test_dataframe_has_one_row_per_step(tmp_path: Path) -> None:
     validated = ["validation_loss", "validation_perplexity", "validation_rows"]
     assert list(frame.columns) == ["step", "epoch", *measured, *validated, "time_s"]
     assert frame["step"].tolist() == list(range(10, 201, 10))
-    assert frame["epoch"].isna().all()  # this run does not tell how many training rows there are
+    assert frame["epoch"].isna().all()  # The events lack the number of training rows.
     perplexity = frame.set_index("step")["validation_perplexity"].dropna()
     assert perplexity.to_dict() == dict.fromkeys((50, 100, 150, 200), 2.0)
     assert frame["time_s"].is_monotonic_increasing
@@ -247,9 +244,6 @@ def test_dataframe_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InputError, match="pip install pandas"):
         metrics_dataframe(tmp_path / "events.jsonl")
-
-
-# -- intervals, repeats, starts
 
 
 def test_interval_restarts_after_restart() -> None:

@@ -1,4 +1,4 @@
-"""Stages of a start are consecutive."""
+"""Stopwatch of startup stages, and process age."""
 
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_lap_without_time_ends_now() -> None:
 def test_process_age_counts_from_start(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     stat = tmp_path / "proc/self/stat"
-    stat.write_text("7 (a (strange) name) S " + " ".join(["0"] * 18) + " 0 9 9")  # started with the machine
+    stat.write_text("7 (a (strange) name) S " + " ".join(["0"] * 18) + " 0 9 9")  # Started with the machine.
     assert process_age_s(tmp_path) == pytest.approx(time.clock_gettime(time.CLOCK_BOOTTIME), abs=5.0)
     stat.write_text("7 (short) S")
     assert process_age_s(tmp_path) is None
