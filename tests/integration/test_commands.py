@@ -1,4 +1,4 @@
-"""The commands that prepare data, as a user calls them: what they print, where, and how they end."""
+"""Data commands in subprocesses: output, streams and exit status."""
 
 import json
 import os
@@ -34,13 +34,10 @@ def test_commands_prepare_data_from_log(cache: str, click_log: Path, tmp_path: P
     log, vocabulary, ready = str(click_log / "train.txt"), str(tmp_path / "vocabulary"), str(tmp_path / "ready")
     made = json.loads(rayrec(cache, "vocabulary", log, "--out", vocabulary, "--preset", "torchrec", "--min-count", "2").stdout)
     assert (made["preset"], made["rows"]) == ("torchrec", 20_000)
-    done = json.loads(
-        rayrec(
-            cache, "preprocess", log, "--out", ready, "--format", "npy", "--preprocessor", vocabulary, "--shuffle", "full"
-        ).stdout
-    )
+    preprocess = ("preprocess", log, "--out", ready, "--format", "npy")
+    done = json.loads(rayrec(cache, *preprocess, "--preprocessor", vocabulary, "--shuffle", "full").stdout)
     assert (done["rows"], done["preprocessor"]) == (20_000, made["hash"])
-    again = rayrec(cache, "preprocess", log, "--out", ready, "--format", "npy", status=2)
+    again = rayrec(cache, *preprocess, status=2)
     assert again.stdout == ""
     assert "exists already" in again.stderr
     report = json.loads(rayrec(cache, "validate", log, "--preprocessor", vocabulary).stdout)

@@ -1,4 +1,4 @@
-"""A run looked at from elsewhere: trackers of it, steps of it recorded, one asked for a profile while it trains."""
+"""Trackers and profiles of real runs, including a profile requested while a run trains."""
 
 import gzip
 import json
@@ -59,8 +59,8 @@ def test_run_writes_trackers_and_profile_window(click_log: Path, tmp_path: Path,
     assert profile["path"] == str(window)
     trace = json.loads(gzip.decompress((window / "rank_0" / "trace.json.gz").read_bytes()))
     assert {"step 6", "step 7", "step 8"} <= {event["name"] for event in trace["traceEvents"]}
-    assert not (window / "ray_timeline.json").exists()  # there was no Ray
-    assert run_hash(config) == run_hash(small(click_log, tmp_path))  # how a run is looked at does not change its result
+    assert not (window / "ray_timeline.json").exists()  # Without Ray.
+    assert run_hash(config) == run_hash(small(click_log, tmp_path))  # Trackers and profiles do not change the result.
 
 
 def test_missing_tracker_settings_raise_before_start(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_missing_tracker_settings_raise_before_start(click_log: Path, tmp_path: 
 @pytest.mark.extended
 def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"steps": 100_000, "evaluate_every": 50_000, "checkpoint": {"every": 50_000}}
-    # The first step to record is computed from the speed between two logs, which are not to be a blink apart.
+    # The first recorded step depends on the speed between two logs, which must not be too close.
     config = small_run(click_log, str(tmp_path), log_every=50, **fields)
     with Run(config, tmp_path / "asked", cache=tmp_path, KINETO_USE_DAEMON="1") as run:
         run.start()
@@ -93,7 +93,7 @@ def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) ->
             trace = gzip.decompress(Path(told["profile"], f"rank_{rank}", "trace.json.gz").read_bytes())
             names = {event["name"] for event in json.loads(trace)["traceEvents"]}
             starts.add(min(int(name[5:]) for name in names if name.startswith("step ")))
-        assert starts == {told["first_step"] + 1}  # the same on both
+        assert starts == {told["first_step"] + 1}  # Equal on both ranks.
         assert run.wait_for("profile")["path"] == told["profile"]
         assert json.loads(Path(told["profile"], "ray_timeline.json").read_bytes())
         run.session.process.terminate()

@@ -1,9 +1,8 @@
-"""A search in processes of Ray: it ends as one in this process does, and a trial whose process dies resumes in another one."""
+"""Searches on Ray: equality with in-process searches, killed trials, signals."""
 
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from rayrec.tuning.trials import Job, TrialState, folder_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 RATE = "workload.dense_optimizer.learning_rate"
-QUIET = Console(quiet=True)  # not of the builders, which processes of Ray do not find: they import this file
+QUIET = Console(quiet=True)  # Not from the builders: Ray processes import this file but cannot import them.
 
 
 def test_ray_search_matches_in_process_search(local_ray: None, click_log: Path, tmp_path: Path) -> None:
@@ -49,7 +48,7 @@ def jobs(folder: Path, count: int) -> list[Job]:
 
 
 def dies(job: Job, *, stop: threading.Event) -> None:
-    """Trial 0 always does, trial 1 once; trial 3 waits to be stopped, the others end."""
+    """Kill this process for trial 0, and once for trial 1. Trial 3 waits to be stopped, the others finish."""
     folder = Path(folder_of(job.config))
     folder.mkdir(exist_ok=True)
     (folder / f"{len(list(folder.iterdir()))}").touch()
@@ -79,7 +78,7 @@ def test_killed_trial_resumes_in_new_process(local_ray: None, tmp_path: Path) ->
 
 
 class Unreadable:
-    """A function that no process can begin with."""
+    """Function that no process can unpickle."""
 
     def __call__(self, *_: object, **__: object) -> None: ...
 
@@ -99,25 +98,20 @@ def test_search_raises_if_processes_never_start(local_ray: None, tmp_path: Path)
 
 
 def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
+    from builders.faults import until
+
     asked = threading.Event()
     pool = RayPool(TuneConfig(concurrent=1), Signals(asked), max_failures=1, note=QUIET.note, train=dies)
     try:
         pool.submit(jobs(tmp_path, 4)[3])
-        place = tmp_path / "trial_3"
-
-        def ask() -> None:
-            deadline_s = time.monotonic() + 60
-            while not place.exists() and time.monotonic() < deadline_s:
-                time.sleep(0.05)
-            asked.set()
-
-        threading.Thread(target=ask).start()
+        folder = tmp_path / "trial_3"
+        threading.Thread(target=lambda: until(folder.exists) and asked.set()).start()
         with pytest.raises(SystemExit):
             pool.next()
     finally:
         pool.close()
-    assert (place / "stopped").exists()
-    assert TrialState.of(str(place)).state == "new"
+    assert (folder / "stopped").exists()
+    assert TrialState.of(str(folder)).state == "new"
 
 
 def test_pool_rejects_trial_larger_than_nodes(local_ray: None) -> None:

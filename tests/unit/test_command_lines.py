@@ -1,4 +1,4 @@
-"""Command lines of the documentation, deploy/ and tests make the calls that they made before: tests/golden/command_lines.json."""
+"""Command lines of the documentation, deploy/ and tests are parsed as in tests/golden/command_lines.json."""
 
 import dataclasses
 import inspect
@@ -23,7 +23,7 @@ CONFIG = "recipe: criteo_demo\nsteps: 7\n"
 
 
 def changes(config: Config, default: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings that differ from the default, with their names."""
+    """Yield the settings that differ from the default, with their names."""
     for field in dataclasses.fields(config):
         value, before = getattr(config, field.name), getattr(default, field.name, None)
         if isinstance(value, Config) and type(value) is type(before):
@@ -41,7 +41,7 @@ def plain(value: Any) -> Any:
 
 
 def call_of(line: str) -> dict[str, Any]:
-    """The call that a line makes: the command's name, and each value that is not the default."""
+    """Return the call of a command line: command name and non-default values."""
     name, *words = shlex.split(line)
     words, switches = take_switches(words)
     call = parse(COMMANDS[name], words)
@@ -49,7 +49,7 @@ def call_of(line: str) -> dict[str, Any]:
     given = signature.bind(*call.arguments, **call.keywords).arguments
     given.update(given.pop(next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), ""), {}))
     made = {"command": name, **({"quiet": True} if "-q" in switches else {}), **({"verbose": True} if "-v" in switches else {})}
-    for prefix, cls in call.command.settings():  # given as further keyword arguments, often some of several configurations
+    for prefix, cls in call.command.settings():  # Passed as keyword arguments, often of several configurations.
         if prefix not in signature.parameters:
             fields = {field.name for field in dataclasses.fields(cls)} - set(signature.parameters)
             options = {field: given.pop(field) for field in fields & given.keys()}
@@ -75,7 +75,7 @@ def settings(cls: type[Config], options: dict[str, Any], given: dict[str, Any]) 
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file that a line names is a schema or a configuration; a recipe in a file is `clicks`."""
+    """Replace each file in a command line by a schema or configuration, and each recipe file by `clicks`."""
 
     def text(place: str) -> str:
         return SCHEMA if any(word in place for word in ("schema", "labels", "columns")) else CONFIG

@@ -1,4 +1,4 @@
-"""Commands: help, errors and results in one line or one document, and what each loads."""
+"""Commands: help, errors, results, and imported modules."""
 
 import io
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from builders.faults import raising
 
 from rayrec import cli, recipes
 from rayrec.cli.output import print_json, show
@@ -40,14 +41,14 @@ UNTIL_TRAINED = [
         RAY,
     ),
 ]
-"""Commands, and the modules that they must not load: each takes up to some seconds of every start. In the order of what they
-load, since one process runs them all."""
+"""Commands and modules they must not import, because each delays a start by up to a few seconds. One process runs all commands,
+so they are ordered by their imports."""
 TRAINED = [
     ("report runs/run", HEAVY),
     ("evaluate runs/run log/train.txt", HEAVY - {"torch"}),
     ("predict runs/run log/train.txt --out predicted", HEAVY - {"torch"}),
 ]
-"""The same after a training, in another process."""
+"""The same after training, in another process."""
 
 
 def test_commands_load_no_unneeded_heavy_modules(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_commands_load_no_unneeded_heavy_modules(tmp_path: Path) -> None:
 
 
 def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dict[str, list[str]]:
-    """Runs the commands in one process, in order. The modules that each must not load, and that were loaded at its end."""
+    """Run the commands in one process and return the unneeded modules imported after each."""
     code = (
         "import contextlib, json, os, sys\n"
         "from rayrec import cli\n"
@@ -66,7 +67,7 @@ def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dic
         "        assert cli.run(command.split()) == 0, command\n"
         "    found[command] = [module for module in unneeded if module in sys.modules]\n"
         "print(json.dumps(found), flush=True)\n"
-        "os._exit(0)\n"  # to take the interpreter apart takes seconds
+        "os._exit(0)\n"  # Interpreter shutdown takes seconds.
     )
     asked = json.dumps([[command, sorted(unneeded)] for command, unneeded in commands])
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -91,10 +92,7 @@ def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dic
 def test_storage_errors_print_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, status: int, line: str
 ) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("rayrec.training.trainer.train", fails)
+    monkeypatch.setattr("rayrec.training.trainer.train", raising(error))
     assert cli.run(["train", "criteo_demo"]) == status
     assert capsys.readouterr().err == f"rayrec train: {line}\n"
 
@@ -132,7 +130,7 @@ def test_results_exclude_library_output(verb: str, monkeypatch: pytest.MonkeyPat
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command."""
+    """Return exit status, standard output and standard error of a command."""
     status = cli.run(list(arguments))
     out, err = capsys.readouterr()
     return status, out, err
@@ -276,7 +274,7 @@ def test_model_flag_selects_model() -> None:
 
 
 def test_quiet_prints_only_results(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but the result is printed; -q stands anywhere."""
+    """-q may be at any position."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     for words in (

@@ -1,4 +1,4 @@
-"""Mistakes that are certain before anything starts: one line, exit status 2, and no Ray."""
+"""User errors detected before anything starts: one line, exit status 2, and no Ray."""
 
 import os
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from builders.faults import raising
 
 from rayrec import cli
 
@@ -19,7 +20,7 @@ Make = Callable[[Path], list[str]]
 
 
 def log(content: bytes | str, name: str = "train.txt") -> Make:
-    """Trains on one file."""
+    """Train on one file."""
 
     def make(folder: Path) -> list[str]:
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -29,7 +30,7 @@ def log(content: bytes | str, name: str = "train.txt") -> Make:
 
 
 def table(content: str | pa.Table, schema: str = SCHEMA) -> Make:
-    """Trains on one table, with a schema file."""
+    """Train on one table, with a schema file."""
 
     def make(folder: Path) -> list[str]:
         file = folder / ("log.csv" if isinstance(content, str) else "log.parquet")
@@ -44,7 +45,7 @@ def table(content: str | pa.Table, schema: str = SCHEMA) -> Make:
 
 
 def good(flags: str = "") -> Make:
-    """Trains on a good log with other flags; FOLDER stands for the folder of the test."""
+    """Train on a valid log with other flags. FOLDER is the folder of the test."""
 
     def make(folder: Path) -> list[str]:
         (folder / "train.txt").write_text(CRITEO * 50)
@@ -55,7 +56,7 @@ def good(flags: str = "") -> Make:
 
 
 def planned(make: Make) -> Make:
-    """Plans what another mistake trains."""
+    """Replace train by plan."""
     return lambda folder: ["plan", *make(folder)[1:]]
 
 
@@ -168,12 +169,8 @@ def test_user_error_prints_one_line_before_start(
     if name == "GPUs on a machine without":
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-    def started(*_: object, **__: object) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test of this process may have a Ray
+    monkeypatch.setattr(ray, "init", raising(AssertionError("Ray was started")))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # Another test of this process may use Ray.
     status = cli.run(make(tmp_path))
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1), err

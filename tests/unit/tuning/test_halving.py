@@ -1,4 +1,4 @@
-"""Which trials train on: shares, how many go on, and that the result depends on no timing, kill or failure."""
+"""Successive halving: fractions, selection, and independence of timing, kills and failures."""
 
 import errno
 import random
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import raising
 
 from rayrec import recipes
 from rayrec.config import InputError, line_of
@@ -39,7 +40,7 @@ def test_wave_fractions_and_cost() -> None:
     assert wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
     assert wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
     assert wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
-    # 48 trials beside the recipe's own, of which 16, 6 and 2 train on.
+    # 48 trials in addition to the recipe's own, of which 16, 6 and 2 continue.
     assert cost(49, THIRDS) == pytest.approx((27 + 48 + 16 * 2 + 6 * 6 + 2 * 18) / (27 * 49))
     assert cost(1, THIRDS) == 1.0
     assert cost(10, TuneConfig(stop_early=False)) == pytest.approx(1.0)
@@ -61,7 +62,7 @@ def test_rank_best_excludes_failed_trials() -> None:
 
 
 class Pool:
-    """Trains nothing: writes down what each trial's curve is after a wave, in any order among those submitted."""
+    """Fake pool that saves a fixed metric for each trial and wave, in random order among the submitted jobs."""
 
     def __init__(self, seed: int, *, killed_after: int | None = None, disk_is_full: bool = False) -> None:
         self.trained: list[tuple[int, int]] = []
@@ -83,7 +84,7 @@ class Pool:
             TrialState("failed", before.values, "it is wrong").save(folder)
         elif self._disk_is_full and (job.number, job.wave) in [(0, 3), (16, 1), (18, 0)]:
             TrialState("failed", before.values, "no space left", can_retry=True).save(folder)
-        elif job.number == 9:  # stops early by itself
+        elif job.number == 9:  # Stops early.
             TrialState("finished", (0.645,)).save(folder)
         else:
             value = None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
@@ -105,7 +106,7 @@ def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
     found = [searched(tmp_path / str(number), pool) for number, pool in enumerate(pools)]
     assert all(each == found[0] for each in found)
     assert all(sorted(pool.trained) == sorted(pools[0].trained) for pool in pools)
-    # Of 18, six train on after the first wave; number 9 had finished then, and trains no more. Number 17 fails in the second.
+    # Of 18, six continue after the first wave. Number 9 has finished by then. Number 17 fails in the second wave.
     waves = [{number for number, wave in pools[0].trained if wave == each} for each in range(4)]
     assert waves == [set(range(1, 19)), {18, 17, 16, 15, 14}, {14}, {0, 14}]
     states = {number: standing.state for number, standing in found[0].items()}
@@ -123,11 +124,8 @@ def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int
         searched(tmp_path / "killed", first)
     assert searched(tmp_path / "killed", second) == expected
     assert sorted(first.trained + second.trained) == sorted(whole.trained)
-
-    def none() -> Pool:
-        raise AssertionError("nothing is left to train")
-
-    assert run_waves(configs(tmp_path / "killed", 19), none, THIRDS, note=lambda text: None) == expected
+    nothing = raising(AssertionError("nothing is left to train"))
+    assert run_waves(configs(tmp_path / "killed", 19), nothing, THIRDS, note=lambda text: None) == expected
 
 
 def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) -> None:
@@ -137,7 +135,7 @@ def test_search_retries_trials_that_failed_for_outside_causes(tmp_path: Path) ->
     before = searched(tmp_path / "full", first)
     assert {number for number, standing in before.items() if standing.state == "failed"} == {0, 5, 16, 17, 18}
     after = searched(tmp_path / "full", second)
-    assert after == expected | {13: before[13]}  # which took the place of 18
+    assert after == expected | {13: before[13]}  # 13 replaced 18.
     assert {(0, 3), (16, 1), (18, 0)} <= set(second.trained)
     assert not {5, 17} & {number for number, _ in second.trained}
 
@@ -164,11 +162,11 @@ def test_failed_trial_records_whether_it_can_retry(
 
 
 def test_selected_metric_skips_earlier_pauses() -> None:
-    """Their weights are not kept."""
+    """The weights of these pauses are not kept."""
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": 2})
     events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
     assert selected_metric(events, config, "auroc") == 0.75
-    assert selected_metric(events[:3], config, "auroc") == 0.8  # it pauses there, so these weights exist
+    assert selected_metric(events[:3], config, "auroc") == 0.8  # It pauses there, so these weights exist.
     uncounted = [{**event, "counted": False} for event in events]
     assert selected_metric(uncounted, config, "auroc") == 0.74
     old = [{"auroc": event["auroc"], "logloss": 0.5} for event in events]

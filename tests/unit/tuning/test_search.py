@@ -1,4 +1,4 @@
-"""A whole search in this process: trials that share one reading of the log, that pause, and one that fails."""
+"""Searches in this process: shared preprocessed rows, pauses, failures, kills, and equality with plain training."""
 
 import json
 import shutil
@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.faults import raising
 from builders.runs import QUIET
 from pyarrow import csv
 
@@ -26,7 +27,7 @@ from rayrec.workloads.base import TrainConfig
 
 RATE = "workload.dense_optimizer.learning_rate"
 SEARCH: dict[str, Any] = {RATE: {"grid": [0.004, 1e30, 0.001, 2e-5]}}
-"""The recipe's own settings, better ones, some that no run survives, and others."""
+"""Better settings than the recipe's, unstable ones, and others."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,11 @@ def found(config: TrainConfig) -> dict[str, Any]:
     return rayrec.tune(config, search=SEARCH, console=QUIET)
 
 
+def outcomes(result: dict[str, Any]) -> list[list[Any]]:
+    names = ("number", "state", "error", "step", "rows", "best", "curve")
+    return [[trial[name] for name in names] for trial in result["trials"]]
+
+
 def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: TrainConfig) -> None:
     folder = Path(found["folder"])
     by_number = {trial["number"]: trial for trial in found["trials"]}
@@ -57,7 +63,7 @@ def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: Tra
     assert found["trials"][0]["number"] == 1
     best, own, failed = by_number[1], by_number[0], by_number[2]
     assert "the loss is nan" in failed["error"]
-    # Two of four train on after the second step, one after the sixth.
+    # Two of four continue after step 2, one after step 6.
     assert [by_number[number]["step"] for number in range(5)] == [54, 54, 0, 6, 2]
     assert [step for step, _ in best["curve"]] == [2, 6, 18, 36, 54]
     assert [step for step, _ in own["curve"]] == [18, 36, 54]
@@ -78,7 +84,7 @@ def test_tune_compares_best_trial_with_recipe(found: dict[str, Any], config: Tra
 
 
 def test_paused_trial_matches_uninterrupted_run(found: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
-    """From the raw log, not from the preprocessed rows that all trials share."""
+    """The uninterrupted run reads the raw log instead of the preprocessed rows."""
     alone = config.replace(
         storage_path=str(tmp_path),
         name="alone",
@@ -113,7 +119,7 @@ def test_repeated_tune_call_trains_nothing(found: dict[str, Any], config: TrainC
 def test_killed_search_matches_uninterrupted_one(
     found: dict[str, Any], config: TrainConfig, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after a trial had paused and before that was written down: no step is trained twice. And no trial reads the log."""
+    """Killed after a trial paused, before its state was saved: no step is trained twice, and no trial reads the log."""
     log, away = tmp_path / "train.txt", tmp_path / "away"
     shutil.copy(click_log / "train.txt", log)
     parts: list[tuple[int, int]] = []
@@ -137,15 +143,9 @@ def test_killed_search_matches_uninterrupted_one(
     assert sorted(set(parts)) == [(0, 54), (1, 2), (1, 6), (1, 18), (1, 54), (3, 2), (3, 6), (4, 2)]
     assert len(parts) == len(set(parts)) + 1
 
-    def plain(result: dict[str, Any]) -> list[Any]:
-        names = ("number", "state", "error", "step", "rows", "best", "curve")
-        return [[trial[name] for name in names] for trial in result["trials"]]
-
-    assert plain(again) == plain(found)
+    assert outcomes(again) == outcomes(found)
     assert again["compared"] == found["compared"]
 
-
-# Own logs ------------------------------------------------------------------------------------------------------------
 
 ONE_LABEL = Schema(label="click", dense=("price",), sparse=("item", "user", "day"), group="user", tokens="any", delimiter=",")
 TWO_LABELS = ONE_LABEL.replace(
@@ -160,7 +160,7 @@ OWN_SEARCH: dict[str, Any] = {"workload.dense_optimizer.learning_rate": {"grid":
 
 
 def own_log(path: str) -> str:
-    """A log with numbers, strings, dates, weighted lists, row weights and two labels, as CSV or Parquet by the path's ending."""
+    """Write a log with numbers, strings, dates, weighted lists, row weights and two labels, as CSV or Parquet."""
     rng = np.random.default_rng(0)
     rows, item = 2100, rng.integers(0, 30, 2100)
     click = (rng.random(rows) < np.where(item % 3 == 0, 0.8, 0.2)).astype(np.int8)
@@ -220,7 +220,7 @@ def test_own_log_search_matches_training_from_raw_rows(
     assert best.workload.schema.group == "user"
     alone = trainer.train(best.replace(name="alone", scaling={"num_workers": 1}, cluster={"num_cpus": 1}), console=QUIET)
     assert alone.summary["weights_sha256"] == trials[1]["weights_sha256"]
-    # CSV is converted once, below the storage path.
+    # CSV is converted once, inside the storage path.
     converted = list(tmp_path.glob("**/tables/**/*.parquet"))
     assert len(converted) == (1 if name == "log.csv" else 0)
     assert all(path.is_relative_to(tmp_path / "runs") for path in converted)
@@ -228,23 +228,16 @@ def test_own_log_search_matches_training_from_raw_rows(
 
 @pytest.mark.extended
 def test_search_in_s3_resumes_and_matches_a_local_one(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted while the rows are written."""
+    """The first search is interrupted while it writes the rows."""
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     log = own_log(str(tmp_path / "log.csv"))
     here, there = (own_config(log, ONE_LABEL, path) for path in (str(tmp_path / "runs"), f"{bucket}/runs"))
-    write_manifest = writer.write_manifest
-
-    def interrupted(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(writer, "write_manifest", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rayrec.tune(there, search=OWN_SEARCH, stop_early=False, console=QUIET)
-    monkeypatch.setattr(writer, "write_manifest", write_manifest)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_manifest", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            rayrec.tune(there, search=OWN_SEARCH, stop_early=False, console=QUIET)
     found = [rayrec.tune(config, search=OWN_SEARCH, stop_early=False, console=QUIET) for config in (here, there)]
     assert open_preprocessed(f"{found[1]['folder']}/data").format == "parquet"
-    names = ("number", "state", "error", "step", "rows", "best", "curve")
-    mine, theirs = ([[trial[name] for name in names] for trial in each["trials"]] for each in found)
-    assert theirs == mine
+    assert outcomes(found[1]) == outcomes(found[0])
     assert found[1]["compared"] == found[0]["compared"]
     assert storage.exists(found[1]["best_config"])

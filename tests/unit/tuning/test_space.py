@@ -1,4 +1,4 @@
-"""What a search tries: from a file to the settings of each trial."""
+"""Search spaces: files, settings of trials, and errors."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a search tells: its table and its page."""
+"""Table and page of a search."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from rayrec.tuning.report import render, table_text
 
 
 def found(**changes: Any) -> dict[str, Any]:
-    """A search of three trials, one of which failed."""
+    """Return the result of a search with three trials, one of them failed."""
 
     def trial(number: int, values: dict[str, Any], best: float | None, **others: Any) -> dict[str, Any]:
         curve = [] if best is None else [[10, best - 0.01], [20, best]]

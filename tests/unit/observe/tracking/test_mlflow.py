@@ -1,4 +1,4 @@
-"""A run in MLflow: what it receives, that drivers share one run of it, and that an unreachable server costs nothing."""
+"""MLflow tracker: content, one run for all drivers, and unreachable servers."""
 
 import time
 from pathlib import Path
@@ -20,9 +20,9 @@ mlflow = pytest.importorskip("mlflow")
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder: the server's own store needs a database."""
+    """Return a file store, because the server's own store needs a database."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")
-    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")  # the tracker sets it, and the end of the test removes it
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")  # The tracker sets it, and the end of the test removes it.
     return (tmp_path / "mlruns").as_uri()
 
 
@@ -56,11 +56,11 @@ def test_resuming_driver_continues_mlflow_run(store: str) -> None:
     (run,) = runs(store)
     assert run.info.status == "FINISHED"
     steps = [step for step, _ in history(store, run, "train/loss")]
-    assert steps == list(range(10, 201, 10))  # those done again are the first time's
+    assert steps == list(range(10, 201, 10))  # Repeated steps keep their first values.
     assert [step for step, _ in history(store, run, "validation/loss")] == [50, 100, 150, 200]
     assert history(store, run, "final/loss") == [(200, 0.5)]
     assert run.data.params["scaling.num_workers"] == "2"
-    assert len(run.data.params) > 100  # more than one request takes
+    assert len(run.data.params) > 100  # More than one request takes.
     assert run.data.tags["rayrec.config_hash"] == "0123456789abcdef"
     assert run.data.tags["version.torch"] == "2.13.0"
 
@@ -70,7 +70,7 @@ def test_new_run_with_same_name_is_separate(store: str) -> None:
     track(store, first)
     track(store, [{**event, "time": event["time"] + 1000.0} for event in first])
     assert len(runs(store)) == 2
-    assert {run.info.status for run in runs(store)} == {"RUNNING"}  # nobody told how they ended
+    assert {run.info.status for run in runs(store)} == {"RUNNING"}  # Without an end event.
 
 
 @pytest.mark.parametrize("uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks"])
@@ -117,7 +117,7 @@ def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.M
             writer.write("step", step=step, loss=1.0)
         assert time.monotonic() - begin_s < 10
         begin_s = time.monotonic()
-    assert time.monotonic() - begin_s < 9.0  # and not the default of 10
+    assert time.monotonic() - begin_s < 9.0  # Less than the default of 10.
     assert len(notes) == 1
     assert notes[0].startswith("MLflow: ")
     assert "\n" not in notes[0]

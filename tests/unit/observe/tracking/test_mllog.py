@@ -1,4 +1,4 @@
-"""MLPerf's log and DLRM's lines of a run, read by the grammar and the rules of those who read them."""
+"""MLPerf log and DLRM iteration lines, checked with the grammar and rules of their parsers."""
 
 import json
 import re
@@ -18,13 +18,13 @@ ZERO = ["weight_decay", "adagrad_learning_rate_decay", "adagrad_initial_accumula
 ZERO += ["learning_rate_decay_start_step", "learning_rate_decay_steps"]
 VALUES |= {f"opt_{name}": 0 for name in ZERO} | {"opt_adagrad_epsilon": 1e-8, "gradient_accumulation_steps": 1}
 VALUES |= {"global_batch_size": 64, "train_samples": 6400, "eval_samples": 640}
-"""What closed_dlrm_dcnv2 of the rules 6.0 asks for, as far as the run made up here fulfils it."""
+"""Values required by closed_dlrm_dcnv2 of the rules 6.0, as far as the fake run fulfils them."""
 EXACTLY_ONE = [*VALUES, "submission_org", "submission_platform", "init_stop", "run_start", "run_stop", "seed"]
 EXACTLY_ONE += ["opt_base_learning_rate"]
 
 
 def parse(path: Path) -> list[dict[str, Any]]:
-    """By the grammar of mlperf-logging: the token at the beginning, one JSON object, these fields."""
+    """Parse a log with the grammar of mlperf-logging: token, one JSON object, these fields."""
     found = []
     for line in path.read_text(encoding="latin-1").splitlines():
         assert line.startswith(":::MLLOG ")
@@ -38,7 +38,7 @@ def parse(path: Path) -> list[dict[str, Any]]:
 
 
 def check(records: list[dict[str, Any]]) -> None:
-    """The rules that hold for any benchmark (common.yaml of 6.0), in the words of the checker's."""
+    """Check the rules for any benchmark (common.yaml of 6.0)."""
     keys = [record["key"] for record in records]
     for key in EXACTLY_ONE:
         assert keys.count(key) == 1, key
@@ -57,13 +57,13 @@ def check(records: list[dict[str, Any]]) -> None:
             assert "epoch_num" in metadata
     times = [record["time_ms"] for record in records]
     assert times == sorted(times)
-    for name in ("init", "run", "epoch", "eval"):  # every interval that was opened is closed
+    for name in ("init", "run", "epoch", "eval"):  # Each opened interval is closed.
         opened = [record["event_type"] for record in records if record["key"] in (f"{name}_start", f"{name}_stop")]
         assert opened == ["INTERVAL_START", "INTERVAL_END"] * (len(opened) // 2), name
 
 
 def run(*, finished: bool = True) -> list[dict[str, Any]]:
-    """A made-up run of a click model: 200 steps of 64 rows, two epochs; it resumes from step 100 after a failure."""
+    """Return a fake run of a click model: 200 steps of 64 rows, two epochs, resumed from step 100 after a failure."""
     events = []
     for event in run_events.run(finished=finished):
         event = dict(event)
@@ -87,7 +87,7 @@ def write(folder: Path, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_mllog_of_restarted_run_follows_rules(tmp_path: Path) -> None:
-    write(tmp_path, run()[:20])  # by a driver that was lost; the next begins again
+    write(tmp_path, run()[:20])  # A lost driver. The next one rewrites the file.
     records = write(tmp_path, run())
     check(records)
     values = {record["key"]: record["value"] for record in records}
@@ -117,23 +117,27 @@ def test_optimizer_lines_of_all_recipes(name: str) -> None:
     assert lines["opt_base_learning_rate"] > 0
 
 
-def test_iteration_lines_match_dlrm_format(tmp_path: Path) -> None:
-    tracker = IterationTracker(str(tmp_path))
-    run_events.feed(tracker, run())
+def iteration_lines(folder: Path, events: list[dict[str, Any]]) -> list[str]:
+    tracker = IterationTracker(str(folder))
+    run_events.feed(tracker, events)
     tracker.close()
-    lines = (tmp_path / "iterations.log").read_text().splitlines()
+    return (folder / "iterations.log").read_text().splitlines()
+
+
+def test_iteration_lines_match_dlrm_format(tmp_path: Path) -> None:
+    lines = iteration_lines(tmp_path, run())
     pattern = r"Finished training it (\d+)/(\d+) of epoch (\d+), (\d+\.\d\d) ms/it, loss (\d+\.\d{6})"
     found = [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
-    assert len(found) == 12 + 10  # the steps that were done again appear again
+    assert len(found) == 12 + 10  # Repeated steps appear again.
     assert found[0] == ("10", "100", "0", f"{1000 * 640 / 1010 / 10:.2f}", "9.000000")
-    assert found[12][:3] == ("10", "100", "1")  # step 110, again
+    assert found[12][:3] == ("10", "100", "1")  # Step 110, repeated.
     assert found[-1][:3] == ("100", "100", "1")
     assert "Testing at - 50/100 of epoch 0, loss 0.573753, perplexity 2.000000, auroc 0.705000" in lines
     assert len(lines) == len(found) + 4
 
 
 def resized() -> list[dict[str, Any]]:
-    """Two workers of 64 rows a step, of which one is left from step 25 on: an epoch of 6400 rows ends at step 75."""
+    """Return a run of two workers with 64 rows per step, and of one from step 25: an epoch of 6400 rows ends at step 75."""
     events = run_events.Events()
     events.add("run", recipe="x", name="y", config_hash="", versions={})
     events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400})
@@ -152,11 +156,7 @@ def test_epochs_count_rows_after_resize(tmp_path: Path) -> None:
     assert [place["samples_count"] for place in places] == [3200, 4800, 6400, 8000]
     assert [place["epoch_num"] for place in places] == [0.5, 0.75, 1.0, 1.25]
     assert [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"] == [0, 1]
-    tracker = IterationTracker(str(tmp_path))
-    run_events.feed(tracker, resized())
-    tracker.close()
-    lines = (tmp_path / "iterations.log").read_text()
-    places = re.findall(r"Testing at - (\d+/\d+ of epoch \d+)", lines)
+    places = re.findall(r"Testing at - (\d+/\d+ of epoch \d+)", "\n".join(iteration_lines(tmp_path, resized())))
     assert places == ["25/50 of epoch 0", "75/100 of epoch 0", "100/100 of epoch 0", "25/100 of epoch 1"]
 
 

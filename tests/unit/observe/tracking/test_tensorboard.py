@@ -1,4 +1,4 @@
-"""What TensorBoard reads of a run, by its own format: the curves of the event file, once each, from any driver."""
+"""TensorBoard tracker: its files contain the curves of the event file once, from any driver."""
 
 import math
 import struct
@@ -14,7 +14,7 @@ from rayrec.observe.tracking.tensorboard import TensorBoardTracker
 
 
 def records(path: Path) -> list[Event]:
-    """Reads a file of the TFRecord format, with its checksums."""
+    """Read a TFRecord file and check its checksums."""
     data, found = path.read_bytes(), []
     while data:
         length, checksum = struct.unpack_from("<QI", data)
@@ -27,7 +27,7 @@ def records(path: Path) -> list[Event]:
 
 
 def curves(folder: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows: of each tag value by step, without what a SessionLog START purges."""
+    """Return the values by tag and step as TensorBoard shows them, without points purged by a SessionLog START."""
     shown: dict[str, dict[int, float]] = {}
     for path in sorted((folder / "tensorboard").iterdir()):
         for record in records(path):
@@ -60,7 +60,7 @@ def test_curves_match_events(tmp_path: Path) -> None:
     assert list(shown["validation/loss"]) == [50, 100, 150, 200]
     assert shown["checkpoint/stall_s"] == dict.fromkeys((50, 100, 150, 200), 0.25)
     (path,) = (tmp_path / "tensorboard").iterdir()
-    assert path.name.startswith("events.out.tfevents.")  # what TensorBoard looks for
+    assert path.name.startswith("events.out.tfevents.")  # The prefix expected by TensorBoard.
     version, *_ = records(path)
     assert version.file_version == "brain.Event:2"
     (text,) = [value for record in records(path) for value in record.summary.value if value.HasField("tensor")]

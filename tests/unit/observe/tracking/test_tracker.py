@@ -1,4 +1,4 @@
-"""Trackers follow events whatever happens to them, and neither hold up a run nor end it; files of a run grow whole."""
+"""Tracker threads: complete delivery despite errors, and no effect on the run. Append files."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.faults import until
+from builders.faults import raising, until
 
 from rayrec import storage
 from rayrec.observe.events import EventWriter, read_events
@@ -18,7 +18,7 @@ from rayrec.observe.tracking.tracker import AppendFile, scalars, tracking
 
 
 class Recorder:
-    """Keeps what it is told; fails or waits where it is told to."""
+    """Tracker that records events, and fails or waits on request."""
 
     def __init__(self, *, failures: int = 0, refuse: str = "", wait_s: float = 0.0) -> None:
         self.taken: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def follow(path: Path, trackers: dict[str, Recorder], *, events: int = 5, pause_s: float = 0.0) -> list[str]:
-    """Writes events under the eyes of trackers; returns what was noted."""
+    """Write events while trackers follow them, and return the notes."""
     notes: list[str] = []
     makers = {name: (lambda tracker=tracker: tracker) for name, tracker in trackers.items()}
     with tracking(makers, str(path), note=notes.append), EventWriter(path) as writer:
@@ -68,7 +68,7 @@ def test_tracker_receives_each_event_once_in_order(tmp_path: Path) -> None:
     assert [event["step"] for event in first.delivered] == list(range(5))
     assert second.delivered == first.delivered
     assert first.closed
-    assert follow(path, {"third": third}) == []  # another driver's tracker is told all of the run
+    assert follow(path, {"third": third}) == []  # Another driver's tracker receives the full run.
     assert [event["step"] for event in third.delivered] == [*range(5), *range(5)]
 
 
@@ -88,7 +88,7 @@ def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.Monk
             writer.write("evaluate", step=step, set="validation")
             time.sleep(0.01)
         until(lambda: len(tracker.delivered) > 2)
-        assert [event["step"] for event in tracker.delivered] == [0, 1, 2]  # the run continues and tells nothing
+        assert [event["step"] for event in tracker.delivered] == [0, 1, 2]  # Without another event.
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,7 @@ def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_tracker_errors_hide_passwords(tmp_path: Path, message: str, told: str) -> None:
-    def make() -> Recorder:
-        raise ConnectionError(message)
-
-    notes: list[str] = []
-    path = tmp_path / "events.jsonl"
+    make, notes, path = raising(ConnectionError(message)), list[str](), tmp_path / "events.jsonl"
     with tracking({"MLflow": make}, str(path), note=notes.append), EventWriter(path) as writer:
         writer.write("failure", cause=message, causes=[ConnectionError(message)])
     assert notes == [f"MLflow: {told}. Continuing without it."]
@@ -135,8 +131,8 @@ def test_hanging_tracker_is_abandoned(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_tracker_skips_unreadable_events(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path) as writer:
-        writer.write("odd", step=0)
-        writer.write("odd", step=1)
+        for step in range(2):
+            writer.write("odd", step=step)
     picky = Recorder(refuse="odd")
     notes = follow(path, {"picky": picky})
     assert notes == ["picky: skipping an event of kind odd ('loss'). Later ones are only counted."]
@@ -144,10 +140,7 @@ def test_tracker_skips_unreadable_events(tmp_path: Path) -> None:
 
 
 def test_tracker_creation_error_is_logged(tmp_path: Path) -> None:
-    def make() -> Recorder:
-        raise ModuleNotFoundError("No module named 'mlflow'")
-
-    notes: list[str] = []
+    make, notes = raising(ModuleNotFoundError("No module named 'mlflow'")), list[str]()
     with tracking({"MLflow": make}, str(tmp_path / "events.jsonl"), note=notes.append):
         pass
     assert notes == ["MLflow: No module named 'mlflow'. Continuing without it."]
@@ -160,9 +153,7 @@ def test_tracking_leaves_no_threads(tmp_path: Path) -> None:
 
 
 def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = AppendFile(str(tmp_path / "new" / "file"))
-    write = os.write
-    room = 3
+    file, write, room = AppendFile(str(tmp_path / "new" / "file")), os.write, 3
 
     def little_room(descriptor: int, data: bytes) -> int:
         nonlocal room
@@ -177,7 +168,7 @@ def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: p
         file.write(b"abcdef")
         with pytest.raises(OSError, match="No space"):
             file.flush()
-    assert not os.path.exists(file.path)  # an older one would still be there
+    assert not os.path.exists(file.path)  # An older file would still exist.
     file.write(b"gh")
     file.flush()
     assert Path(file.path).read_bytes() == b"abcdefgh"
@@ -198,11 +189,11 @@ def test_append_file_uploads_full_file_periodically(monkeypatch: pytest.MonkeyPa
     file.write(b"a")
     file.flush()
     file.write(b"b")
-    file.flush()  # too soon
+    file.flush()  # Too soon.
     assert sent == [b"a"]
     monkeypatch.setattr(tracking_module, "UPLOAD_S", 0.0)
     file.close()
-    file.close()  # nothing new
+    file.close()  # Nothing new.
     assert sent == [b"a", b"ab"]
 
 

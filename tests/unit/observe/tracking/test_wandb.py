@@ -1,4 +1,4 @@
-"""A run of Weights & Biases that is kept offline, read back from the file that `wandb sync` would send."""
+"""Weights & Biases tracker: offline runs read back from their files, and online runs with a fake client."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def track(folder: Path, events: list[dict[str, Any]]) -> None:
 
 
 def scanned(data: bytes) -> Iterator[bytes]:
-    """The records of a file of LevelDB's log format, in blocks of 32 KiB, behind seven bytes of W&B's own."""
+    """Yield the records of a LevelDB log file with blocks of 32 KiB, after W&B's seven-byte header."""
     place, parts = 7, b""
     while place + 7 <= len(data):
         left = BLOCK_BYTES - place % BLOCK_BYTES
@@ -46,7 +46,7 @@ def scanned(data: bytes) -> Iterator[bytes]:
 
 
 def kept(folder: Path) -> tuple[Any, list[dict[str, float]]]:
-    """The record of the run, and its history."""
+    """Return the run record and the history of an offline run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -67,7 +67,7 @@ def test_resuming_driver_replaces_offline_run(tmp_path: Path) -> None:
     first, rows = kept(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row][-1] == 120
     track(tmp_path, run_events.ended(events, loss=0.5))
-    run, rows = kept(tmp_path)  # one folder: the first is gone
+    run, rows = kept(tmp_path)  # One folder: the first is deleted.
     assert run.run_id == first.run_id
     assert (run.project, run.display_name) == ("rayrec", "run")
     assert run.host == ""
@@ -82,7 +82,7 @@ def test_resuming_driver_replaces_offline_run(tmp_path: Path) -> None:
 
 
 class OnlineRun:
-    """What the tracker uses of wandb's Run; refuses to log so many times. Nobody else may see the service."""
+    """Fake of wandb's Run that fails the first `refusals` log calls."""
 
     def __init__(self, summary: dict[str, Any], *, resumed: bool, refusals: int = 0) -> None:
         self.summary, self.resumed, self.sent = summary, resumed, list[dict[str, Any]]()
@@ -126,7 +126,7 @@ def test_unsent_measures_are_sent_later_in_order(monkeypatch: pytest.MonkeyPatch
 def test_resuming_driver_sends_only_unsent_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     before = OnlineRun({}, resumed=False)
     tracker = online(before, monkeypatch)
-    run_events.feed(tracker, [STEP_100])  # and here the driver dies, the evaluation of the same step unsent
+    run_events.feed(tracker, [STEP_100])  # The driver is killed before it sends the evaluation of this step.
     after = OnlineRun(before.summary, resumed=True)
     tracker = online(after, monkeypatch)
     run_events.feed(tracker, [STEP_100, EVALUATION_100, {**STEP_100, "step": 110}], flush=False)
@@ -168,11 +168,11 @@ print("threads", [thread.name for thread in threading.enumerate() if thread.name
 
 
 def test_unreachable_server_does_not_block_exit(tmp_path: Path) -> None:
-    # Nobody listens there, and W&B would try for a day.
+    # No server listens there, and W&B would retry for a day.
     unreachable = {"WANDB_BASE_URL": f"http://127.0.0.1:{free_ports(1)}", "WANDB_INIT_TIMEOUT": "86400"}
     environment = {**os.environ, **unreachable, "WANDB_API_KEY": "0" * 40}
     command = [sys.executable, "-c", UNREACHABLE, str(tmp_path)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "not finished" in run.stdout
-    assert "threads []" in run.stdout  # none that the interpreter's end would find within W&B's code
+    assert "threads []" in run.stdout  # No thread inside W&B's code at interpreter exit.
