@@ -37,10 +37,8 @@ def generate(
 ) -> dict[str, Any]:
     """Write a synthetic click log with known best AUROC and logloss.
 
-    Returns the content of truth.json. `drift` is the number of days of change between consecutive days; 0: no change.
-    `first_date`, such as 2026-01-31, writes one folder per day, `dt=2026-01-31/train.txt`, from this date on. The same seed
-    creates the same bytes on any machine and number of cores. Raises InputError for invalid arguments, or if `out` already
-    contains a log.
+    Returns the content of truth.json. The same seed creates the same bytes on any machine and number of cores. Raises
+    InputError for invalid arguments, or if `out` already contains a log.
     """
     from rayrec.data import synthetic
 
@@ -126,11 +124,10 @@ def split(
 ) -> dict[str, Any]:
     """Split a log into training, validation and test files, for split kind named_files.
 
-    Writes the folder completely or not at all. An interrupted call resumes if repeated. `by`: "rows" (random), "group"
-    (random values of a column), "time" or "last-out" (the last row of each user for the test, the one before it for
-    validation). `options` are the fields of `rayrec.prepare.split.RowSplit` (validation, test, seed, group, timestamp, ...)
-    and of `rayrec.PreparationConfig`. Returns rows, share and number of files of each part, `bad_rows`, and
-    `rows_without_group`. Raises InputError for an unusable log, a part without rows, or if `out` exists.
+    An interrupted call resumes if repeated. With `by` "last-out", the last row of each user is for the test, the one before
+    it for validation. `options` are the fields of `rayrec.prepare.split.RowSplit` and of `rayrec.PreparationConfig`. Returns
+    rows, share and number of files of each part, `bad_rows`, and `rows_without_group`. Raises InputError for an unusable log,
+    a part without rows, or if `out` exists.
     """
     from rayrec.prepare.split import RowSplit
     from rayrec.prepare.split import split as run
@@ -201,11 +198,9 @@ def preprocess(
 ) -> dict[str, Any]:
     """Write a log as Parquet, npy or binary files, or text as token rows.
 
-    Writes the folder completely or not at all. An interrupted call resumes if repeated. `options` are the fields of
-    `rayrec.PreparationConfig`. Without a `preprocessor` folder, counts the categories first. shuffle "full" shuffles the
-    training rows over the full log. Format "mds" converts plain text to token rows; `options` are then the fields of
-    `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an unusable log or text, an unsuitable
-    format, or if `out` exists.
+    An interrupted call resumes if repeated. `options` are the fields of `rayrec.PreparationConfig`; for format "mds", of
+    `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an unusable log or text, an unsuitable format,
+    or if `out` exists.
     """
     from rayrec.prepare.preprocess import RowOutput
     from rayrec.prepare.preprocess import preprocess as run
@@ -242,13 +237,10 @@ def adopt(
 ) -> dict[str, Any]:
     """Make TorchRec's arrays, or MDS shards of tokens, trainable without copying them.
 
-    Checks all arrays that TorchRec's scripts wrote (day_N_dense.npy, day_N_sparse.npy or day_N_sparse_multi_hot.npz,
-    day_N_labels.npy), and writes dataset.json and a Preprocessor next to them, or into the new folder `out` with links to them.
-    For MDS shards of tokens, the option `tokenizer` is the folder of their tokenizer.
-
-    `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on.
-    Returns rows, sets, num_embeddings, modulo, bad_rows, hashes; see `rayrec.prepare.adopt.adopt`. Raises InputError for
-    unsuitable arrays.
+    Checks all arrays, and writes dataset.json and a Preprocessor next to them, or into the new folder `out` with links to them.
+    `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on; for
+    MDS shards, `tokenizer` is the folder of their tokenizer. Returns rows, sets, num_embeddings, modulo, bad_rows, hashes;
+    see `rayrec.prepare.adopt.adopt`. Raises InputError for unsuitable arrays.
     """
     from rayrec.prepare.adopt import AdoptionConfig
     from rayrec.prepare.adopt import adopt as run

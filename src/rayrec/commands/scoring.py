@@ -48,19 +48,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compute the metrics of a model on labelled rows, each scored exactly once.
 
-    Returns the workload's metrics, rows, checkpoint. `options` are the fields of `rayrec.inference.config.EvaluationConfig`:
-    batch_rows, device, max_bad_fraction, and for click models group, slice_by, slice_top, confidence, resamples, seed and
-    compare (another checkpoint), see `rayrec.inference.evaluate.evaluate`.
-
-    Args:
-        checkpoint: Folder of a checkpoint, or of a run (the checkpoint in its summary, otherwise the latest).
-        path: Labelled rows.
-        recipe: Custom recipe of the checkpoint, as a function or FILE.py:FUNCTION.
-        cluster_address: HOST:PORT or auto for a running Ray cluster, local for a local Ray, none for threads of this process.
-            None: the connected Ray or RAY_ADDRESS, otherwise threads of this process.
-
-    Raises:
-        InputError: for an unusable checkpoint or path.
+    Returns the workload's metrics, rows, checkpoint; see `rayrec.inference.evaluate.evaluate`. `checkpoint` is a checkpoint
+    folder, or a run folder (the checkpoint in its summary, otherwise the latest). `recipe` is the checkpoint's custom recipe, as
+    a function or FILE.py:FUNCTION. `cluster_address` is HOST:PORT or auto for a running Ray cluster, local for a local Ray, or
+    none for threads of this process. None: the connected Ray or RAY_ADDRESS, otherwise threads of this process. `options` are
+    the fields of `rayrec.inference.config.EvaluationConfig`. Raises InputError for an unusable checkpoint or path.
     """
     from rayrec.inference.config import EvaluationConfig
     from rayrec.inference.evaluate import evaluate as run
@@ -105,10 +97,9 @@ def compare(
     """Compare several click models on the same labelled rows, with p-values. Exit status 2 if a gate fails.
 
     Returns metrics with intervals, the cost of each model, and the significant differences; see
-    `rayrec.inference.compare.compare`. `options` are the fields of `rayrec.inference.config.ComparisonConfig`: batch_rows,
-    device, max_bad_fraction, group, ensemble, confidence, resamples and seed. Failed `gates` are listed in the result's
-    `failures` and raise no error. Other arguments: see `evaluate`. Raises InputError for models without a common raw schema,
-    label and rows.
+    `rayrec.inference.compare.compare`. `options` are the fields of `rayrec.inference.config.ComparisonConfig`. Failed `gates`
+    are listed in the result's `failures` and raise no error. Other arguments: see `evaluate`. Raises InputError for models
+    without a common raw schema, label and rows.
     """
     from rayrec.inference.compare import compare as run
     from rayrec.inference.config import ComparisonConfig
@@ -181,9 +172,9 @@ def ensemble(checkpoints: Checkpoints, *, out: NewFolder, recipe: CustomRecipe =
 def export(checkpoint: Checkpoint, *, out: NewFolder, recipe: CustomRecipe = None, **options: Any) -> dict[str, Any]:
     """Write a model as a folder for other tools.
 
-    Writes the folder completely or not at all. Checkpoint and recipe: see `evaluate`. `options`, for click models, are the
-    fields of `rayrec.inference.config.ExportConfig`: quantize, parity_path, and so on. Raises InputError for an unusable
-    checkpoint, an unsupported model, an exported click model with different scores than its checkpoint, or if `out` exists.
+    Other arguments: see `evaluate`. `options`, for click models, are the fields of `rayrec.inference.config.ExportConfig`.
+    Raises InputError for an unusable checkpoint, an unsupported model, an exported click model with different scores than its
+    checkpoint, or if `out` exists.
     """
     from rayrec.inference.config import ExportConfig
     from rayrec.inference.export.write import export as run
