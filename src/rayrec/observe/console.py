@@ -52,7 +52,9 @@ class _StandardError:
         try:
             use(stream)
         except BrokenPipeError:
-            _discard(stream)
+            # Redirect the stream to /dev/null. Otherwise Python fails to flush its buffer at exit, with status 120.
+            with suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), stream.fileno())
         except (OSError, ValueError):  # ValueError: closed stream
             pass
 
@@ -60,14 +62,6 @@ class _StandardError:
         with suppress(ValueError):
             return self._stream is not None and self._stream.isatty()
         return False
-
-
-def _discard(stream: Any) -> None:
-    """Redirect a stream with a broken pipe to /dev/null. Otherwise Python fails to flush its buffer at exit, with status 120."""
-    with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
 
 
 class Console:

@@ -134,22 +134,16 @@ def figures(run: Run) -> Markup:
     """Render the key figures."""
     summary, last = run.summary, run.sums.latest.get("step")
     named: list[tuple[str, str]] = []
+    if source := summary or last:
+        named = [
+            ("steps", f"{source['steps']:,}" if summary else f"{source['step']:,} of {source['steps']:,}"),
+            ("rows trained", number_text(source["rows"])),
+            ("rows/s", number_text(round(source["rows_per_s"]))),
+            ("blocked on data", f"{source['blocked_fraction']:.1%}"),
+        ]
     if summary is not None:
-        named = [
-            ("steps", f"{summary['steps']:,}"),
-            ("rows trained", number_text(summary["rows"])),
-            ("rows/s", number_text(round(summary["rows_per_s"]))),
-            ("blocked on data", f"{summary['blocked_fraction']:.1%}"),
-            ("training", duration_text(summary["train_s"])),
-            ("held up by saves", f"{summary['checkpoint_stall_fraction']:.1%}"),
-        ]
-    elif last is not None:
-        named = [
-            ("steps", f"{last['step']:,} of {last['steps']:,}"),
-            ("rows trained", number_text(last["rows"])),
-            ("rows/s", number_text(round(last["rows_per_s"]))),
-            ("blocked on data", f"{last['blocked_fraction']:.1%}"),
-        ]
+        stall = f"{summary['checkpoint_stall_fraction']:.1%}"
+        named += [("training", duration_text(summary["train_s"])), ("blocked on saves", stall)]
     spent = run.sums.restarts
     if run.sums.curve():
         named.append(("restarts", str(len(spent))))
