@@ -1,4 +1,4 @@
-"""The events of a run that lost a worker once, made up."""
+"""Fake events of a run that lost a worker once."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ CONFIG = "# rayrec 0.1.0, config hash 0123\nrecipe: gpt2_tiny\nname: <b>bold</b>
 
 
 class Events:
-    """Events a second apart."""
+    """List of events, one second apart by default."""
 
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = []
@@ -22,17 +22,10 @@ class Events:
         self.all.append({"time": self.now_s, "kind": kind, **fields})
 
     def steps(self, first: int, last: int, *, loss: float | None = None) -> None:
-        """Logs every 10 steps, and at every 50 an evaluation and a save."""
+        """Add a step event every 10 steps, and an evaluation and a checkpoint every 50."""
         for step in range(first, last + 1, 10):
-            self.add(
-                "step",
-                step=step,
-                steps=200,
-                loss=math.exp(-step / 100) if loss is None else loss,
-                rows=step * 64,
-                rows_per_s=1000.0 + step,
-                blocked_fraction=0.01,
-            )
+            fields = {"rows": step * 64, "rows_per_s": 1000.0 + step, "blocked_fraction": 0.01}
+            self.add("step", step=step, steps=200, loss=math.exp(-step / 100) if loss is None else loss, **fields)
             if step % 50 == 0:
                 self.add("evaluate", step=step, set="validation", loss=math.exp(-step / 90), perplexity=2.0, rows=640)
                 path = f"runs/run/checkpoints/step_{step:08d}"
@@ -40,7 +33,7 @@ class Events:
 
 
 def feed(tracker: Tracker, events: Iterable[dict[str, Any]], *, flush: bool = True) -> None:
-    """Tells a tracker the events of a run, and flushes it after each."""
+    """Feed the events of a run to a tracker and flush it after each."""
     run = RunSummary(curves=False)
     for event in events:
         run.update(event)
@@ -50,7 +43,7 @@ def feed(tracker: Tracker, events: Iterable[dict[str, Any]], *, flush: bool = Tr
 
 
 def begin(events: Events, name: str = "<script>alert(1)</script>") -> None:
-    """The driver and its first workers."""
+    """Add the events of the driver's start and of its first workers."""
     versions = {"python": "3.11.7", "torch": "2.13.0"}
     events.add("run", recipe="gpt2_tiny", name=name, config_hash="0123456789abcdef", versions=versions)
     events.add("prepared", seconds=1.0)
@@ -62,22 +55,16 @@ def begin(events: Events, name: str = "<script>alert(1)</script>") -> None:
 
 
 def samples() -> list[dict[str, Any]]:
-    """Nine images, one of them taken for another class, and a text."""
-    images = [
-        {
-            "kind": "image",
-            "pixels": [[0, 128], [255, number]],
-            "label": str(number),
-            "prediction": "1" if number == 7 else str(number),
-            "probability": 0.875,
-        }
-        for number in range(9)
-    ]
+    """Return nine images, one of them misclassified, and a text."""
+    images = []
+    for number in range(9):
+        prediction = {"prediction": "1" if number == 7 else str(number), "probability": 0.875}
+        images.append({"kind": "image", "pixels": [[0, 128], [255, number]], "label": str(number), **prediction})
     return [*images, {"kind": "text", "prompt": "ROMEO:\n", "text": "What <light> through\nyonder"}]
 
 
 def run(*, finished: bool = True) -> list[dict[str, Any]]:
-    """Trains to step 120, dies, resumes from step 100 with one worker, and ends at 200 if it is to finish, else at 150."""
+    """Return a run that fails at step 120 and resumes from step 100 with one worker, to step 200 if `finished`, else 150."""
     events = Events()
     begin(events)
     events.steps(10, 120, loss=9.0)
@@ -95,27 +82,19 @@ def run(*, finished: bool = True) -> list[dict[str, Any]]:
 
 
 def cut(events: list[dict[str, Any]]) -> int:
-    """The place of the failure."""
+    """Return the index of the failure."""
     return next(number for number, event in enumerate(events) if event["kind"] == "failure")
 
 
 def ended(events: list[dict[str, Any]], **metrics: float) -> list[dict[str, Any]]:
-    """The events without their end, and one that has other final metrics."""
+    """Replace the final events by one with the given metrics."""
     end = {"kind": "finish", "time": events[-1]["time"], "step": 200, "metrics": metrics}
     return [*(event for event in events if event["kind"] not in ("finish", "summary")), end]
 
 
-SUMMARY: dict[str, Any] = {
-    "steps": 200,
-    "chosen_step": 150,
-    "rows": 12_800,
-    "rows_per_s": 1234.5,
-    "blocked_fraction": 0.0123,
-    "train_s": 75.0,
-    "checkpoint_stall_fraction": 0.004,
-    "metrics": {"loss": 0.5, "perplexity": 1.6487},
-    "validation": {"loss": 0.25, "perplexity": None},
-}
+SUMMARY: dict[str, Any] = {"steps": 200, "chosen_step": 150, "rows": 12_800, "rows_per_s": 1234.5, "blocked_fraction": 0.0123}
+SUMMARY |= {"train_s": 75.0, "checkpoint_stall_fraction": 0.004}
+SUMMARY |= {"metrics": {"loss": 0.5, "perplexity": 1.6487}, "validation": {"loss": 0.25, "perplexity": None}}
 
 TABLES = [
     {
@@ -130,7 +109,7 @@ TABLES = [
 
 
 def click_run(*, name: str = "clicks", auroc: float = 0.78, seconds: float = 1.0) -> list[dict[str, Any]]:
-    """A click model's, from end to end, with all that its events may tell; a step is logged every so many seconds."""
+    """Return the complete events of a click model, with a step event every `seconds`."""
     events = Events()
     events.add("run", recipe="criteo_demo", name=name, config_hash=f"{name}-hash", versions={"torch": "2.13.0"})
     events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400, "validation": 640, "test": 640})
@@ -138,19 +117,9 @@ def click_run(*, name: str = "clicks", auroc: float = 0.78, seconds: float = 1.0
     events.add("start", step=0, steps=100, world_size=2, checkpoint=None, tables=TABLES)
     parts = {"data": 0.2, "forward": 0.25, "backward": 0.35, "optimizer": 0.05, "collectives": 0.1, "other": 0.05}
     for step in range(10, 101, 10):
-        events.add(
-            "step",
-            after_s=seconds,
-            step=step,
-            steps=100,
-            loss=0.6 - step / 1000,
-            rows=step * 128,
-            rows_per_s=1280.0 / seconds,
-            blocked_fraction=0.2,
-            times_s={part: share * seconds for part, share in parts.items()},
-            multiply_adds_per_s=1e9,
-            peak_fraction=0.125,
-        )
+        speed = {"rows_per_s": 1280.0 / seconds, "blocked_fraction": 0.2, "multiply_adds_per_s": 1e9, "peak_fraction": 0.125}
+        speed["times_s"] = {part: fraction * seconds for part, fraction in parts.items()}
+        events.add("step", after_s=seconds, step=step, steps=100, loss=0.6 - step / 1000, rows=step * 128, **speed)
         if step % 50 == 0:
             events.add("evaluate", after_s=0.5, step=step, set="validation", auroc=auroc - 1 / step, logloss=0.5, rows=640)
             events.add("checkpoint", after_s=0.1, step=step, path="x", bytes=1_000_000, stall_s=0.05, write_s=0.1)
@@ -158,22 +127,10 @@ def click_run(*, name: str = "clicks", auroc: float = 0.78, seconds: float = 1.0
         {"stage": "read", "rows_per_s": 5000.0, "busy": 0.9, "cpu_share": 0.8, "queue_share": 0.1},
         {"stage": "encode", "rows_per_s": 9000.0, "busy": 0.5, "cpu_share": 0.9, "queue_share": 0.0},
     ]
-    events.add(
-        "data",
-        step=100,
-        seconds=10.0 * seconds,
-        rows=12_800,
-        rows_per_s=1280.0 / seconds,
-        cpus=2.0,
-        busy=0.9,
-        capacity_rows_per_s=3000.0,
-        backlog_rows=0,
-        backlog_blocks=0,
-        stages=stages,
-        object_store_bytes=50_000_000,
-        object_store_limit_bytes=1_000_000_000,
-        spilled_bytes=0,
-    )
+    store = {"object_store_bytes": 50_000_000, "object_store_limit_bytes": 1_000_000_000, "spilled_bytes": 0}
+    speed = {"rows_per_s": 1280.0 / seconds, "cpus": 2.0, "busy": 0.9, "capacity_rows_per_s": 3000.0, "stages": stages}
+    backlog = {"backlog_rows": 0, "backlog_blocks": 0}
+    events.add("data", step=100, seconds=10.0 * seconds, rows=12_800, **speed, **backlog, **store)
     events.add("profile", step=20, end=30, path="profile/steps_20_30", ranks=2)
     events.add("finish", step=100, rows=12_800, metrics={"auroc": auroc, "logloss": 0.5})
     bins = [{"rows": 64, "predicted": place / 10, "observed": place / 10 + 0.01} for place in range(1, 9)]
@@ -188,12 +145,6 @@ def click_run(*, name: str = "clicks", auroc: float = 0.78, seconds: float = 1.0
 
 
 def click_summary(auroc: float = 0.78) -> dict[str, Any]:
-    metrics = {"auroc": auroc, "logloss": 0.5}
-    return {
-        **SUMMARY,
-        "steps": 100,
-        "chosen_step": 100,
-        "metrics": metrics,
-        "validation": {"auroc": auroc - 0.01, "logloss": 0.5},
-        "verdict": "blocked on data 20.0 % of the time: <read> tasks are CPU-bound",
-    }
+    metrics = {"metrics": {"auroc": auroc, "logloss": 0.5}, "validation": {"auroc": auroc - 0.01, "logloss": 0.5}}
+    verdict = "blocked on data 20.0 % of the time: <read> tasks are CPU-bound"
+    return {**SUMMARY, "steps": 100, "chosen_step": 100, **metrics, "verdict": verdict}

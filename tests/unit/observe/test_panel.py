@@ -97,7 +97,7 @@ def test_panel_shows_phases_stages_and_age() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "told"),
+    ("event", "expected"),
     [
         ({"kind": "start", "step": 8, "world_size": 2}, "resuming from step 8 with 2 workers"),
         (
@@ -125,8 +125,8 @@ def test_panel_shows_phases_stages_and_age() -> None:
         ({"kind": "step", "step": 8}, None),
     ],
 )
-def test_console_line_matches_event(event: dict[str, Any], told: str | None) -> None:
-    assert console_line(event) == told
+def test_console_line_matches_event(event: dict[str, Any], expected: str | None) -> None:
+    assert console_line(event) == expected
     assert console_line(SAVED, verbose=True) == "step 8  saved p (1 MB)"
 
 

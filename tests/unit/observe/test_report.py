@@ -160,12 +160,17 @@ def _write_run(folder: Path) -> None:
     (folder / "events.jsonl").write_text("".join(lines))
 
 
-def test_report_writes_to_run_folder_or_out(tmp_path: Path) -> None:
+def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
     _write_run(tmp_path / "run")
-    assert report.write(str(tmp_path / "run")) == str(tmp_path / "run" / "report.html")
-    elsewhere = tmp_path / "new" / "page.html"
-    assert report.write(str(tmp_path / "run"), out=str(elsewhere)) == str(elsewhere)
-    assert elsewhere.read_bytes() == (tmp_path / "run" / "report.html").read_bytes()
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    assert report.write(run) == f"{run}/report.html"
+    assert rayrec.report(run, out=str(out)) == str(out / "report.html")
+    assert rayrec.report(run, run, out=str(out / "both")) == str(out / "both" / "report.html")
+    assert rayrec.report(run, out=str(out / "one.html")) == str(out / "one.html")
+    (tmp_path / "plain").write_text("")
+    assert rayrec.report(run, out=str(tmp_path / "plain")) == str(tmp_path / "plain")  # An existing file.
+    for path in (out / "report.html", out / "one.html", tmp_path / "plain"):
+        assert path.read_bytes() == Path(run, "report.html").read_bytes()
     with pytest.raises(InputError, match="not a run folder"):
         report.write(str(tmp_path))
 
@@ -288,17 +293,6 @@ def test_page_shows_provenance_and_early_stop() -> None:
     wanted += ["early stopat step 100 of 100: no improvement since step 50"]
     wanted += ["95.3% of the way from 0.5 to the best possible 0.8123"]
     assert _lacking(text, *wanted) == []
-
-
-def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
-    _write_run(tmp_path / "run")
-    run, out = str(tmp_path / "run"), tmp_path / "out"
-    assert rayrec.report(run, out=str(out)) == str(out / "report.html")
-    assert rayrec.report(run, run, out=str(out / "both")) == str(out / "both" / "report.html")
-    assert rayrec.report(run, out=str(out / "one.html")) == str(out / "one.html")
-    (tmp_path / "plain").write_text("")
-    assert rayrec.report(run, out=str(tmp_path / "plain")) == str(tmp_path / "plain")  # An existing file.
-    assert (out / "report.html").is_file()
 
 
 def test_report_of_several_runs_requires_out(tmp_path: Path) -> None:
