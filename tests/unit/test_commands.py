@@ -148,7 +148,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         ("--steps few", "--steps: must be a whole number, got 'few'"),
         ("--precision fp8", "--precision: must be fp32 or bf16, got 'fp8'"),
         ("--scaling.num-workers 1 2 3", "--scaling.num-workers: must be a whole number or 2 whole numbers, got '1 2 3'"),
-        ("--batch-size 0", "TrainConfig.batch_size: 0 must be at least 1"),
+        ("--batch-size 0", "TrainConfig.batch_size: must be at least 1, got 0"),
         ("--scaling.num-workers 0", "scaling.num_workers: must be at least 1, and min at most max, got 0"),
         ("--config", "--config: requires a value"),
         ("--config=", "--config: requires a value"),
@@ -166,7 +166,10 @@ def test_invalid_flag_prints_one_line(capsys: pytest.CaptureFixture[str], words:
     [
         ("evaluate run", "missing PATH. See `rayrec evaluate --help`."),
         ("predict run log --uot x", "unknown flag --uot, did you mean --out?"),
-        ("predict run log --out x --recipe criteo_dem", "no recipe 'criteo_dem'; did you mean 'criteo_demo'?"),
+        (
+            "predict run log --out x --recipe criteo_dem",
+            f"no recipe 'criteo_dem'; did you mean 'criteo_demo'? Use one of {', '.join(recipes.ALL)}, or FILE.py:FUNCTION.",
+        ),
     ],
 )
 def test_invalid_flag_of_other_commands_prints_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:

@@ -85,7 +85,7 @@ def test_space_rejects_invalid_files(given: str, message: str) -> None:
     ("field", "values", "message"),
     [
         ("workload.model.top_mpl", [[1]], "search: workload.model.top_mpl: .* did you mean 'top_mlp'"),
-        ("workload.model.top_mlp", [[8, 0]], "DLRMConfig.top_mlp: .* must each be at least 1"),
+        ("workload.model.top_mlp", [[8, 0]], r"DLRMConfig.top_mlp: must each be at least 1, got \(8, 0\)"),
         ("workload.preset.min_count", [2, 10], "cannot be searched: all trials share one Preprocessor"),
         ("train_data.path", ["a"], "cannot be searched: all trials read the same rows"),
         ("scaling", [{}], "cannot be searched: a trial trains in one process"),
@@ -98,10 +98,10 @@ def test_space_rejects_shared_and_invalid_fields(field: str, values: list[Any], 
 
 def test_tune_config_rejects_invalid_values() -> None:
     for wrong, message in (
-        ({"trials": 0}, "trials: 0 must be at least 1"),
-        ({"concurrent": 0}, "concurrent: 0 must be at least 1"),
-        ({"keep_fraction": 0.6}, "keep_fraction: 0.6 must be above 0 and at most 0.5"),
-        ({"gpus_per_trial": -1.0}, "gpus_per_trial: -1.0 must be at least 0"),
+        ({"trials": 0}, "trials: must be at least 1, got 0"),
+        ({"concurrent": 0}, "concurrent: must be at least 1, got 0"),
+        ({"keep_fraction": 0.6}, "keep_fraction: must be above 0 and at most 0.5, got 0.6"),
+        ({"gpus_per_trial": -1.0}, "gpus_per_trial: must be at least 0, got -1.0"),
     ):
         with pytest.raises(InputError, match=message):
             TuneConfig(**wrong)
