@@ -102,14 +102,14 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "embedding_dim 0": (train("--workload.model.embedding-dim 0"), "embedding_dim: must be at least 1, got 0"),
     "negative learning rate": (train("--workload.dense-optimizer.learning-rate -1"), "learning_rate"),
     "impossible share of faults": (train("--max-bad-fraction 2"), "at least 0 and at most 1"),
-    "name ..": (train("--name .."), "name: '..'"),
-    "name a/b": (train("--name a/b"), "name: 'a/b'"),
+    "name ..": (train("--name .."), "got '..'"),
+    "name a/b": (train("--name a/b"), "got 'a/b'"),
     "name too long": (train("--name " + "x" * 300), "1 to 128 letters"),
     "port": (command("serve model --port 99999"), "port: 99999 must be from 1 to 65535"),
     "quantize": (command("export run --out x --quantize int3"), "int3"),
     # configuration files
     "config absent": (command("train --config=FOLDER/none.yaml"), "none.yaml: no such file"),
-    "config of another type": (config(b"recipe: clicks\nsteps: many"), "steps: 'many' does not fit"),
+    "config of another type": (config(b"recipe: clicks\nsteps: many"), "steps: has the wrong type"),
     # data
     "no data": (command("train criteo_demo"), "--train-data.path"),
     "data absent": (train("--train-data.path FOLDER/none"), "none: no such file or folder"),

@@ -88,7 +88,7 @@ class Pool:
             TrialState("finished", (0.645,)).save(folder)
         else:
             value = None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
-            TrialState("finished" if job.share == 1 else "paused", (*before.values, value)).save(folder)
+            TrialState("finished" if job.fraction == 1 else "paused", (*before.values, value)).save(folder)
         return job
 
 
