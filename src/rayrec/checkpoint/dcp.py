@@ -98,10 +98,14 @@ class CheckpointWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        source = _Planned(planner)
-        copy = HostCopy(Plan(laid_out(plan.items), {}), source)
+        def values(part: Part) -> torch.Tensor:
+            found = planner.resolve_data(part.item)
+            assert isinstance(found, torch.Tensor)
+            return found.detach()
+
+        copy = HostCopy(Plan(laid_out(plan.items), {}), values)
         try:
-            copy.fill(source)
+            copy.fill(values)
             written = write_rank(self._path, copy, rank=distributed.get_rank() if distributed.is_initialized() else 0, tag="")
         finally:
             parts = copy.plan.parts
@@ -132,15 +136,3 @@ class CheckpointWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         """Return whether the folder does not contain a checkpoint yet."""
         return not storage.exists(storage.join(os.fspath(checkpoint_id), MANIFEST))
-
-
-class _Planned:
-    """Tensor source of a DCP save planner."""
-
-    def __init__(self, planner: SavePlanner) -> None:
-        self._planner = planner
-
-    def data(self, part: Part) -> torch.Tensor:
-        found = self._planner.resolve_data(part.item)
-        assert isinstance(found, torch.Tensor)
-        return found.detach()

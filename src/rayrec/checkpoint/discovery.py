@@ -112,29 +112,26 @@ def newest_good(
     """
     from rayrec.checkpoint.communicator import Ranks  # imports torch, which callers of the other functions here avoid
 
-    return Ranks.all().from_first(lambda: _newest_good(run_folder, log, set(exclude), repair))
+    def find() -> Checkpoint | None:
+        # The call that chose an excluded checkpoint has logged all newer ones.
+        oldest = min((step_of(path) for path in exclude), default=None)
+        unreadable = None
+        for checkpoint in reversed(committed(run_folder)):
+            if checkpoint.path in exclude:
+                continue
+            try:
+                _check_or_repair(checkpoint, repair)
+            except DamagedError as error:
+                if oldest is None or checkpoint.step < oldest:
+                    log("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
+                unreadable = error if isinstance(error, UnreadableError) else unreadable
+                continue
+            return checkpoint
+        if unreadable is not None:
+            raise unreadable.without_another()
+        return None
 
-
-def _newest_good(
-    run_folder: str, log: Callable[[str, dict[str, Any]], None], exclude: set[str], repair: Callable[[Checkpoint], bool]
-) -> Checkpoint | None:
-    # The call that chose an excluded checkpoint has logged all newer ones.
-    oldest = min((step_of(path) for path in exclude), default=None)
-    unreadable = None
-    for checkpoint in reversed(committed(run_folder)):
-        if checkpoint.path in exclude:
-            continue
-        try:
-            _check_or_repair(checkpoint, repair)
-        except DamagedError as error:
-            if oldest is None or checkpoint.step < oldest:
-                log("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
-            unreadable = error if isinstance(error, UnreadableError) else unreadable
-            continue
-        return checkpoint
-    if unreadable is not None:
-        raise unreadable.without_another()
-    return None
+    return Ranks.all().from_first(find)
 
 
 def _check_or_repair(checkpoint: Checkpoint, repair: Callable[[Checkpoint], bool]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -154,37 +154,35 @@ def check_covered(shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Itera
             )
 
 
-class TensorSource(Protocol):
-    """Source of the live values of parts."""
-
-    def data(self, part: Part) -> torch.Tensor: ...
+Values = Callable[[Part], torch.Tensor]
+"""Returns the live values of a part."""
 
 
 @final
 class HostCopy:
     """Host memory copy of the parts of a plan. Allocates the rank's bytes once and reuses them for every save."""
 
-    def __init__(self, plan: Plan, local: TensorSource) -> None:
+    def __init__(self, plan: Plan, values: Values) -> None:
         self.plan = plan
         self._bytes = torch.empty(plan.body_bytes, dtype=torch.uint8)
-        devices = {local.data(part).device for part in plan.parts}
+        devices = {values(part).device for part in plan.parts}
         self._device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = torch.cuda.Stream(self._device) if self._device else None
         self._pinned = self._device is not None and plan.body_bytes > 0 and _pinned(self._bytes, self._device)
 
-    def fill(self, local: TensorSource) -> None:
+    def fill(self, values: Values) -> None:
         """Copy the live values, which may change after the return. One device sync."""
         targets = [
             self._bytes.narrow(0, part.start, part.size_bytes).view(part.dtype).view(part.sizes) for part in self.plan.parts
         ]
         if self._stream is None:
             for part, target in zip(self.plan.parts, targets, strict=True):
-                target.copy_(local.data(part))
+                target.copy_(values(part))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for part, target in zip(self.plan.parts, targets, strict=True):
-                target.copy_(local.data(part), non_blocking=True)
+                target.copy_(values(part), non_blocking=True)
         self._stream.synchronize()
 
     def body(self) -> memoryview:

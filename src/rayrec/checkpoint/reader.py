@@ -81,7 +81,12 @@ def read_items(folder: str, manifest: dict[str, Any], items: Iterable[tuple[Read
 def _reads(folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]) -> Iterator[Callable[[], None]]:
     reader = _Reader(folder, manifest["block_bytes"])
     for item, target in items:
-        yield from _copies(reader, manifest["tensors"][item.storage_index.fqn], item, target)
+        name, offset = item.storage_index.fqn, item.storage_index.offset
+        assert offset is not None
+        entry = manifest["tensors"][name]
+        chunk = next(chunk for chunk in entry["chunks"] if chunk["offsets"] == list(offset))
+        box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
+        yield from _copies(reader, _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk), box, target)
 
 
 def metadata_of(manifest: dict[str, Any]) -> Metadata:
@@ -101,18 +106,7 @@ def metadata_of(manifest: dict[str, Any]) -> Metadata:
     )
 
 
-def _copies(reader: _Reader, entry: dict[str, Any], item: ReadItem, target: torch.Tensor) -> Iterator[Callable[[], None]]:
-    name, offset = item.storage_index.fqn, item.storage_index.offset
-    assert offset is not None
-    chunk = next(chunk for chunk in entry["chunks"] if chunk["offsets"] == list(offset))
-    rows = _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk)
-    box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
-    return _copies_of(reader, rows, box, target)
-
-
-def _copies_of(
-    reader: _Reader, rows: _Rows, box: Sequence[tuple[int, int]], target: torch.Tensor
-) -> Iterator[Callable[[], None]]:
+def _copies(reader: _Reader, rows: _Rows, box: Sequence[tuple[int, int]], target: torch.Tensor) -> Iterator[Callable[[], None]]:
     """Yield calls that fill `target` with a box (first, length in each dimension) of a chunk, one range of rows each."""
     first, count = box[0] if box else (0, 1)
     for begin, end in rows.ranges(first, first + count, range_bytes=reader.range_bytes):
@@ -257,22 +251,10 @@ def _check_extra_file(path: str, sha256: str) -> None:
 def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor whose name starts with `prefix`, unsharded, sorted by name."""
     manifest = checkpoint.manifest()
-    reader = _Reader(checkpoint.path, manifest["block_bytes"])
+    reader = TableReader(checkpoint.path, manifest)
     for name in sorted(manifest["tensors"]):
-        if not name.startswith(prefix):
-            continue
-        entry = manifest["tensors"][name]
-        dtype = TORCH_DTYPES[entry["dtype"]]
-        whole = torch.empty(entry["shape"], dtype=dtype)
-        calls: list[Callable[[], None]] = []
-        for chunk in entry["chunks"]:
-            target = whole
-            for dimension, (offset, size) in enumerate(zip(chunk["offsets"], chunk["sizes"], strict=True)):
-                target = target.narrow(dimension, offset, size)
-            box = [(0, size) for size in chunk["sizes"]]
-            calls += _copies_of(reader, _Rows(name, dtype, chunk), box, target)
-        _run(calls)
-        yield name, whole
+        if name.startswith(prefix):
+            yield name, reader.rows(name, 0, (manifest["tensors"][name]["shape"] or [1])[0])
 
 
 def verify(checkpoint: Checkpoint, prefix: str = "") -> None:
@@ -286,14 +268,14 @@ def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
     """Return the SHA-256 over name, dtype, shape and row-major bytes of every weight, sorted by name. Independent of the number
     of workers and the sharding plan. Needs at most 200 MiB of memory for tables of any size. Raises DamagedError."""
     manifest = checkpoint.manifest()
-    reader = _Reader(checkpoint.path, manifest["block_bytes"])
+    reader = TableReader(checkpoint.path, manifest)
     digest = hashlib.sha256()
     # One thread prefetches while this one hashes, which is sequential.
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as ahead:
         for name in sorted(name for name in manifest["tensors"] if name.startswith(prefix)):
             entry = manifest["tensors"][name]
             digest.update(f"{name}\0{entry['dtype']}\0{entry['shape']}\0".encode())
-            first, *others = (partial(_rows_of, reader, name, entry, *window) for window in _windows(entry))
+            first, *others = (partial(reader.rows, name, *window) for window in reader.windows(name))
             upcoming = ahead.submit(copy_context().run, first)
             for read in others:
                 rows, upcoming = upcoming.result(), ahead.submit(copy_context().run, read)
@@ -311,40 +293,6 @@ def verified_bytes(checkpoint: Checkpoint, name: str, chunk: dict[str, Any]) -> 
         yield bytes(_as_bytes(reader.read(rows, begin, end)))  # a copy, because the next read reuses the memory
 
 
-def _windows(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows (dimension 0) of bounded size, at least one, which may be empty. A scalar is one row."""
-    shape = entry["shape"] or [1]
-    row_bytes = TORCH_DTYPES[entry["dtype"]].itemsize * math.prod(shape[1:])
-    step = max(1, _WINDOW_BYTES // max(1, row_bytes))
-    for first in range(0, max(1, shape[0]), step):
-        yield first, min(first + step, shape[0])
-
-
-def _rows_of(
-    reader: _Reader, name: str, entry: dict[str, Any], first: int, stop: int, columns: tuple[int, int] | None = None
-) -> torch.Tensor:
-    """Read rows [first, stop) of a stored tensor across its chunks; in dimension 1 the range `columns`, None for all."""
-    dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
-    wanted = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
-    if columns is not None:
-        wanted[1] = columns
-    part = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
-    calls: list[Callable[[], None]] = []
-    for chunk in entry["chunks"]:
-        target, box = part, []
-        for dimension, (low, high) in enumerate(wanted):
-            offset, size = chunk["offsets"][dimension], chunk["sizes"][dimension]
-            begin, end = max(low, offset), min(high, offset + size)
-            if begin >= end:
-                break
-            target = target.narrow(dimension, begin - low, end - begin)
-            box.append((begin - offset, end - begin))
-        if len(box) == len(wanted):
-            calls += _copies_of(reader, _Rows(name, dtype, chunk), box, target)
-    _run(calls)
-    return part
-
-
 @final
 class TableReader:
     """Reader of row ranges of a checkpoint's tensors, with checksum verification."""
@@ -353,12 +301,37 @@ class TableReader:
         self._tensors, self._reader = manifest["tensors"], _Reader(folder, manifest["block_bytes"])
 
     def windows(self, name: str) -> Iterator[tuple[int, int]]:
-        """Yield ranges [first, stop) of at most 64 MiB that cover all rows of a tensor."""
-        return _windows(self._tensors[name])
+        """Yield ranges [first, stop) of at most 64 MiB that cover all rows of a tensor, at least one range, which may be empty.
+        A scalar is one row."""
+        shape = self._tensors[name]["shape"] or [1]
+        row_bytes = TORCH_DTYPES[self._tensors[name]["dtype"]].itemsize * math.prod(shape[1:])
+        step = max(1, _WINDOW_BYTES // max(1, row_bytes))
+        for first in range(0, max(1, shape[0]), step):
+            yield first, min(first + step, shape[0])
 
     def rows(self, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """Read rows [first, stop) of a tensor; in dimension 1 the range `columns`, None for all. Raises DamagedError."""
-        return _rows_of(self._reader, name, self._tensors[name], first, stop, columns)
+        """Read rows [first, stop) of a tensor across its chunks; in dimension 1 the range `columns`, None for all. Raises
+        DamagedError."""
+        entry = self._tensors[name]
+        dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
+        wanted = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
+        if columns is not None:
+            wanted[1] = columns
+        part = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
+        calls: list[Callable[[], None]] = []
+        for chunk in entry["chunks"]:
+            target, box = part, []
+            for dimension, (low, high) in enumerate(wanted):
+                offset, size = chunk["offsets"][dimension], chunk["sizes"][dimension]
+                begin, end = max(low, offset), min(high, offset + size)
+                if begin >= end:
+                    break
+                target = target.narrow(dimension, begin - low, end - begin)
+                box.append((begin - offset, end - begin))
+            if len(box) == len(wanted):
+                calls += _copies(self._reader, _Rows(name, dtype, chunk), box, target)
+        _run(calls)
+        return part
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:

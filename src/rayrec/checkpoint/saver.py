@@ -138,7 +138,7 @@ class Saver:
             if changed:
                 self._make_copy(local)
             assert self._copy is not None
-            self._copy.fill(local)
+            self._copy.fill(local.data)
             self._num_saves += 1
             tag = f"{self._tag}-{self._num_saves:04d}"
             self._idle.clear()
@@ -170,7 +170,7 @@ class Saver:
             self._copy.free()
             self._copy = None
         plan = make_plan(local, self._caller)
-        self._copy = self._caller.together(lambda: HostCopy(plan, local))
+        self._copy = self._caller.together(lambda: HostCopy(plan, local.data))
         self._signature = local.signature()
 
     def _raise_failure(self) -> None:
@@ -336,13 +336,8 @@ def remove_unreferenced(folder: str, referenced: Iterable[str], *, tag: str) -> 
     Keeps files with later tags, which a newer attempt may be writing.
     """
     for name in file_sizes(folder).keys() - set(referenced):
-        if is_data_file(name) and tag_of(name) < tag:
+        if is_data_file(name) and name.split(".", maxsplit=1)[0].partition("-")[2] < tag:
             storage.remove_file(storage.join(folder, name))
-
-
-def tag_of(name: str) -> str:
-    """Return the tag of a data file, finished or not."""
-    return name.split(".", maxsplit=1)[0].partition("-")[2]
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,7 @@ def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) 
     Raises the errors of `rayrec.checkpoint.restore`, and InputError for stored tensors that this model or optimizer does not
     have. The run is then partly restored.
     """
-    stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
-    make_state(optimizer)
-    targets = Targets(model, optimizer, stored=set(stored))
-    _refuse_surplus(checkpoint, stored, targets)
-    restore(checkpoint, targets.tensors)
-    targets.loaded()
-    forget_cached_rows(model)
+    start_from(checkpoint, {}, model, optimizer)
 
 
 def restore_model(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
@@ -97,7 +91,8 @@ def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: to
         if len(tensor.size()) and (row_map := row_maps.get(_weight_of(name, row_maps))) is not None
     }
     restore(checkpoint, {name: tensor for name, tensor in targets.tensors.items() if name not in by_rows})
-    restore_rows(checkpoint, by_rows)
+    if row_maps:
+        restore_rows(checkpoint, by_rows)
     targets.loaded()
     forget_cached_rows(model)
 

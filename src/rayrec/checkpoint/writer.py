@@ -72,17 +72,11 @@ class ExtraFiles:
         return self._described | kept
 
     def _write(self, name: str, target: str) -> None:
-        if not self._shares_last(name, target):
-            _copy(self._sources[name], target)
-
-    def _shares_last(self, name: str, target: str) -> bool:
-        """Return whether `target` now shares the content of the last checkpoint's copy, so that the source need not be copied."""
-        last = self._last.get(name)
-        if last is None or isinstance(self._sources[name], bytes):
-            return False
-        if storage.size_of(last) != self._described[name]["bytes"]:  # removed by retention, or truncated
-            return False
-        return last == target or storage.clone_file(last, target)
+        source, last = self._sources[name], self._last.get(name)
+        # Shares the last checkpoint's copy, unless retention removed it, or it was truncated.
+        shared = last is not None and isinstance(source, str) and storage.size_of(last) == self._described[name]["bytes"]
+        if not (shared and (last == target or storage.clone_file(last, target))):
+            _copy(source, target)
 
 
 def repair(folder: str, sources: Mapping[str, Source]) -> list[str]:
@@ -294,9 +288,9 @@ def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_fil
     ranks = Ranks.all()
     # Removes an uncommitted earlier attempt and detects invalid tensors before anything is written.
     local = ranks.together(lambda: _ready(path, tensors, ranks))
-    copy = HostCopy(make_plan(local, ranks), local)
+    copy = HostCopy(make_plan(local, ranks), local.data)
     try:
-        copy.fill(local)
+        copy.fill(local.data)
         shapes = copy.plan.shapes
         written = ranks.each(lambda: write_rank(path, copy, rank=ranks.rank, tag=""))
     finally:

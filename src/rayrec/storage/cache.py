@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import BinaryIO, Final, final
+from typing import Final, final
 
 import numpy as np
 
@@ -81,7 +81,11 @@ class ShardCache:
             for left in glob.glob(f"{glob.escape(target)}.*.partial"):
                 os.remove(left)
             with storage.writing(target) as local:
-                with self._open_in_room(local, self._sizes_bytes[name]) as file:
+                with self._locked("room"):
+                    if self._limit_bytes is not None:
+                        self._make_room(self._sizes_bytes[name], self._limit_bytes)
+                    file = open(local, "wb")  # noqa: SIM115  counted by other processes from now on
+                with file:
                     for piece in read() if read else storage.read_stream(storage.join(self._source, name)):
                         file.write(piece)
                 check(local)
@@ -91,13 +95,6 @@ class ShardCache:
         """Remove a file, in use or not."""
         with suppress(FileNotFoundError):
             os.remove(os.path.join(self.folder, name))
-
-    def _open_in_room(self, local: str, needed_bytes: int) -> BinaryIO:
-        """Open a file once there is room for N bytes. Other processes count it from now on."""
-        with self._locked("room"):
-            if self._limit_bytes is not None:
-                self._make_room(needed_bytes, self._limit_bytes)
-            return open(local, "wb")
 
     def _make_room(self, needed_bytes: int, limit_bytes: int) -> None:
         here = []
@@ -188,7 +185,7 @@ def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | No
     target = unpacked_path(file, folder)
     if not storage.exists(target):
         try:
-            storage.write_stream(target, _reported(_decompressed(file.path), progress))
+            storage.write_stream(target, _decompressed(file.path, progress))
         except OSError as error:
             if error.errno is None:  # an unavailable store
                 raise
@@ -196,16 +193,12 @@ def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | No
     return storage.list_files(target)[0]
 
 
-def _reported(pieces: Iterator[bytes], progress: Callable[[int], None] | None) -> Iterator[bytes]:
-    for piece in pieces:
-        yield piece
-        if progress:
-            progress(len(piece))
-
-
-def _decompressed(path: str) -> Iterator[bytes]:
+def _decompressed(path: str, progress: Callable[[int], None] | None) -> Iterator[bytes]:
     try:
-        yield from gunzip(storage.read_stream(path))
+        for piece in gunzip(storage.read_stream(path)):
+            yield piece
+            if progress:
+                progress(len(piece))
     except zlib.error as error:
         raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
     except EOFError:

@@ -19,10 +19,10 @@ from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.quantities import json_values
-from rayrec.storage.outages import explained
+from rayrec.storage.outages import explained, no_bucket
 from rayrec.storage.ranges import read_url
 from rayrec.storage.scratch import Scratch
-from rayrec.storage.stores import enduring, no_bucket, place_of, remedy, resolve
+from rayrec.storage.stores import enduring, place_of, remedy, resolve
 from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of, split_options
 
 _PIECE_BYTES: Final = 8 << 20
@@ -75,7 +75,7 @@ def info_of(path: str) -> arrow_fs.FileInfo:
 def missing(path: str, what: str = "no such file") -> InputError:
     """Return the error for a path that does not exist, or for its bucket if that does not exist."""
     if in_object_store(path) and not exists(bucket_of(path) + split_options(path)[1]):
-        return no_bucket(path)
+        return no_bucket(path, remedy(path))
     return InputError(f"{path}: {what}")
 
 
@@ -192,7 +192,7 @@ def _sent(path: str, pieces: Iterable[bytes | memoryview]) -> int:
             # Fails during an outage without creating a stream that `_abandon` must keep.
             filesystem.get_file_info(inner)
         failed = True
-        _put(filesystem, inner, head)
+        _fill(_opened(filesystem, inner), head)
 
     enduring(path, put)
     return len(head)
@@ -332,10 +332,6 @@ def _write_all(write: Callable[[memoryview], int], piece: bytes | memoryview) ->
     return done
 
 
-def _put(filesystem: arrow_fs.FileSystem, inner: str, data: bytearray) -> None:
-    _fill(_opened(filesystem, inner), data)
-
-
 def _fill(stream: NativeFile, data: bytearray) -> None:
     try:
         stream.write(data)
@@ -390,7 +386,7 @@ def _append(path: str, start: int, data: bytearray) -> int:
 
 
 def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
-    """Upload pieces as one object. Cannot restart, unlike `_put`, so it relies on the filesystem's own retries."""
+    """Upload pieces as one object. Cannot restart, unlike `_sent`, so it relies on the filesystem's own retries."""
     filesystem, inner = resolve(path)
     info_of(path)  # waits during an outage, because a failed stream keeps its memory
     with _explaining(path):

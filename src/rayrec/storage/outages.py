@@ -134,10 +134,6 @@ def _azure_trouble(code: str, status: str, text: str) -> Trouble:
     return "denied" if denied else "other"
 
 
-def passes(error: Exception) -> bool:
-    return trouble(error) == "passing"
-
-
 def cause_of(error: Exception) -> str:
     """Return the relevant words of an error: no keys, no request IDs, no line breaks."""
     text = str(error)
@@ -173,14 +169,19 @@ def explained(path: str, error: Exception, *, waited_s: float, remedy: str) -> E
         case "denied":
             return InputError(f"{bucket}: access denied ({cause}); {_CREDENTIALS[scheme]} ({remedy})")
         case "no bucket":
-            what = "container" if scheme == "az" else "bucket"
-            return InputError(f"{bucket}: no such {what}; create it or fix its name ({remedy})")
+            return no_bucket(path, remedy)
         case "region":
             return InputError(f"{bucket}: is in another region; set AWS_REGION to it ({remedy})")
         case "certificate":
             fix = "name its authority in AWS_CA_BUNDLE" if scheme == "s3" else "add its authority to this machine's"
             return InputError(f"{bucket}: the store's certificate is not trusted ({cause}); {fix}")
     return OSError(f"{path}: the store refused ({cause})")
+
+
+def no_bucket(path: str, remedy: str) -> InputError:
+    """Return the error for a missing bucket."""
+    what = "container" if _KINDS.get(scheme_of(path)) == "az" else "bucket"
+    return InputError(f"{bucket_of(path)}: no such {what}; create it or fix its name ({remedy})")
 
 
 def persist(path: str, call: Callable[[], _Result], *, remedy: Callable[[], str]) -> _Result:

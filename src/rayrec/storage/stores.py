@@ -12,9 +12,9 @@ from pyarrow import fs as arrow_fs
 from rayrec.config import InputError
 from rayrec.storage.azure import AzurePlace
 from rayrec.storage.gcs import GcsPlace
-from rayrec.storage.outages import outage_s, passes, persist
+from rayrec.storage.outages import outage_s, persist, trouble
 from rayrec.storage.s3 import S3Place
-from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of
+from rayrec.storage.urls import in_object_store, local_path, scheme_of
 
 _Result = TypeVar("_Result")
 
@@ -78,7 +78,7 @@ def enduring(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result]) -> 
         try:
             return call(filesystem, inner)
         except OSError as error:
-            if in_object_store(path) and passes(error):
+            if in_object_store(path) and trouble(error) == "passing":
                 _reached.discard(place_of(path).address())
             raise
 
@@ -88,12 +88,6 @@ def enduring(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result]) -> 
 def remedy(path: str) -> str:
     """Describe the endpoint of a path and the setting for it."""
     return place_of(path).remedy() if in_object_store(path) else "see that it is up"
-
-
-def no_bucket(path: str) -> InputError:
-    """Return the error for a missing bucket."""
-    what = "container" if isinstance(place_of(path), AzurePlace) else "bucket"
-    return InputError(f"{bucket_of(path)}: no such {what}; create it or fix its name ({remedy(path)})")
 
 
 _opened: dict[tuple[Any, ...], arrow_fs.FileSystem] = {}

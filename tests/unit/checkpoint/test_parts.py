@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_pinned_is_reported_and_used(
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
     with caplog.at_level(logging.WARNING):
-        copy = HostCopy(Plan((PART,), {"model.weight": (4,)}), Source())
+        copy = HostCopy(Plan((PART,), {"model.weight": (4,)}), Source().data)
     assert calls == [("register", 16)]
     assert ("cannot be pinned (CUDA error 2): saves stall training for longer" in caplog.text) == bool(code)
     assert len(copy.body()) == 16
