@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rayrec import storage
+from rayrec.bounds import Count
 from rayrec.config import Config, InputError
 from rayrec.data.arrow import json_of
 from rayrec.data.encoding.extension import preprocessor_folder
@@ -65,7 +66,7 @@ class AdoptionConfig(Config):
     half of the held-out rows is validation, the second test, as in torchrec_dlrm. none: each run's recipe splits."""
     parts: SplitParts = field(default_factory=SplitParts)
     """Sizes of the parts, for --split fraction, days and named_days."""
-    rows_per_segment: int = 8192
+    rows_per_segment: Count = 8192
     """Number of rows that are shuffled together. With --train-data.shuffle window, the rows of 16 segments are mixed."""
     max_bad_fraction: float = 0.001
     """Maximum fraction of invalid rows. Below it, they are skipped."""
@@ -92,8 +93,6 @@ class AdoptionConfig(Config):
             raise InputError(f"num_embeddings_per_feature: each must be from 1 to {MAX_TABLE_ROWS:,}, got {wrong[0]:,}")
         if self.num_embeddings_per_feature and self.preprocessor:
             raise InputError("num_embeddings_per_feature: the Preprocessor has the rows of each table; give one of them")
-        if self.rows_per_segment < 1:
-            raise InputError("rows_per_segment must be at least 1")
 
     def split_of(self, days: Sequence[Day]) -> Split | None:
         """Return the split of these days, or None."""
@@ -115,11 +114,11 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     num_embeddings_per_feature, and more invalid rows than max_bad_fraction.
     """
     begun = time.perf_counter()
+    if out is not None and storage.exists(out):
+        raise InputError(f"{out}: exists already; remove it or choose another --out")
     if sets_of_shards(path):
         why = "an option for arrays of TorchRec's scripts, not for MDS shards"
         refuse_options(config, AdoptionConfig(), why, but=_OF_SHARDS)
-        if out is not None and storage.exists(out):
-            raise InputError(f"{out}: exists already; remove it or choose another --out")
         return adopt_tokens(
             path, out=out, tokenizer=config.tokenizer, column=config.column, token_dtype=config.token_dtype, console=console
         )
@@ -132,8 +131,6 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         _check_new(path)
     if config.sparse_path and out is None:
         raise InputError("sparse_path: arrays of two folders need --out DIR, a new folder that will have links to both")
-    if out is not None and storage.exists(out):
-        raise InputError(f"{out}: exists already; remove it or choose another --out")
     given = Preprocessor.load(preprocessor_folder(config.preprocessor)) if config.preprocessor else None
     days = find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
     _check_columns(days[0], config, given)

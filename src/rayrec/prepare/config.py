@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
 
 from rayrec import machine, storage
+from rayrec.bounds import Count
 from rayrec.config import Config, InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, by_name
@@ -51,9 +54,9 @@ class PreparationConfig(Config):
     """Options of the Spark engines."""
     memory_bytes: int | None = None
     """Memory for category counts, in bytes; more are spilled to disk. None: a quarter of the available memory."""
-    block_bytes: int = 32 << 20
+    block_bytes: Annotated[int, Ge(1 << 16)] = 32 << 20
     """Bytes per block, as in training. The same value yields the same batches from preprocessed data as from the raw log."""
-    segments_per_block: int = 16
+    segments_per_block: Count = 16
     """Number of log segments per block, as in training."""
     max_bad_fraction: float = 0.001
     """Maximum fraction of invalid rows."""
@@ -67,8 +70,6 @@ class PreparationConfig(Config):
         check_parts(self.split, self.parts)
         if self.memory_bytes is not None and self.memory_bytes < 16 << 20:
             raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
-        if self.segments_per_block < 1 or self.block_bytes < 1 << 16:
-            raise InputError("segments_per_block must be at least 1 and block_bytes at least 65536")
 
     def adapted(self, path: str) -> PreparationConfig:
         """Return a copy with the `tokens` of a log."""

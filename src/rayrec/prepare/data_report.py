@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from rayrec.bounds import Fraction
 from rayrec.config import Config, InputError
 from rayrec.data.encoding.counts import mean_and_variance
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -75,24 +76,17 @@ def auroc_of_rates(outcomes: np.ndarray) -> float | None:
     return float((clicks_at * below).sum() / (clicks_at.sum() * misses_at.sum()))
 
 
-@dataclass(frozen=True)
-class Concentration:
-    """Frequency distribution of the categories of a sparse column."""
+def concentration(repeated: np.ndarray, distinct: int) -> dict[str, Any]:
+    """Return the values of a sparse column, and the fractions of them in its top categories and in categories that occur once.
 
-    values: int
-    distinct: int
-    top: dict[int, float | None]
-    """Fraction of values in the N most frequent categories, by N."""
-    once: float | None
-    """Fraction of values whose category occurs once in the log."""
-
-
-def concentration(values: int, distinct: int, repeated: np.ndarray) -> Concentration:
-    """Compute the concentration, given the counts of all categories that occur more than once as `repeated`."""
-    largest = np.sort(np.partition(repeated, len(repeated) - TOP)[-TOP:] if len(repeated) > TOP else repeated)[::-1]
+    `repeated`: counts of the categories that occur more than once. `distinct`: number of categories.
+    """
     once = distinct - len(repeated)
-    held = {n: int(largest[:n].sum()) + max(0, min(n - len(largest), once)) for n in (1, 10, 100)}
-    return Concentration(values, distinct, {n: share(rows, values) for n, rows in held.items()}, share(once, values))
+    values = int(repeated.sum()) + once
+    largest = np.sort(np.partition(repeated, len(repeated) - TOP)[-TOP:] if len(repeated) > TOP else repeated)[::-1]
+    top = {n: int(largest[:n].sum()) + max(0, min(n - len(largest), once)) for n in (1, 10, 100)}
+    rates = {f"top_{n}_rate": share(rows, values) for n, rows in top.items()}
+    return {"values": values, "distinct": distinct, **rates, "once_rate": share(once, values)}
 
 
 def most_frequent(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -228,30 +222,27 @@ SUSPICIOUS_AUROC = 0.85
 class Gates(Config):
     """Limits that a log must meet. Rate limits apply to each file and to the full log."""
 
-    max_bad_fraction: float | None = None
+    max_bad_fraction: Fraction | None = None
     """Maximum fraction of invalid rows. None: max_bad_fraction of the preparation."""
     min_rows: int = 1
     """Minimum number of valid rows."""
-    min_label_rate: float = 0.0
+    min_label_rate: Fraction = 0.0
     """Minimum fraction of clicks."""
-    max_label_rate: float = 1.0
+    max_label_rate: Fraction = 1.0
     """Maximum fraction of clicks."""
-    max_missing_rate: float = 1.0
+    max_missing_rate: Fraction = 1.0
     """Maximum fraction of rows without a value, in any column."""
-    max_unknown_rate: float = 1.0
+    max_unknown_rate: Fraction = 1.0
     """Maximum fraction of values not in the vocabulary, in any column."""
-    max_drift: float = 1.0
+    max_drift: Fraction = 1.0
     """Maximum total variation distance between a file and the first one, in any column or the label: 0 equal, 1 disjoint."""
-    max_duplicate_rate: float = 1.0
+    max_duplicate_rate: Fraction = 1.0
     """Maximum fraction of rows that repeat an earlier row in every column."""
     allow_constant_columns: bool = False
     """Whether to accept columns, or a label, with a single value in all rows, or no values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not 0 <= value <= 1:
-                raise InputError(f"gates.{name}: {value} must lie between 0 and 1")
         if self.min_label_rate > self.max_label_rate:
             raise InputError(f"gates: min_label_rate {self.min_label_rate} is above max_label_rate {self.max_label_rate}")
 
@@ -271,13 +262,8 @@ class Failure:
     """One line: location, value, limit and fix."""
 
 
-@dataclass(frozen=True)
-class _Value:
-    """Value limited by a gate."""
-
-    value: float | None
-    where: str
-    column: str | None = None
+_Value = tuple[float | None, str, str | None]
+"""Value limited by a gate, path of the log or file, and column."""
 
 
 def constant_columns(content: dict[str, Any]) -> list[str]:
@@ -317,22 +303,22 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     """Return the failed gates of `content`, as in Report, each with its worst value."""
     path, label = content["path"], content["label"]
     files = [] if content["slices_by"] == "seventh" else content["slices"]
-    rates = [_Value(label["rate"], path), *(_Value(row["label_rate"], row["name"]) for row in files)] if label else []
-    missing = [_Value(column["missing_rate"], path, name) for name, column in _columns(content).items()]
-    missing += [_Value(rate, row["name"], name) for row in files for name, rate in row["missing_rate"].items()]
-    unknown = [_Value(column.get("unknown_rate"), path, name) for name, column in _columns(content).items()]
-    drift = [_Value(rate, row["name"], name) for row in content["slices"] for name, rate in row["drift"].items()]
+    rates = [(label["rate"], path, None), *((row["label_rate"], row["name"], None) for row in files)] if label else []
+    missing = [(column["missing_rate"], path, name) for name, column in _columns(content).items()]
+    missing += [(rate, row["name"], name) for row in files for name, rate in row["missing_rate"].items()]
+    unknown = [(column.get("unknown_rate"), path, name) for name, column in _columns(content).items()]
+    drift = [(rate, row["name"], name) for row in content["slices"] for name, rate in row["drift"].items()]
     first = content["faults"]["first"]
     example = f" (first: {Fault(**first[0])})" if first else ""
     wrong_labels = Faults(content["faults"]["by_kind"], labels=content["faults"].get("labels", {})).wrong_labels()
     checks: list[tuple[str, list[_Value], str, str]] = [
         (
             "max_bad_fraction",
-            [_Value(content["bad_fraction"], path)],
+            [(content["bad_fraction"], path, None)],
             f"{{:.3%}} of the rows are faulty{example}",
             wrong_labels or "fix the log",
         ),
-        ("min_rows", [_Value(content["rows"], path)], "{:,} good rows", "give more data"),
+        ("min_rows", [(content["rows"], path, None)], "{:,} good rows", "give more data"),
         ("min_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
         ("max_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
         ("max_missing_rate", missing, "{:.3%} of the rows lack a value", "fix the source, leave the column out"),
@@ -340,7 +326,7 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
         ("max_drift", drift, "{:.4f} in total variation from the first slice", "see what changed, train on newer rows"),
         (
             "max_duplicate_rate",
-            [_Value(content["duplicates"]["rate"], path)],
+            [(content["duplicates"]["rate"], path, None)],
             "{:.3%} of the rows repeat an earlier one",
             "drop them",
         ),
@@ -359,20 +345,18 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
 def _check(gate: str, limit: float, values: Sequence[_Value], what: str, remedy: str) -> Failure | None:
     """Return the gate's failure at its worst value, or None if it passes."""
     sign = -1 if gate.startswith("min_") else 1
-    failing = [item for item in values if item.value is not None and sign * item.value > sign * limit]
+    failing = [(value, where, column) for value, where, column in values if value is not None and sign * value > sign * limit]
     if not failing:
         return None
-    worst = max(failing, key=lambda item: sign * (item.value or 0.0))
-    assert worst.value is not None
-    others = len({item.column for item in failing}) - 1
-    column = f", column {worst.column}" + (f" (and {others} more columns)" if others else "") if worst.column else ""
+    value, where, column = max(failing, key=lambda item: sign * item[0])
+    others = len({column for *_, column in failing}) - 1
+    named = f", column {column}" + (f" (and {others} more columns)" if others else "") if column else ""
     side, change = ("below", "lower") if sign < 0 else ("above", "raise")
     shown = f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
     message = (
-        f"{worst.where}{column}: {what.format(worst.value)}, {side} {gate} {shown}; {remedy}, or {change} "
-        f"--gates.{gate.replace('_', '-')}"
+        f"{where}{named}: {what.format(value)}, {side} {gate} {shown}; {remedy}, or {change} --gates.{gate.replace('_', '-')}"
     )
-    return Failure(gate, worst.where, worst.column, worst.value, limit, message)
+    return Failure(gate, where, column, value, limit, message)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
+from rayrec.bounds import Part, Share
 from rayrec.config import Config, InputError
 from rayrec.data.arrow import json_of, numpy_of
 from rayrec.data.engine import Engine
@@ -54,9 +55,9 @@ class RowSplit(Config):
     by: By
     """Criterion. rows: random rows. group: random values of a column, such as users, with all their rows. time: latest rows.
     last-out: last row of each user for the test, the one before it for validation."""
-    validation: float = 0.1
+    validation: Part = 0.1
     """Fraction of rows (by group: of values) for validation. Not for last-out."""
-    test: float = 0.1
+    test: Share = 0.1
     """Fraction for the final test. 0 creates no test part."""
     seed: int = 0
     """Random seed for rows and group."""
@@ -71,10 +72,8 @@ class RowSplit(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (0 < self.validation < 1 and 0 <= self.test < 1 and self.validation + self.test < 1):
-            raise InputError(
-                f"split: validation {self.validation} must be above 0, test {self.test} at least 0, and both together below 1"
-            )
+        if self.validation + self.test >= 1:
+            raise InputError(f"split: validation {self.validation} and test {self.test} must be below 1 together")
         unread = {
             "rows": ("group", "timestamp", "validation_from", "test_from"),
             "group": ("timestamp", "validation_from", "test_from"),

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar, final
+from typing import Annotated, Any, TypeVar, final
 
 import numpy as np
 import pyarrow as pa
+from annotated_types import Ge
 
 from rayrec import storage
+from rayrec.bounds import Share
 from rayrec.config import Config, InputError
 from rayrec.data.engine import Engine
 from rayrec.data.job import JobFolder, ResumableJob, resumable_job
@@ -52,29 +54,23 @@ class TextConfig(Config):
 
     tokenizer: str = "bytes_bpe"
     """Local folder of a HuggingFace tokenizer, bytes_bpe (learned from the training text), or characters (one token each)."""
-    vocabulary_size: int | None = None
+    vocabulary_size: Annotated[int, Ge(LEAST_BPE)] | None = None
     """Vocabulary size of bytes_bpe. None: 1024."""
-    block_size: int = 128
+    block_size: Annotated[int, Ge(2)] = 128
     """Number of tokens per row."""
-    validation_fraction: float = 0.1
+    validation_fraction: Share = 0.1
     """Fraction at the end of the text that is held out for validation."""
-    part_bytes: int = PART_BYTES
+    part_bytes: Annotated[int, Ge(1024)] = PART_BYTES
     """Bytes of text per task. Tokens do not span parts, so the tokens depend on this value."""
-    shard_bytes: int = 16 << 20
+    shard_bytes: Annotated[int, Ge(1024)] = 16 << 20
     """Bytes per shard, the unit of fetching, caching and shuffling."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size < 2 or self.part_bytes < 1024 or self.shard_bytes < 1024:
-            raise InputError("block_size must be at least 2, part_bytes and shard_bytes at least 1024")
-        if not 0 <= self.validation_fraction < 1:
-            raise InputError(f"validation_fraction: {self.validation_fraction} must be at least 0 and below 1")
         if self.vocabulary_size is not None and self.tokenizer != "bytes_bpe":
             raise InputError(
                 f"vocabulary_size: of tokenizer bytes_bpe only; {self.tokenizer} has the size that it has, leave it out"
             )
-        if self.vocabulary_size is not None and self.vocabulary_size < LEAST_BPE:
-            raise InputError(f"vocabulary_size: {self.vocabulary_size} is below {LEAST_BPE}, every byte and the end of text")
 
 
 def preprocess_text(path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console) -> dict[str, Any]:

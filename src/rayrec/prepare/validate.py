@@ -93,15 +93,7 @@ def examine_categories(
 
 def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
     tokens, amounts, _ = counts.kept(number, 2)
-    distinct = counts.num_distinct(number)
-    found = data_report.concentration(int(amounts.sum()) + distinct - len(amounts), distinct, amounts)
-    column = {
-        "values": found.values,
-        "distinct": distinct,
-        **{f"top_{n}_rate": held for n, held in found.top.items()},
-        "once_rate": found.once,
-        "unknown_rate": None,
-    }
+    column = {**data_report.concentration(amounts, counts.num_distinct(number)), "unknown_rate": None}
     return column, data_report.most_frequent(tokens, amounts)
 
 

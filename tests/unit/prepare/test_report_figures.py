@@ -222,13 +222,13 @@ def test_auroc_of_a_leak_of_nothing_and_of_too_little() -> None:
 
 
 def test_concentration() -> None:
-    found = data_report.concentration(20, 8, np.array([2, 9, 4]))  # and 5 that come once
-    assert found.top == {1: 0.45, 10: 1.0, 100: 1.0}
-    assert found.once == 0.25
-    many = data_report.concentration(1000, 300, np.array([3] * 250 + [100] * 2))
-    assert many.top == {1: 0.1, 10: (200 + 24) / 1000, 100: (200 + 98 * 3) / 1000}
-    nothing = data_report.concentration(0, 0, np.zeros(0, np.int64))
-    assert (nothing.top, nothing.once) == ({1: None, 10: None, 100: None}, None)
+    def rates(repeated: list[int], distinct: int) -> list[float | None]:
+        found = data_report.concentration(np.array(repeated, np.int64), distinct)
+        return [found[f"{name}_rate"] for name in ("top_1", "top_10", "top_100", "once")]
+
+    assert rates([2, 9, 4], 8) == [0.45, 1.0, 1.0, 0.25]  # and 5 that come once
+    assert rates([3] * 250 + [100] * 2, 302) == [0.1, (200 + 24) / 1000, (200 + 98 * 3) / 1000, 0.05]
+    assert rates([], 0) == [None] * 4
 
 
 def test_the_most_frequent_are_the_same_in_any_order() -> None:

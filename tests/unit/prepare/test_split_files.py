@@ -354,7 +354,7 @@ def one_thread(*_: Any, **__: Any) -> Iterator[ThreadEngine]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"by": "rows", "validation": 0.0}, "validation 0.0 must be above 0"),
+        ({"by": "rows", "validation": 0.0}, "validation: 0.0 must be above 0"),
         ({"by": "rows", "group": "user"}, "split by rows: takes no group"),
         ({"by": "last-out", "validation": 0.2}, "split by last-out: takes no validation"),
         ({"by": "time", "test_from": "2026-01-01"}, "test_from without validation_from"),

@@ -263,7 +263,7 @@ def test_shards_hold_every_token_once_and_in_order(counts: list[int], block_size
     [
         ({"tokenizer": "gpt2"}, "gpt2 is no folder here"),
         ({"tokenizer": "characters", "vocabulary_size": 300}, "of tokenizer bytes_bpe only"),
-        ({"vocabulary_size": 200}, "below 257"),
+        ({"vocabulary_size": 200}, "at least 257"),
         ({"block_size": 100_000}, "less than one row of 100000"),
         ({"validation_fraction": 1.0}, "below 1"),
         ({"validation_fraction": 0.00001}, "the validation text has"),
