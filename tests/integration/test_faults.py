@@ -206,7 +206,7 @@ def test_a_run_in_one_process_whose_store_is_away_for_a_while(
     time.sleep(2 * PATIENCE_S + 5)
     s3_server.start()
     summary = run.summary()
-    assert any("the store was out for" in event["cause"] for event in run.events("checkpoint_late"))
+    assert any("the store was unavailable for" in event["cause"] for event in run.events("checkpoint_late"))
     assert_as_expected(summary, expected_alone)
     assert_accounted(run, summary, restarts=0)
 
@@ -456,6 +456,6 @@ def test_a_store_that_is_away_for_a_while(expected: dict[str, Any], begin: Begin
     back = time.time()
     summary = run.summary()
     assert any(event["time"] > back for event in run.events("step"))
-    assert any("the store was out for" in event["cause"] for event in run.events("checkpoint_late"))
+    assert any("the store was unavailable for" in event["cause"] for event in run.events("checkpoint_late"))
     assert_as_expected(summary, expected)
     assert_accounted(run, summary, restarts=0)

@@ -166,7 +166,7 @@ CUT = gzip.compress(b"1" * 1000, mtime=0)[:-9]
     [
         ("empty.gz", gzip.compress(b"", mtime=0), "no usable rows; it is empty"),
         ("binary", bytes(range(256)) * 50, "no usable rows; .*binary at byte 0"),
-        ("cut.gz", CUT, r"cut\.gz: the gzip file ends in the middle; fetch it again"),
+        ("cut.gz", CUT, r"cut\.gz: the gzip file is truncated. Download it again"),
         (None, b"", "no such file or folder"),
     ],
 )

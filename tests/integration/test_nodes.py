@@ -151,7 +151,7 @@ def test_credentials_that_only_the_command_has(cluster: list[Node], tmp_path: Pa
     assert "RAYREC_SEND_CREDENTIALS=1" in refusal(refused)
     assert refused.seconds < 60
     sent = head.rayrec(*command, **settings, RAYREC_SEND_CREDENTIALS="1")
-    assert "s3://logs: no such bucket" in refusal(sent)  # each node was let in, and there is no log
+    assert "s3://logs: bucket not found" in refusal(sent)  # each node was let in, and there is no log
     assert all(node.address in store.err for node in cluster)
     logs = subprocess.run(
         ["grep", "-r", "-l", "-a", "--devices=skip", SECRET, str(head.folder / "ray")],

@@ -263,7 +263,7 @@ def test_what_cannot_be_told(result: Result, config: TrainConfig, click_log: Pat
     for by, message in (("cat5", "no column 'cat5'; did you mean 'cat_5'"), ("user", "no column 'user'; there are day")):
         with pytest.raises(InputError, match=message):
             evaluate(result.checkpoint, log, config=config, options=EvaluationConfig(slice_by=(by,)), console=QUIET)
-    with pytest.raises(InputError, match="holds no complete checkpoint"):
+    with pytest.raises(InputError, match="contains no complete checkpoint"):
         evaluate(
             result.checkpoint, log, config=config, options=EvaluationConfig(compare=str(click_log)), other=config, console=QUIET
         )
@@ -275,7 +275,7 @@ def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_p
     unlabelled.write_bytes(_unlabelled(lines[:100]))
     with pytest.raises(InputError, match="holds no labels"):
         evaluate(result.checkpoint, str(unlabelled), config=config, console=QUIET)
-    with pytest.raises(InputError, match="holds no complete checkpoint"):
+    with pytest.raises(InputError, match="contains no complete checkpoint"):
         evaluate(str(tmp_path / "none"), str(labelled), config=config, console=QUIET)
     with pytest.raises(InputError, match="no such file"):
         evaluate(result.checkpoint, str(tmp_path / "none.txt"), config=config, console=QUIET)

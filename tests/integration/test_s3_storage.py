@@ -207,7 +207,7 @@ def test_a_server_that_hangs_is_noticed(folder: str, s3_server: Any) -> None:
     os.kill(s3_server.pid, signal.SIGSTOP)
     try:
         with storage.patience(0):
-            match = r"here: the store was out for \d+ s \(timeout was reached\)"
+            match = r"here: the store was unavailable for \d+ s \(timeout was reached\)"
             took = _took(lambda: storage.read_bytes(f"{folder}/here"), OSError, match)
     finally:
         os.kill(s3_server.pid, signal.SIGCONT)

@@ -151,7 +151,7 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
         assert load.models() == {told["replicas"].popitem()[1]["model"], version}
         refused = tell(str(tmp_path), "--swap")
         assert refused.returncode == 2
-        assert "holds no complete checkpoint" in refused.stderr
+        assert "contains no complete checkpoint" in refused.stderr
 
         with Load(port) as load:
             # So many that the share of one replica is more than what the register has not heard of the other yet.

@@ -204,7 +204,7 @@ def read_once(folder: str, rank: int) -> None:
     assert all(torch.equal(target[name], values[name]) for name in names)
     assert sum(read) == 4 * (500 if rank == 0 else 550)
     target["model.100"] = torch.nn.Parameter(torch.zeros(99 if rank else 100))  # then each reads its own, and is told
-    assert "has shape [100], the model's is [99]" in raised(lambda: checkpoint.restore(Checkpoint(path), target))
+    assert "must have the model's shape [99], got [100]" in raised(lambda: checkpoint.restore(Checkpoint(path), target))
 
 
 _OFFSETS = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and_global_offset"
@@ -241,7 +241,7 @@ def save_in_background(folder: str, rank: int) -> None:
 
     with writes(full if rank == 1 else None):
         assert saver.begin(2, values, state={}, score=None)
-        assert "step_00000002: no space left; free some or choose another --storage-path" in raised(saver.wait)
+        assert "step_00000002: no space left. Free some or choose another --storage-path" in raised(saver.wait)
     save_now(saver, 3, values)  # space is there again
     assert "rates is no tensor" in raised(
         lambda: saver.begin(4, {**values, **({"rates": 1} if rank else {})}, state={}, score=None)
@@ -254,7 +254,7 @@ def save_in_background(folder: str, rank: int) -> None:
     distributed.barrier()
     assert saver.begin(4, values, state={}, score=None)
     distributed.barrier()
-    assert "another process has taken over this run" in raised(saver.wait)
+    assert "another process acquired the lease of this run" in raised(saver.wait)
     saver.close()
     if rank == 0:
         told = [(kind, fields["step"]) for kind, fields in run.events]
@@ -271,7 +271,7 @@ def save_apart(folder: str, rank: int) -> None:
     with mock.patch.object(lease, "_APPEARS_S", 0.1):
         told = raised(lambda: check_shared(f"{own}/{name}", Ranks.all()))
     host = socket.gethostname()
-    assert f"/{rank} is not shared by all nodes: worker 1 on {host} does not see" in told
+    assert f"/{rank} must be shared by all nodes, but worker 1 on {host} does not see" in told
     shared_token = Ranks.all().share(write_token(folder, max_outage_s=1.0) if rank == 0 else "")
     assert os.path.exists(shared_token)
     check_shared(shared_token, Ranks.all())
@@ -281,11 +281,11 @@ def save_apart(folder: str, rank: int) -> None:
     saver = Run(own).saver(**lease_of(rank, own), max_outage_s=0.3)
     assert saver.begin(1, sharded(), state={}, score=None)
     assert "data_00001-000001-" in (told := raised(saver.wait))
-    assert "missing after it was written; storage_path must be storage that all workers share" in told
+    assert "missing after it was written. storage_path must be shared by all workers" in told
     assert checkpoint.latest(own) is None
     for mine, elements in (([], 0), ([rank], 14)):  # nobody holds the table; both hold its first rows
         tensors = {"model.table": claimed_table(mine)}
-        assert f"model.table: the workers hold {elements} of its 7 elements" in raised(
+        assert f"model.table: the workers have {elements} of its 7 elements" in raised(
             lambda tensors=tensors: saver.begin(2, tensors, state={}, score=None)
         )
     saver.close()

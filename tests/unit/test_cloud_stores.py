@@ -143,7 +143,7 @@ def test_a_store_that_is_not_there_is_one_line_at_once(
     start = time.monotonic()
     with (
         storage.patience(0),
-        pytest.raises(OSError, match=r"the store was out for 0 s \((cannot|could not) connect to .*:9\b") as raised,
+        pytest.raises(OSError, match=r"the store was unavailable for 0 s \((cannot|could not) connect to .*:9\b") as raised,
     ):
         storage.exists(folder)
     assert time.monotonic() - start < 1

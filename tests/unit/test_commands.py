@@ -192,7 +192,7 @@ def test_file_flags_accept_space_or_equals_sign(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ("recipe: clicks\nname: \u00e9\n".encode("latin-1"), "not UTF-8 text; save it with that encoding"),
+        ("recipe: clicks\nname: \u00e9\n".encode("latin-1"), "must be UTF-8 text. Save it with that encoding"),
         (b"recipe: [", "not YAML"),
         (b"recipe: clicks\nsteps: 2001-99-99\n", "not YAML (month must be in 1..12)"),
         (b"steps: 3\n", "must name a recipe"),

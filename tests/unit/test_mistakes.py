@@ -113,7 +113,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     # data
     "no data": (command("train criteo_demo"), "--train-data.path"),
     "data absent": (train("--train-data.path FOLDER/none"), "none: no such file or folder"),
-    "empty folder": (train("--train-data.path FOLDER"), "holds no data files"),
+    "empty folder": (train("--train-data.path FOLDER"), "contains no data files"),
     "empty file": (log(""), "train.txt: no usable rows; it is empty"),
     "header alone": (log(HEADER), "no line at its beginning can be read"),
     "comma for tab": (log(CRITEO.replace("\t", ",") * 9), "separated by commas"),
@@ -132,8 +132,8 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     # places
     "storage path is a file": (file_in_the_way, "storage_path: must be a folder, got the file"),
     "unknown scheme": (train("--train-data.path nosuch://x/y"), "nosuch://x/y"),
-    "bad S3 URL": (train("--train-data.path s3:///key"), "names no bucket"),
-    "S3 option": (train("--train-data.path s3://b/k?colour=red"), "colour is no option"),
+    "bad S3 URL": (train("--train-data.path s3:///key"), "bucket not found"),
+    "S3 option": (train("--train-data.path s3://b/k?colour=red"), "colour is not an option"),
     "storage scheme": (good("--storage-path nosuch://x"), "nosuch://x"),
     "MLflow": (good("--trackers.mlflow --trackers.mlflow-uri s3://bucket/x"), "MLflow does not support s3"),
     # machines
@@ -149,13 +149,13 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     ),
     "tokenizer absent": (
         command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"),
-        "tokenizer: none is no folder",
+        "tokenizer: none not found",
     ),
     "teacher without weight": (good("--workload.teacher.checkpoint FOLDER/none"), "teacher.weight: must be above 0"),
     # checkpoints
-    "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "holds no complete checkpoint"),
+    "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "contains no complete checkpoint"),
     "checkpoint damaged": (checkpoint("{"), "manifest.json"),
-    "nothing to export": (command("export FOLDER --out FOLDER/out"), "holds no complete checkpoint"),
+    "nothing to export": (command("export FOLDER --out FOLDER/out"), "contains no complete checkpoint"),
     "no run to report on": (command("report FOLDER"), "not a run folder"),
     "no run to watch": (command("top FOLDER --once"), "not a run folder"),
 }

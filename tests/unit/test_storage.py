@@ -45,13 +45,13 @@ def test_digits_of_any_script_sort(tmp_path: Path) -> None:
     ("call", "why"),
     [
         (lambda folder: storage.list_files(f"{folder}/absent"), "no such file or folder"),
-        (storage.list_files, "holds no data files"),
-        (lambda folder: storage.list_files(f"{folder}/*.gz"), "holds no data files"),
+        (storage.list_files, "contains no data files"),
+        (lambda folder: storage.list_files(f"{folder}/*.gz"), "contains no data files"),
         (lambda folder: storage.read_bytes(f"{folder}/absent"), "no such file"),
         (lambda folder: storage.read_into(f"{folder}/absent", 0, np.zeros(1, np.uint8)), "no such file"),
         (
             lambda folder: storage.resolve("nosuch://x/y"),
-            r"nosuch://x/y: no store has this scheme; .*s3://, gs://, gcs://, az://, abfs://, abfss://",
+            r"nosuch://x/y: scheme is not supported .*s3://, gs://, gcs://, az://, abfs://, abfss://",
         ),
     ],
 )
@@ -322,7 +322,7 @@ def test_persistence_ends_with_the_limit() -> None:
     with storage.patience(5):
         assert outages.persist("s3://logs/a", call, remedy=str) == 7
     calls.clear()
-    with storage.patience(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was out for 0 s \(could not"):
+    with storage.patience(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was unavailable for 0 s \(could not"):
         outages.persist("s3://logs/a", call, remedy=str)
     assert len(calls) == 1
 
@@ -341,9 +341,9 @@ def test_the_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("s3://user:hush@bucket/key", r"s3://\.\.\.@bucket: holds credentials"),
-        ("s3:///key", "names no bucket"),
-        ("s3://bucket/key?colour=red", "colour is no option"),
+        ("s3://user:hush@bucket/key", r"s3://\.\.\.@bucket: must not contain credentials"),
+        ("s3:///key", "bucket not found"),
+        ("s3://bucket/key?colour=red", "colour is not an option"),
         ("gs://hush@bucket/key", "credentials"),
         ("az://:hush@account.blob.core.windows.net/c/key", "credentials"),
         ("abfs://user:hush@a/key", "credentials"),
@@ -494,7 +494,7 @@ def test_an_outage_leaves_one_stream_behind_and_not_one_a_retry(
     if size_mib == 1 and answers:  # it is out from the second write on
         write("fake://b/x", b"first")
     for _ in range(3 if size_mib > 1 else 1):
-        with storage.patience(0.05), pytest.raises(OSError, match="out for"):
+        with storage.patience(0.05), pytest.raises(OSError, match="unavailable for"):
             write("fake://b/x", bytes(size_mib << 20))
     assert store.streams == streams
 

@@ -88,7 +88,7 @@ class CheckpointWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator and storage.exists(storage.join(self._path, MANIFEST)):
-            raise InputError(f"{self._path}: holds a checkpoint already; choose another folder")
+            raise InputError(f"{self._path}: already contains a checkpoint. Choose another folder")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         laid_out(plan.items)  # checks all items before anything is written

@@ -44,7 +44,7 @@ def folder_of(run_folder: str, step: int) -> str:
 def step_of(path: str) -> int:
     found = re.fullmatch(r"step_(\d+)", storage.name_of(path.rstrip("/")))
     if not found:
-        raise InputError(f"{path}: not a checkpoint's folder; they are named step_00001000 and the like")
+        raise InputError(f"{path}: must be a checkpoint folder, such as step_00001000")
     return int(found.group(1))
 
 
@@ -84,11 +84,11 @@ def open_checkpoint(path: str) -> Checkpoint:
         found = storage.read_json(summary)
         step = found.get("chosen_step") if isinstance(found, dict) else None
         if type(step) is not int or step < 0:
-            raise InputError(f"{summary}: damaged, chosen_step must be a step, got {step!r}; give a checkpoint's folder")
+            raise InputError(f"{summary}: damaged, chosen_step must be a step, got {step!r}. Use a checkpoint folder")
         chosen = Checkpoint(folder_of(path, step))
     if chosen is None:
         raise InputError(
-            f"{path}: holds no complete checkpoint (no {MANIFEST}); give a folder such as RUN/checkpoints/step_00001000"
+            f"{path}: contains no complete checkpoint (no {MANIFEST}). Use a folder such as RUN/checkpoints/step_00001000"
         )
     return Checkpoint(storage.absolute(chosen.path))
 
@@ -173,7 +173,9 @@ def refuse_pickles(folder: str, files: Collection[str]) -> None:
         if not is_data_file(name):  # data files can start with any bytes, and may be left over from another attempt
             storage.read_into(path, 0, head)
         if name.endswith(_PICKLE_NAMES) or _PICKLE_START.match(head.tobytes()):
-            raise InputError(f"{path}: is a pickle, which can run any code, and none of the files of {folder}; remove it")
+            raise InputError(
+                f"{path}: must not be a pickle, which can run any code, and is not in the manifest of {folder}. Remove it"
+            )
 
 
 def file_sizes(folder: str) -> dict[str, int]:

@@ -34,7 +34,7 @@ class UnreadableError(DamagedError):
     def without_another(self) -> InputError:
         """Return the error to raise if this is the only checkpoint: restarting the training would silently abandon it."""
         what = str(self).partition(";")[0]
-        return InputError(f"{what}, and there is no other checkpoint to resume from; fix the storage or choose another --name")
+        return InputError(f"{what}, and there is no other checkpoint to resume from. Fix the storage or choose another --name")
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def load_manifest(folder: str, *, remedy: str) -> dict[str, Any]:
     except InputError as error:
         raise DamagedError(f"{error}; {remedy}") from None
     if not sound:
-        raise DamagedError(f"{path}: damaged, its checksum does not fit; {remedy}")
+        raise DamagedError(f"{path}: damaged, its checksum does not match; {remedy}")
     return manifest
 
 
@@ -149,12 +149,14 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, remedy
     root = None if storage.is_url(folder) else os.path.realpath(folder)
     for name in sorted(names):
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-            raise DamagedError(f"{path}: damaged, names {name!r}, which is outside of it; {remedy}")
+            raise DamagedError(f"{path}: damaged, {name!r} is outside of the folder; {remedy}")
         if root is None:
             continue
         place = os.path.realpath(os.path.join(root, name))
         if not place.startswith(root + os.sep):
-            raise DamagedError(f"{os.path.join(folder, name)}: is a link to {place}, outside of it; copy the file, or {remedy}")
+            raise DamagedError(
+                f"{os.path.join(folder, name)}: is a link to {place}, outside of the folder; copy the file, or {remedy}"
+            )
         if os.path.exists(place) and not os.path.isfile(place):
             raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {remedy}")
 
@@ -168,9 +170,11 @@ def read_manifest(folder: str) -> dict[str, Any]:
     manifest = load_manifest(folder, remedy=remedy)
     if "format" in manifest:
         raise InputError(
-            f"{folder}: no checkpoint, but an export; give the checkpoint that it was made of (an export is for `rayrec serve`)"
+            f"{folder}: must be a checkpoint, got an export. Use the exported checkpoint (exports are for `rayrec serve`)"
         )
     if manifest.get("version") != VERSION:
-        raise InputError(f"{folder}: format version {manifest.get('version')}, this rayrec reads {VERSION}")
+        raise InputError(
+            f"{folder}: format version must be {VERSION}, got {manifest.get('version')}. Use the version of rayrec that wrote it"
+        )
     check_manifest(folder, manifest, _Manifest, remedy=remedy)
     return manifest

@@ -42,7 +42,7 @@ class Lease:
         """Raise InputError if the lease is no longer valid."""
         if not self.valid():
             raise InputError(
-                f"{self.run_folder}: another process has taken over this run, so this one ends; let the other continue"
+                f"{self.run_folder}: another process acquired the lease of this run. Stopping here; let the other one continue"
             )
 
 
@@ -96,8 +96,8 @@ def check_shared(token: str, ranks: Ranks) -> None:
         shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
         folder = token.rpartition("/")[0]
         raise InputError(
-            f"storage_path: {folder} is not shared by all nodes: worker {shown} does not see what the driver has written "
-            "there; give a URL such as s3://bucket/runs, or a folder that every node mounts"
+            f"storage_path: {folder} must be shared by all nodes, but worker {shown} does not see the driver's files "
+            "there. Use a URL such as s3://bucket/runs, or a folder that every node mounts"
         )
 
 

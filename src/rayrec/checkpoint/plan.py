@@ -129,9 +129,9 @@ def laid_out(items: Iterable[WriteItem]) -> tuple[Part, ...]:
 
 def _check_item(item: WriteItem) -> None:
     if item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is no tensor; plain state belongs into the manifest's state")
+        raise TypeError(f"{item.index.fqn}: must be a tensor. Put plain values into `state`")
     if item.tensor_data.properties.dtype not in DTYPES:
-        raise TypeError(f"{item.index.fqn} is {item.tensor_data.properties.dtype}, which no checkpoint holds")
+        raise TypeError(f"{item.index.fqn}: dtype {item.tensor_data.properties.dtype} is not supported in checkpoints")
 
 
 def _agreed_shapes(everyone: Sequence[Shapes]) -> Shapes:
@@ -139,7 +139,7 @@ def _agreed_shapes(everyone: Sequence[Shapes]) -> Shapes:
     for held in everyone:
         for name, shape in held.items():
             if shapes.setdefault(name, shape) != shape:
-                raise InputError(f"{name}: has shape {list(shapes[name])} on one worker and {list(shape)} on another")
+                raise InputError(f"{name}: shapes of workers do not match, got {list(shapes[name])} and {list(shape)}")
     return shapes
 
 
@@ -149,8 +149,8 @@ def check_covered(shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Itera
         covered = sum(math.prod(sizes) for _, sizes in boxes.get(name, ()))
         if covered != math.prod(shape):
             raise InputError(
-                f"{name}: the workers hold {covered:,} of its {math.prod(shape):,} elements, so that no checkpoint can be "
-                "saved; their sharding plans differ: use the same number of workers on every machine, and report this"
+                f"{name}: the workers have {covered:,} of its {math.prod(shape):,} elements, so no checkpoint can be "
+                "saved. Their sharding plans do not match: use the same number of workers on every machine, and report this"
             )
 
 
@@ -209,7 +209,7 @@ def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
     with contextlib.suppress(Exception):
         torch.zeros(1, device=device)
     _logger.warning(
-        "%s of host memory for checkpoints cannot be pinned (CUDA error %d): saves stall training for longer",
+        "Cannot pin %s of host memory for checkpoints (CUDA error %d). Saves stall training for longer",
         size_text(memory.nbytes),
         code,
     )

@@ -64,9 +64,9 @@ def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any]
     stored = manifest["tensors"]
     for name, tensor in tensors.items():
         if name not in stored:
-            raise InputError(f"{folder}: holds no {name}; it was saved by another model")
+            raise InputError(f"{folder}: {name} not found. Use a checkpoint of the same model")
         if list(tensor.size()) != stored[name]["shape"]:
-            raise InputError(f"{folder}: {name} has shape {stored[name]['shape']}, the model's is {list(tensor.size())}")
+            raise InputError(f"{folder}: {name} must have the model's shape {list(tensor.size())}, got {stored[name]['shape']}")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, metadata_of(manifest))
     items = [(item, planner.resolve_tensor(item).detach()) for item in planner.create_local_plan().items]
@@ -207,7 +207,7 @@ class _Reader:
         if place in self._verified and not storage.is_url(path):
             return
         if hashlib.sha256(data.data).hexdigest() != chunk["sha256"][block]:
-            raise DamagedError(f"{path}: damaged, the checksum of {rows.name} does not fit; use an earlier checkpoint")
+            raise DamagedError(f"{path}: damaged, the checksum of {rows.name} does not match; use an earlier checkpoint")
         self._verified.add(place)
 
     def _fill(self, data: np.ndarray, rows: _Rows, start: int) -> None:
@@ -220,7 +220,7 @@ class _Reader:
                     raise
                 raise DamagedError(f"{path}: missing ({rows.name}); use an earlier checkpoint") from None
         if got != len(data):
-            raise DamagedError(f"{path}: cut short ({rows.name}); use an earlier checkpoint")
+            raise DamagedError(f"{path}: truncated ({rows.name}); use an earlier checkpoint")
 
     def _buffer(self, size_bytes: int) -> np.ndarray:
         """Return this thread's buffer for one range: allocating memory costs as much as reading into it."""
@@ -245,7 +245,7 @@ def _check_extra_file(path: str, sha256: str) -> None:
     if not storage.exists(path):
         raise DamagedError(f"{path}: missing; use an earlier checkpoint")
     if sha256_of(path) != sha256:
-        raise DamagedError(f"{path}: damaged, its checksum does not fit; use an earlier checkpoint")
+        raise DamagedError(f"{path}: damaged, its checksum does not match; use an earlier checkpoint")
 
 
 def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,7 +49,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
-    damaged = InputError(f"{path}: damaged, not a whole safetensors file; get or export it again")
+    damaged = InputError(f"{path}: damaged, must be a complete safetensors file. Download or export it again")
     head_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 + head_bytes:
         raise damaged
@@ -76,13 +76,11 @@ def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):  # UnpicklingError is also raised for code
-        raise InputError(
-            f"{path}: not a file of tensors alone that torch.load(weights_only=True) takes; save a state_dict() there"
-        ) from None
+        raise InputError(f"{path}: must contain only tensors, for torch.load(weights_only=True). Save a state_dict()") from None
     if not isinstance(tensors, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
     ):
-        raise InputError(f"{path}: holds other things than named tensors; save a state_dict() there")
+        raise InputError(f"{path}: must contain only named tensors. Save a state_dict()")
     return dict(tensors)
 
 

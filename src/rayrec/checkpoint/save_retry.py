@@ -56,10 +56,10 @@ class Persistence:
 
     def _given_up(self, error: OSError) -> InputError:
         if is_full(error):
-            return InputError(f"{self.place}: no space left; free some or choose another --storage-path")
+            return InputError(f"{self.place}: no space left. Free some or choose another --storage-path")
         return InputError(
-            f"{self.place}: cannot be written for {self.max_outage_s:.0f} s ({one_line(error)}); see that the storage is "
-            "reachable and give the same command again"
+            f"{self.place}: cannot be written for {self.max_outage_s:.0f} s ({one_line(error)}). Check that the storage is "
+            "reachable, then run the same command again"
         )
 
 
@@ -67,7 +67,7 @@ def persisted(function: Callable[[], T], *, place: str, max_outage_s: float) -> 
     """Call the function until it succeeds, and return its result; see `Persistence.run`. Warns about each failure."""
 
     def late(cause: str) -> None:
-        _logger.warning("%s: cannot be written yet (%s)", place, cause)
+        _logger.warning("Cannot write %s yet (%s)", place, cause)
 
     return Persistence(place, max_outage_s, seed=place, ended=threading.Event(), late=late).run(function)
 

@@ -113,8 +113,8 @@ def _refuse_surplus(checkpoint: Checkpoint, stored: Sequence[str], targets: Targ
     if surplus:
         owner = "optimizer" if surplus[0].startswith("optimizer.") else "model"
         raise InputError(
-            f"{checkpoint.path}: holds {surplus[0]}, which the {owner} of this run does not have; it was saved with another "
-            f"{owner}: give the settings of its config.yaml"
+            f"{checkpoint.path}: contains {surplus[0]}, which the {owner} of this run does not have. It was saved with another "
+            f"{owner}: use the settings of its config.yaml"
         )
 
 
@@ -309,10 +309,10 @@ def _fill_all(checkpoint: Checkpoint, manifest: dict[str, Any], tensors: Mapping
     for name, (tensor, row_map) in tensors.items():
         entry = manifest["tensors"].get(name)
         if entry is None:
-            raise InputError(f"{checkpoint.path}: has no {name}; it was saved by another model or optimizer")
+            raise InputError(f"{checkpoint.path}: {name} not found. Use a checkpoint of the same model and optimizer")
         wanted = [row_map.stored_rows, *tensor.size()[1:]]
         if entry["shape"] != wanted:
-            raise InputError(f"{checkpoint.path}: {name} has shape {entry['shape']}, expected is {wanted}")
+            raise InputError(f"{checkpoint.path}: {name} must have shape {wanted}, got {entry['shape']}")
     reader = TableReader(checkpoint.path, manifest)
     for name, (tensor, row_map) in tensors.items():
         for part, first_row, first_column in _row_parts(tensor):

@@ -262,7 +262,7 @@ def commit(
     wrong = wrong_file(folder, files)
     if wrong is not None:
         path, what = wrong
-        raise OSError(f"{path}: {what} after it was written; storage_path must be storage that all workers share")
+        raise OSError(f"{path}: {what} after it was written. storage_path must be shared by all workers")
     manifest = {
         "version": VERSION,
         "state": state,

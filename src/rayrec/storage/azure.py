@@ -50,16 +50,16 @@ class AzurePlace:
         found = _ACCOUNT.fullmatch(host) if at else None
         if ":" in authority or (at and not found):
             raise InputError(
-                f"{scheme_of(path)}://...: is no container of Azure; give a URL such as az://container/key or "
-                "az://container@account/key, without credentials"
+                f"{scheme_of(path)}://...: must name an Azure container, without credentials. Use a URL such as "
+                "az://container/key or az://container@account/key"
             )
         if not container:
-            raise InputError(f"{path}: names no container; give a URL such as az://container/key")
+            raise InputError(f"{path}: container not found. Use a URL such as az://container/key")
         known = _connection_string()
         named = found[1] if found else os.environ.get("AZURE_STORAGE_ACCOUNT") or known.get("AccountName")
         if not named:
             raise InputError(
-                f"{path}: names no storage account; set AZURE_STORAGE_ACCOUNT, or give a URL such as az://container@account/key"
+                f"{path}: storage account not found. Set AZURE_STORAGE_ACCOUNT, or use a URL such as az://container@account/key"
             )
         suffix = (found[2] if found else None) or known.get("EndpointSuffix") or "core.windows.net"
         url = f"https://{named}.blob.{suffix}"
@@ -108,7 +108,7 @@ def _credentials(account: str) -> dict[str, str]:
         try:
             base64.b64decode(key, validate=True)
         except binascii.Error:
-            raise InputError("AZURE_STORAGE_KEY: is no account key, which is Base64; copy it again") from None
+            raise InputError("AZURE_STORAGE_KEY: must be an account key in Base64. Copy it again") from None
         return {"account_key": key}
     token = (os.environ.get("AZURE_STORAGE_SAS_TOKEN") if own else None) or known.get("SharedAccessSignature")
     return {"sas_token": f"?{token.removeprefix('?')}"} if token else {}
@@ -120,7 +120,7 @@ def _connection_string() -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(";") if part.strip()]
     if not all(name and equals for name, equals, _ in pairs):
         raise InputError(
-            "AZURE_STORAGE_CONNECTION_STRING: is no list of NAME=VALUE with ; between them; copy it from the account again"
+            "AZURE_STORAGE_CONNECTION_STRING: must be a list of NAME=VALUE separated by ;. Copy it from the account again"
         )
     known = {name.strip(): value.strip() for name, _, value in pairs}
     return _DEVELOPMENT if known.get("UseDevelopmentStorage") == "true" else known
@@ -130,7 +130,5 @@ def _address(endpoint: str) -> str:
     """Return a Blob endpoint without the account in its path, which pyarrow appends."""
     url = urlsplit(endpoint)
     if url.scheme not in {"http", "https"} or not url.hostname or "@" in url.netloc:
-        raise InputError(
-            "AZURE_STORAGE_CONNECTION_STRING: its BlobEndpoint is no address; give one such as http://host:port/account"
-        )
+        raise InputError("AZURE_STORAGE_CONNECTION_STRING: BlobEndpoint must be an address such as http://host:port/account")
     return f"{url.scheme}://{url.netloc}"

@@ -56,8 +56,8 @@ class ShardCache:
         largest = max(sizes_bytes.values())
         if limit_bytes is not None and limit_bytes < LEAST_FILES * largest:
             raise InputError(
-                f"{source}: cache_bytes {limit_bytes:,} is too small for shards of up to {largest:,}; allow at least "
-                f"{LEAST_FILES * largest:,} bytes, or prepare it with smaller shards"
+                f"{source}: cache_bytes {limit_bytes:,} is too small for shards of up to {largest:,}. Use at least "
+                f"{LEAST_FILES * largest:,} bytes, or prepare smaller shards"
             )
         key = hashlib.sha256(source.encode() + b"\0" + index).hexdigest()[:16]
         self.folder = os.path.join(storage.absolute(folder), key)
@@ -163,7 +163,7 @@ def head_of(path: str, size_bytes: int) -> bytes:
     try:
         got = storage.read_into(path, 0, head)
     except (PermissionError, IsADirectoryError) as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}). Check its permissions") from None
     return head[:got].tobytes()
 
 
@@ -189,7 +189,7 @@ def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | No
         except OSError as error:
             if error.errno is None:  # an unavailable store
                 raise
-            raise InputError(f"{target}: {file.path} cannot be unpacked there ({error.strerror})") from None
+            raise InputError(f"{target}: {file.path} cannot be decompressed there ({error.strerror})") from None
     return storage.list_files(target)[0]
 
 
@@ -202,7 +202,7 @@ def _decompressed(path: str, progress: Callable[[int], None] | None) -> Iterator
     except zlib.error as error:
         raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
     except EOFError:
-        raise InputError(f"{path}: the gzip file ends in the middle; fetch it again") from None
+        raise InputError(f"{path}: the gzip file is truncated. Download it again") from None
 
 
 def gunzip(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -133,7 +133,7 @@ def read_text(path: str) -> str:
     try:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8 text; save it with that encoding") from None
+        raise InputError(f"{path}: must be UTF-8 text. Save it with that encoding") from None
 
 
 def read_json(path: str) -> Any:
@@ -376,7 +376,7 @@ def _append(path: str, start: int, data: bytearray) -> int:
             if size == end and data:
                 return
             if size != start:
-                raise OSError(errno.EIO, f"{path}: has {size} bytes in place of {start}")
+                raise OSError(errno.EIO, f"{path}: must have {start} bytes, got {size}")
         failed = True
         mode = filesystem.open_append_stream if start else filesystem.open_output_stream
         _fill(mode(inner, compression=None), data)

@@ -64,7 +64,7 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
         matching = [file for file in files if _is_named(name_of(file.path), name)]
         if len(matching) != 1:
             found = " and ".join(name_of(file.path) for file in matching)
-            what = f"holds {found}; keep one of them" if matching else f"holds no {name}, nor {name}.gz or {name}.parquet"
+            what = f"contains {found}. Keep one of them" if matching else f"{name}, {name}.gz or {name}.parquet not found"
             raise InputError(f"{path}: {what}")
         chosen += matching
     return chosen
@@ -115,7 +115,7 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
         raise missing(path, "no such file or folder")
     files = [_file(found, path) for found in infos if _is_data(found)]
     if not files:
-        raise InputError(f"{path}: holds no data files")
+        raise InputError(f"{path}: contains no data files")
     return sorted(files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)])
 
 

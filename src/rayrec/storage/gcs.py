@@ -44,11 +44,11 @@ class GcsPlace:
         user, at, _ = bucket.rpartition("@")
         if at and user != "anonymous":
             raise InputError(
-                f"{scheme_of(path)}://...@{bucket.rpartition('@')[2]}: holds credentials; leave them out of URLs and set "
-                "GOOGLE_APPLICATION_CREDENTIALS"
+                f"{scheme_of(path)}://...@{bucket.rpartition('@')[2]}: must not contain credentials. Set "
+                "GOOGLE_APPLICATION_CREDENTIALS instead"
             )
         if not bucket.removeprefix("anonymous@"):
-            raise InputError(f"{path}: names no bucket; give a URL such as gs://bucket/key")
+            raise InputError(f"{path}: bucket not found. Use a URL such as gs://bucket/key")
         options = options_of(path, _OPTIONS)
         scheme = options.get("scheme")
         endpoint, default = options.get("endpoint_override"), "https"
@@ -88,7 +88,7 @@ class GcsPlace:
             return arrow_fs.GcsFileSystem(anonymous=self.anonymous, retry_time_limit=limit)
         url = urlsplit(self.endpoint)
         if url.scheme not in {"http", "https"} or not url.hostname or "@" in url.netloc:
-            raise InputError("STORAGE_EMULATOR_HOST: is no address of a store; give one such as http://host:port")
+            raise InputError("STORAGE_EMULATOR_HOST: must be an address such as http://host:port")
         return arrow_fs.GcsFileSystem(
             anonymous=self.anonymous, scheme=url.scheme, endpoint_override=url.netloc, retry_time_limit=limit
         )

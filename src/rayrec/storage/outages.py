@@ -81,7 +81,7 @@ def outage_s() -> float:
         return limit
     text = os.environ.get("RAYREC_STORAGE_OUTAGE_S", "")
     if not re.fullmatch(r"\d*\.?\d+|", text):
-        raise InputError(f"RAYREC_STORAGE_OUTAGE_S: {text!r} is no number of seconds; give one such as 60")
+        raise InputError(f"RAYREC_STORAGE_OUTAGE_S: must be a number of seconds such as 60, got {text!r}")
     return float(text) if text else OUTAGE_S
 
 
@@ -165,7 +165,7 @@ def explained(path: str, error: Exception, *, waited_s: float, remedy: str) -> E
     cause = cause_of(error)
     match trouble(error):
         case "passing":
-            return OSError(f"{path}: the store was out for {waited_s:.0f} s ({cause}); {remedy}")
+            return OSError(f"{path}: the store was unavailable for {waited_s:.0f} s ({cause}); {remedy}")
         case "denied":
             return InputError(f"{bucket}: access denied ({cause}); {_CREDENTIALS[scheme]} ({remedy})")
         case "no bucket":
@@ -175,13 +175,13 @@ def explained(path: str, error: Exception, *, waited_s: float, remedy: str) -> E
         case "certificate":
             fix = "name its authority in AWS_CA_BUNDLE" if scheme == "s3" else "add its authority to this machine's"
             return InputError(f"{bucket}: the store's certificate is not trusted ({cause}); {fix}")
-    return OSError(f"{path}: the store refused ({cause})")
+    return OSError(f"{path}: the store rejected the request ({cause})")
 
 
 def no_bucket(path: str, remedy: str) -> InputError:
     """Return the error for a missing bucket."""
     what = "container" if _KINDS.get(scheme_of(path)) == "az" else "bucket"
-    return InputError(f"{bucket_of(path)}: no such {what}; create it or fix its name ({remedy})")
+    return InputError(f"{bucket_of(path)}: {what} not found; create it or fix its name ({remedy})")
 
 
 def persist(path: str, call: Callable[[], _Result], *, remedy: Callable[[], str]) -> _Result:
@@ -203,10 +203,10 @@ def persist(path: str, call: Callable[[], _Result], *, remedy: Callable[[], str]
                 raise explained(path, error, waited_s=waited_s, remedy=remedy()) from None
             if waited_s > 2 and not warned:
                 warned = True
-                _logger.warning("%s: %s; trying again for up to %.0f s", path, cause_of(error), limit_s)
+                _logger.warning("Retrying %s for up to %.0f s (%s)", path, limit_s, cause_of(error))
         else:
             if warned:
-                _logger.warning("%s: the store answers again, after %.0f s", path, time.monotonic() - start)
+                _logger.warning("Reached the store of %s again after %.0f s", path, time.monotonic() - start)
             return result
         time.sleep(min(random.uniform(0.5, 1.0) * wait_s, max(start + limit_s - time.monotonic(), 0.0)))
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

@@ -55,11 +55,11 @@ class S3Place:
         bucket = body.partition("/")[0]
         if "@" in bucket:
             raise InputError(
-                f"s3://...@{bucket.rpartition('@')[2]}: holds credentials; leave them out of URLs and set AWS_ACCESS_KEY_ID "
-                "and AWS_SECRET_ACCESS_KEY"
+                f"s3://...@{bucket.rpartition('@')[2]}: must not contain credentials. Set AWS_ACCESS_KEY_ID "
+                "and AWS_SECRET_ACCESS_KEY instead"
             )
         if not bucket:
-            raise InputError(f"{path}: names no bucket; give a URL such as s3://bucket/key")
+            raise InputError(f"{path}: bucket not found. Use a URL such as s3://bucket/key")
         options = options_of(path, _NAMES + _FLAGS)
         profile = _profile()
         endpoint = (
@@ -100,7 +100,7 @@ class S3Place:
         """Create a filesystem that retries for about `limit_s` seconds."""
         endpoint = urlsplit(self.endpoint) if self.endpoint else None
         if endpoint and (endpoint.scheme not in {"http", "https"} or not endpoint.netloc or "@" in endpoint.netloc):
-            raise InputError("AWS_ENDPOINT_URL: is no address of a store; give one such as https://host:port")
+            raise InputError("AWS_ENDPOINT_URL: must be an address such as https://host:port")
         bucket = self.inner.partition("/")[0]
         region = self.region or ("us-east-1" if endpoint else arrow_fs.resolve_s3_region(bucket))
         options: dict[str, Any] = {
@@ -126,7 +126,7 @@ def _profile() -> dict[str, str]:
     try:
         parser.read(file)
     except (configparser.Error, UnicodeDecodeError):
-        raise InputError(f"{file}: not a configuration of AWS; fix it or name another in AWS_CONFIG_FILE") from None
+        raise InputError(f"{file}: must be an AWS config file. Fix it or set AWS_CONFIG_FILE to another") from None
     section = "default" if name == "default" else f"profile {name}"
     return dict(parser[section]) if parser.has_section(section) else {}
 

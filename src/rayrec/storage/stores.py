@@ -114,11 +114,11 @@ def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
         return _connected(place, patient=patient), place.inner
     if scheme_of(path) not in _OTHER_SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in ("file", *_PLACES, *sorted(_OTHER_SCHEMES)))
-        raise InputError(f"{path}: no store has this scheme; give a local path or a URL such as s3://bucket/key ({known})")
+        raise InputError(f"{path}: scheme is not supported ({known}). Use a local path or a URL such as s3://bucket/key")
     try:
         return arrow_fs.FileSystem.from_uri(path)
     except (ValueError, OSError) as error:
-        raise InputError(f"{path}: cannot be opened ({error}); give a local path or a URL such as s3://bucket/key") from None
+        raise InputError(f"{path}: cannot be opened ({error}). Use a local path or a URL such as s3://bucket/key") from None
 
 
 def _connected(place: Place, *, patient: bool) -> arrow_fs.FileSystem:

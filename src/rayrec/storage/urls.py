@@ -86,5 +86,5 @@ def options_of(path: str, known: Sequence[str]) -> dict[str, str]:
     unknown = sorted(options.keys() - set(known))
     if unknown:
         there_are = f"there are {', '.join(known)}" if known else "it has none"
-        raise InputError(f"{path}: {unknown[0]} is no option of {_OBJECT_STORES[scheme_of(path)]} URL; {there_are}")
+        raise InputError(f"{path}: {unknown[0]} is not an option of {_OBJECT_STORES[scheme_of(path)]} URL; {there_are}")
     return options

@@ -40,7 +40,7 @@ def test_from_two_ranks_to_one_to_three_to_two(tmp_path: Path) -> None:
     shutil.copytree(two.path, folder_of(folder, 5))
     Path(folder_of(folder, 5), chunk["file"]).unlink()
     outputs = run_ranks("restore", 2, folder)
-    expected = f"damaged: {harmed}: damaged, the checksum of model.rows does not fit"
+    expected = f"damaged: {harmed}: damaged, the checksum of model.rows does not match"
     assert all(expected in output for output in outputs), outputs
 
 

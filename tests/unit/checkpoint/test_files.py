@@ -124,7 +124,7 @@ def test_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
     assert checkpoint.committed(str(tmp_path)) == [before]
     assert checkpoint.latest(str(tmp_path)) == before
-    with pytest.raises(InputError, match="holds no complete checkpoint"):
+    with pytest.raises(InputError, match="contains no complete checkpoint"):
         checkpoint.open_checkpoint(torn)
     again = save(tmp_path, 3, extra_files=extra)  # over the torn one
     assert checkpoint.latest(str(tmp_path)) == again
@@ -140,7 +140,7 @@ def test_failures_are_raised_as_they_are(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     assert checkpoint.latest(str(tmp_path)) is None
-    with pytest.raises(InputError, match=r"holds no complete checkpoint \(no manifest\.json\)"):
+    with pytest.raises(InputError, match=r"contains no complete checkpoint \(no manifest\.json\)"):
         checkpoint.open_checkpoint(str(tmp_path))
     for step in (200_000_000, 5, 40):
         save(tmp_path, step, tensors={"a": torch.zeros(1)})
@@ -151,7 +151,7 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     one = checkpoint.folder_of(str(tmp_path), 40)
     assert checkpoint.open_checkpoint(one).path == one
     assert checkpoint.step_of(one + "/") == 40
-    with pytest.raises(InputError, match="not a checkpoint's folder"):
+    with pytest.raises(InputError, match="must be a checkpoint folder"):
         checkpoint.step_of(str(tmp_path))
 
 
@@ -237,9 +237,9 @@ def test_damage_is_told_once(tmp_path: Path) -> None:
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     saved = save(tmp_path)
-    with pytest.raises(InputError, match=r"model\.weight has shape \[5, 3\], the model's is \[5, 4\]"):
+    with pytest.raises(InputError, match=r"model\.weight must have the model's shape \[5, 4\], got \[5, 3\]"):
         checkpoint.restore(saved, {"model.weight": torch.zeros(5, 4)})
-    with pytest.raises(InputError, match=r"holds no model\.new; it was saved by another model"):
+    with pytest.raises(InputError, match=r"model\.new not found\. Use a checkpoint of the same model"):
         checkpoint.restore(saved, {"model.new": torch.zeros(5, 4)})
 
 
@@ -251,7 +251,7 @@ def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
     sealed = {key: manifest[key] for key in manifest if key != "checksum"} if version == 1 else seal(manifest)
     storage.write_json(storage.join(saved.path, "manifest.json"), sealed)
     for use in (lambda: checkpoint.restore(saved, zeros()), lambda: checkpoint.newest_good(str(tmp_path), log=print)):
-        with pytest.raises(InputError, match=f"format version {version}, this rayrec reads 2") as caught:
+        with pytest.raises(InputError, match=f"format version must be 2, got {version}") as caught:
             use()
         assert not isinstance(caught.value, DamagedError)
 
@@ -307,5 +307,5 @@ def test_urls(tmp_path: Path) -> None:
     assert same(target, tensors())
     path = tmp_path / "checkpoints" / "step_00000001" / "data_00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InputError, match="cut short"):
+    with pytest.raises(InputError, match="truncated"):
         checkpoint.restore(saved, target)

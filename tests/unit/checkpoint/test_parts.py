@@ -60,10 +60,10 @@ def test_what_is_removed(scores: list[float | None], retention: Retention, in_us
 def test_the_parts_of_a_tensor_make_it_up_exactly_once(boxes: list[Box], covered: int) -> None:
     shapes = {"scalar": (), "empty": (0, 4), "table": (4, 3)}
     written = {"scalar": [((), ())], "table": boxes}
-    refused = pytest.raises(InputError, match=f"table: the workers hold {covered} of its 12 elements")
+    refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
     with nullcontext() if covered == 12 else refused:
         check_covered(shapes, written)
-    with pytest.raises(InputError, match="scalar: the workers hold 0 of its 1 elements"):
+    with pytest.raises(InputError, match="scalar: the workers have 0 of its 1 elements"):
         check_covered({"scalar": ()}, {})
 
 
@@ -80,7 +80,7 @@ def test_the_latest_claim_owns_the_run(tmp_path: Path, scheme: str) -> None:
     assert (first.valid(), second.valid()) == (False, True)
     assert pickle.loads(pickle.dumps(second)).valid()
     second.check()
-    with pytest.raises(InputError, match="another process has taken over this run"):
+    with pytest.raises(InputError, match="another process acquired the lease of this run"):
         first.check()
 
 
@@ -137,7 +137,7 @@ def test_memory_that_cannot_be_pinned_is_reported_and_used(
     with caplog.at_level(logging.WARNING):
         copy = HostCopy(Plan((PART,), {"model.weight": (4,)}), Source().data)
     assert calls == [("register", 16)]
-    assert ("cannot be pinned (CUDA error 2): saves stall training for longer" in caplog.text) == bool(code)
+    assert ("of host memory for checkpoints (CUDA error 2). Saves stall training for longer" in caplog.text) == bool(code)
     assert len(copy.body()) == 16
     copy.free()
     copy.free()

@@ -198,7 +198,7 @@ def test_a_later_call_goes_on_where_an_earlier_one_was_cut_off(server: Server, t
     with pytest.raises(InputError, match=r"the connection broke after 1,000,000 of 3,000,000 bytes"):
         fetch([server.file()], str(tmp_path), retries=once)
     assert (tmp_path / "a.gz.partial").stat().st_size == 1_000_000
-    with pytest.raises(InputError, match="holds no data files"):
+    with pytest.raises(InputError, match="contains no data files"):
         storage.list_files(str(tmp_path))
     fetch([server.file()], str(tmp_path), retries=once)
     assert (tmp_path / "a.gz").read_bytes() == BODY

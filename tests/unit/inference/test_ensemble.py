@@ -107,7 +107,7 @@ def test_what_does_not_fit_together_is_refused(models: list[Saved], tmp_path: Pa
         ([first], "two checkpoints or more"),
         ([first, str(elsewhere.run)], "Preprocessor does not match"),
         ([first, str(rounded.run)], "precision bf16 does not match fp32 of"),
-        ([first, str(tmp_path)], "holds no complete checkpoint"),
+        ([first, str(tmp_path)], "contains no complete checkpoint"),
     ]
     for given, message in refused:
         with pytest.raises(InputError, match=message):

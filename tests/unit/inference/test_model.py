@@ -82,7 +82,7 @@ def test_many_threads_at_once(tmp_path: Path) -> None:
 
 
 def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no complete checkpoint"):
+    with pytest.raises(InputError, match="contains no complete checkpoint"):
         open_served(str(tmp_path))
     saved = save_clicks(tmp_path)
     (saved.checkpoint / "config.yaml").write_text("recipe: mnist_resnet18\n")

@@ -74,7 +74,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "bytes of the same size": (same_size, "train_data has 2 files of"),
     "renamed file": (lambda folder: (folder / "log" / "day_0.csv").rename(folder / "log" / "a.csv"), "still has 2 files of"),
     "path that is gone": (moved, "log: no such file or folder"),
-    "no files": (emptied, "holds no data files"),
+    "no files": (emptied, "contains no data files"),
 }
 
 

@@ -130,7 +130,7 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
     resumed = Resumed(tmp_path, 1, 2, 3, files={"more/tokens.npy": str(source)})
     tear(resumed.folder, 2, "more/tokens.npy")  # in place, so of all three
     for step in (1, 2, 3):
-        with pytest.raises(DamagedError, match=r"tokens\.npy: damaged, its checksum does not fit"):
+        with pytest.raises(DamagedError, match=r"tokens\.npy: damaged, its checksum does not match"):
             checkpoint.verify(Checkpoint(folder_of(resumed.folder, step)))
     found, setup, loader, _ = resumed.start()
     assert found is not None

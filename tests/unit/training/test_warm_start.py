@@ -185,7 +185,7 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
     assert resumed["weights_sha256"] == one["weights_sha256"]
     assert [event["step"] for event in events_of(tmp_path / "three", "start")] == [0, 2]
     assert len(events_of(tmp_path / "three", "warm_start")) == 1
-    with pytest.raises(InputError, match="holds no complete checkpoint"):
+    with pytest.raises(InputError, match="contains no complete checkpoint"):
         train(runs[0].replace(name="four"))
     assert not (tmp_path / "four" / "events.jsonl").exists()
 

@@ -302,7 +302,7 @@ def test_a_refused_log_names_the_likely_cause(tmp_path: Path, text: bytes, cause
 def test_a_file_that_may_not_be_read_is_the_users_error(tmp_path: Path) -> None:
     with (
         mock.patch("rayrec.storage.read_into", side_effect=PermissionError(13, "Permission denied")),
-        pytest.raises(InputError, match=r"a\.txt: cannot be read \(Permission denied\); check its permissions"),
+        pytest.raises(InputError, match=r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions"),
     ):
         is_gzip(str(tmp_path / "a.txt"))
 

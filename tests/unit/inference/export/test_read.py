@@ -53,10 +53,10 @@ def test_damage_is_found(copied: Path, name: str) -> None:
 
 def test_pickles_are_refused(copied: Path, tmp_path: Path) -> None:
     (copied / "preprocessor" / "weights").write_bytes(pickle.dumps(_Trap()))
-    _refused(copied, r"copied/preprocessor/weights: is a pickle, .*; remove it")
+    _refused(copied, r"copied/preprocessor/weights: must not be a pickle, .*\. Remove it")
     saved = save_clicks(tmp_path / "run")
     (saved.checkpoint / "weights.pt").touch()
-    with pytest.raises(InputError, match=r"weights\.pt: is a pickle"):  # of whatever kind the model is
+    with pytest.raises(InputError, match=r"weights\.pt: must not be a pickle"):  # of whatever kind the model is
         export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18())
 
 
@@ -81,7 +81,7 @@ def test_a_changed_manifest_is_found(copied: Path) -> None:
         ("files>README.md>sha256", ..., ""),
         ("files>a", 5, ""),
         ("files>/etc/passwd", {"bytes": 1, "sha256": ""}, ""),
-        ("files>../outside", {"bytes": 1, "sha256": ""}, "outside of it"),
+        ("files>../outside", {"bytes": 1, "sha256": ""}, "outside of the folder"),
         ("files>tables.safetensors", ..., r"names no tables\.safetensors"),
         ("model", ..., "field model is invalid"),
         ("model", [], ""),

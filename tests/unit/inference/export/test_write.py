@@ -188,7 +188,7 @@ def test_the_command_prints_the_report(saved: Saved, tmp_path: Path, capsys: pyt
 def test_an_export_is_not_taken_for_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
     out = str(exported("int8"))
     for ask in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
-        with pytest.raises(InputError, match="no checkpoint, but an export; give the checkpoint that it was made of"):
+        with pytest.raises(InputError, match=r"must be a checkpoint, got an export\. Use the exported checkpoint"):
             ask()
 
 

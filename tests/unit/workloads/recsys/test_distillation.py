@@ -73,7 +73,7 @@ def test_a_run_keeps_its_teacher(both: tuple[Saved, Saved], tmp_path: Path) -> N
     with pytest.raises(InputError, match="the teacher's weights changed since"):
         open_teacher(config, run=str(student))
     assert open_teacher(TeacherConfig(), run=str(student)) is None
-    with pytest.raises(InputError, match="holds no complete checkpoint"):
+    with pytest.raises(InputError, match="contains no complete checkpoint"):
         open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
 
 

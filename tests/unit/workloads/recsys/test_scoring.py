@@ -100,7 +100,7 @@ def test_weight_bytes_leave_the_optimizer_out(both: tuple[Saved, Saved]) -> None
 @pytest.mark.parametrize("name", ["absent", "empty"])
 def test_no_checkpoint(tmp_path: Path, config: TrainConfig, name: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"holds no complete checkpoint.*step_00001000"):
+    with pytest.raises(InputError, match=r"contains no complete checkpoint.*step_00001000"):
         open_served(str(tmp_path / name), config=config)
 
 
@@ -111,7 +111,7 @@ def test_damaged_weights(copied: Path, config: TrainConfig) -> None:
     with pytest.raises(InputError, match="damaged, the checksum"):
         open_served(str(copied), config=config)
     os.truncate(data, chunk["start"] + 4)
-    with pytest.raises(InputError, match="cut short"):
+    with pytest.raises(InputError, match="truncated"):
         open_served(str(copied), config=config)
     data.unlink()
     with pytest.raises(InputError, match="missing"):
@@ -138,7 +138,7 @@ def test_another_model_or_version(copied: Path, config: TrainConfig) -> None:
         open_served(str(copied), config=config.replace(workload=config.workload.replace(model=deeper)))
     manifest = copied / "manifest.json"
     manifest.write_text(json.dumps(seal({**json.loads(manifest.read_text()), "version": 99})))
-    with pytest.raises(InputError, match="format version 99"):
+    with pytest.raises(InputError, match="format version must be 2, got 99"):
         open_served(str(copied), config=config)
 
 
@@ -166,11 +166,11 @@ def test_nothing_is_unpickled(copied: Path, config: TrainConfig, monkeypatch: py
             lambda: open_served(str(copied), config=config),
             lambda: ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET).open(evaluating=True, spare_cpus=0),
         ):
-            with pytest.raises(InputError, match=f"{name}: is a pickle, .*; remove it"):
+            with pytest.raises(InputError, match=f"{name}: must not be a pickle, .*\. Remove it"):
                 open_it()
         (copied / name).unlink()
     torch.save({}, copied / "archive")
-    with pytest.raises(InputError, match="archive: is a pickle"):
+    with pytest.raises(InputError, match="archive: must not be a pickle"):
         open_served(str(copied), config=config)
     (copied / "archive").unlink()
     (copied / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")  # harmless, as is what an attempt left that lost
