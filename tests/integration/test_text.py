@@ -108,7 +108,7 @@ def test_killed_and_called_again_it_goes_on_with_the_same_bytes(text: Path, alon
     with Session(command, environment=environment_for(tmp_path / "cache"), output=tmp_path / "last") as run:
         assert run.process.wait(timeout=300) == 0, run.err
         assert json.loads(run.out)["hash"] == json.loads((alone / "manifest.json").read_text())["hash"]
-        assert "going on" in run.err
+        assert "Resuming" in run.err
     assert files_of(tmp_path / "out") == files_of(alone)
 
 

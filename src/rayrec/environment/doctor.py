@@ -109,7 +109,7 @@ def doctor(
     try:
         import packaging.requirements  # noqa: F401
     except ModuleNotFoundError:
-        raise InputError(f"rayrec is installed without what it needs; {pip} install packaging, then ask again") from None
+        raise InputError(f"rayrec is installed without its dependencies. Run {pip} install packaging, then try again") from None
     installed = installed_distributions() if installed is None else installed
     probes = probe_all(PROBED) if probes is None else probes
     machine = this_machine() if machine is None else machine

@@ -87,12 +87,12 @@ class AdoptionConfig(Config):
         if self.split != "auto":
             check_parts(self.split, self.parts)
         elif self.parts != SplitParts():
-            raise InputError("parts: sizes of parts need a --split that reads them: fraction, days or named_days")
+            raise InputError("parts: must be used with --split fraction, days or named_days")
         wrong = [size for size in self.num_embeddings_per_feature if not 1 <= size <= MAX_TABLE_ROWS]
         if wrong:
             raise InputError(f"num_embeddings_per_feature: each must be from 1 to {MAX_TABLE_ROWS:,}, got {wrong[0]:,}")
         if self.num_embeddings_per_feature and self.preprocessor:
-            raise InputError("num_embeddings_per_feature: the Preprocessor has the rows of each table; give one of them")
+            raise InputError("num_embeddings_per_feature: must not be used with preprocessor, which sets the table sizes")
 
     def split_of(self, days: Sequence[Day]) -> Split | None:
         """Return the split of these days, or None."""
@@ -130,7 +130,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     if out is None:
         _check_new(path)
     if config.sparse_path and out is None:
-        raise InputError("sparse_path: arrays of two folders need --out DIR, a new folder that will have links to both")
+        raise InputError("sparse_path: must be used with --out DIR, a new folder with links to both folders")
     given = Preprocessor.load(preprocessor_folder(config.preprocessor)) if config.preprocessor else None
     days = find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
     _check_columns(days[0], config, given)
@@ -149,15 +149,15 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     ]
     for number in modulo:
         console.note(
-            f"{preprocessor.inputs.sparse[number]}: its ids are from {scanned.lowest[number]:,} to {scanned.highest[number]:,}; "
-            f"they are taken modulo {preprocessor.num_embeddings[number]:,}"
+            f"{preprocessor.inputs.sparse[number]}: IDs from {scanned.lowest[number]:,} to {scanned.highest[number]:,} "
+            f"are taken modulo {preprocessor.num_embeddings[number]:,}"
         )
     with _target(path, out, days) as (folder, place):
         index = _index(folder, days, scanned, config.rows_per_segment)
         index.check(config.max_bad_fraction, path)
         if index.faults.total > MAX_FAULTY_ROWS:
             raise InputError(
-                f"{path}: {index.faults.describe()}; at most {MAX_FAULTY_ROWS:,} rows can be left out; fix the arrays"
+                f"{path}: {index.faults.describe()}; at most {MAX_FAULTY_ROWS:,} rows can be skipped. Fix the arrays"
             )
         if index.faults.total:
             console.note(f"{path}: {index.faults.describe()}; they are left out")
@@ -185,17 +185,21 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
 
 def _check_folder(path: str) -> None:
     if storage.is_url(path):
-        raise InputError(f"{path}: arrays are mapped into memory, from a file system alone; copy them to one")
+        raise InputError(f"{path}: arrays must be on a file system, to be mapped into memory. Copy them to one")
     if not os.path.isdir(path):
-        raise InputError(f"{path}: no such folder; give the folder of the arrays")
+        raise InputError(f"{path}: folder not found. Use the folder of the arrays")
 
 
 def _check_new(path: str) -> None:
     """Reject a folder that runs can already read. Raises InputError."""
     dataset = LogSource.at(path).dataset()
     if dataset is not None:
-        remedy = "remove its dataset.json to adopt it again, or give --out DIR" if dataset.adopted else "train on it as it is"
-        raise InputError(f"{path}: has a dataset.json already, so that runs can read it; {remedy}")
+        remedy = (
+            "Remove its dataset.json to adopt it again, or use --out DIR"
+            if dataset.adopted
+            else "Train on it without adopting it"
+        )
+        raise InputError(f"{path}: already has a dataset.json, so that runs can read it. {remedy}")
 
 
 def _check_columns(day: Day, config: AdoptionConfig, given: Preprocessor | None) -> None:
@@ -203,14 +207,14 @@ def _check_columns(day: Day, config: AdoptionConfig, given: Preprocessor | None)
     sizes, num_dense = config.num_embeddings_per_feature, day.matrices[0].columns
     if sizes and len(sizes) != len(day.hotness):
         raise InputError(
-            f"num_embeddings_per_feature: {len(sizes)} tables, and {day.plans[2].name} has {len(day.hotness)} columns"
+            f"num_embeddings_per_feature: must match the {len(day.hotness)} columns of {day.plans[2].name}, got {len(sizes)}"
         )
     if given is None:
         return
     if given.schema != preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
         raise InputError(
-            f"{config.preprocessor}: is the Preprocessor of other columns than these arrays have, or reads raw values; give that "
-            "of data that was adopted"
+            f"{config.preprocessor}: must be a Preprocessor for the columns of these arrays, without raw values. Use the one "
+            "of adopted data"
         )
 
 
@@ -232,13 +236,13 @@ def _sizes(scanned: Scanned, path: str) -> list[int]:
     below = np.flatnonzero(scanned.lowest < 0)
     if len(below):
         raise InputError(
-            f"{path}: column {below[0]} has id {scanned.lowest[below[0]]:,}; give the rows of each table, modulo which "
-            "TorchRec's loader takes ids, with --num-embeddings-per-feature"
+            f"{path}: column {below[0]} has ID {scanned.lowest[below[0]]:,}. Use --num-embeddings-per-feature to take IDs modulo "
+            "the rows of each table, as TorchRec's loader does"
         )
     above = np.flatnonzero(scanned.highest >= MAX_TABLE_ROWS)
     if len(above):
         raise InputError(
-            f"{path}: ids of column {above[0]} must be below {MAX_TABLE_ROWS:,}, got {scanned.highest[above[0]]:,}. Use "
+            f"{path}: IDs of column {above[0]} must be below {MAX_TABLE_ROWS:,}, got {scanned.highest[above[0]]:,}. Use "
             "--num-embeddings-per-feature to take them modulo fewer rows"
         )
     return (scanned.highest + 1).tolist()
@@ -254,8 +258,8 @@ def _note_hashes(preprocessor: Preprocessor, rows: int, console: Console) -> Non
     if large:
         name = max(large, key=lambda name: large[name])
         console.note(
-            f"{len(large)} columns have ids above the number of rows, {name} up to {large[name] - 1:,}; a table has a row for "
-            "each: --num-embeddings-per-feature takes ids modulo fewer, as TorchRec's loader does"
+            f"{len(large)} columns have IDs above the number of rows, {name} up to {large[name] - 1:,}. A table has a row for "
+            "each: use --num-embeddings-per-feature to take IDs modulo fewer rows, as TorchRec's loader does"
         )
 
 
@@ -338,7 +342,7 @@ def _write(
         write_manifest(folder, manifest)
     except PermissionError as error:
         raise InputError(
-            f"{folder}: cannot be written to ({error.strerror}); give --out DIR, a new folder that will have links to the arrays"
+            f"{folder}: cannot be written to ({error.strerror}). Use --out DIR, a new folder with links to the arrays"
         ) from None
     return manifest
 
@@ -356,14 +360,14 @@ def adopt_tokens(
     begun = time.perf_counter()
     require("tokenizers", extra="language")
     if tokenizer is None:
-        raise InputError(f"{path}: holds MDS shards; give the tokenizer that made their tokens: --tokenizer DIR")
+        raise InputError(f"{path}: contains MDS shards. Specify the tokenizer of their tokens with --tokenizer DIR")
     path = storage.absolute(path).rstrip("/")
     if out is not None and (storage.is_url(path) or storage.is_url(out)):
-        raise InputError(f"out: {out} would link to the shards of {path}, which no store can; leave out --out")
+        raise InputError(f"out: {out} cannot have links to the shards of {path} in a store. Remove --out")
     if out is None and storage.exists(storage.join(path, text_blocks.MANIFEST)):
-        raise InputError(f"{path}: has a {text_blocks.MANIFEST} already, so that runs can read it; remove it to adopt it again")
+        raise InputError(f"{path}: already has a {text_blocks.MANIFEST}, so that runs can read it. Remove it to adopt it again")
     if out is None and storage.exists(storage.join(path, "tokenizer")):
-        raise InputError(f"{path}: has a folder tokenizer already, where the tokenizer would go; give --out DIR")
+        raise InputError(f"{path}: already has a folder tokenizer. Use --out DIR")
     files = read_tokenizer(os.path.expanduser(tokenizer))
     known = TextTokenizer(files, tokenizer)
     sets, described, shards = text_blocks.sets_of_shards(path), {}, {}
@@ -374,7 +378,9 @@ def adopt_tokens(
         described[name]["folder"] = folder
     sizes = {name: found["column"]["block_size"] for name, found in described.items()}
     if len(set(sizes.values())) > 1:
-        raise InputError(f"{path}: rows of train have {sizes['train']} tokens, of validation {sizes['validation']}")
+        raise InputError(
+            f"{path}: row lengths of train and validation must match, got {sizes['train']} and {sizes['validation']} tokens"
+        )
     manifest = {
         "format": text_blocks.FORMAT,
         "version": text_blocks.VERSION,
@@ -408,7 +414,7 @@ def _write_tokens(folder: str, manifest: dict[str, Any], files: Mapping[str, byt
         storage.write_json(storage.join(folder, text_blocks.MANIFEST), manifest)
     except PermissionError as error:
         raise InputError(
-            f"{folder}: cannot be written to ({error.strerror}); give --out DIR, a new folder that will have links to the shards"
+            f"{folder}: cannot be written to ({error.strerror}). Use --out DIR, a new folder with links to the shards"
         ) from None
 
 
@@ -420,14 +426,14 @@ def _scan_shards(
     index = Index.parse(storage.read_bytes(index_path), index_path)
     name, encoding = index.find_column(column, index_path)
     if encoding != "bytes" and token_dtype != "int64":
-        raise InputError(f"token_dtype: column {name} is of type {encoding}, which says it; leave it out")
+        raise InputError(f"token_dtype: the type {encoding} of column {name} determines it. Remove this option")
     chosen: TokenColumn | None = None
     rows = sum(shard.rows for shard in index.shards)
     done = 0
     for shard in index.shards:
         path = storage.join(folder, shard.packed.name if shard.packed else shard.name)
         if not storage.exists(path):
-            raise InputError(f"{path}: no such file; copy it there")
+            raise InputError(f"{path}: file not found. Copy it there")
         with storage.Scratch("shard") as scratch:
             local = path
             if shard.packed or storage.is_url(path):
@@ -441,8 +447,8 @@ def _scan_shards(
             lowest, highest = int(found.min()), int(found.max())
         if lowest < 0 or highest >= tokenizer.vocabulary_size:
             raise InputError(
-                f"{path}: has tokens from {lowest:,} to {highest:,}, and the tokenizer has ids below "
-                f"{tokenizer.vocabulary_size:,}; give the tokenizer that made them"
+                f"{path}: tokens must be below {tokenizer.vocabulary_size:,}, the size of the tokenizer, got "
+                f"{lowest:,} to {highest:,}. Use the tokenizer that created them"
                 + (", or another --token-dtype" if encoding == "bytes" else "")
             )
         done += shard.rows

@@ -66,7 +66,7 @@ class PreparationConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.engine == "threads" and self.address is not None:
-            raise InputError("engine threads: works in this process, and takes no address; leave one of the two out")
+            raise InputError("engine threads: must not be used with address, because it runs in this process")
         check_parts(self.split, self.parts)
         if self.memory_bytes is not None and self.memory_bytes < 16 << 20:
             raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
@@ -146,14 +146,14 @@ def refuse_options(options: object, default: object, why: str, *, but: Sequence[
     """Reject options that differ from their defaults, except those in `but`, which the command reads. Raises InputError."""
     for name, value in vars(options).items():
         if name not in but and value != getattr(default, name):
-            raise InputError(f"--{name.replace('_', '-')}: {why}; leave it out")
+            raise InputError(f"--{name.replace('_', '-')}: {why}. Remove it")
 
 
 def given_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | None:
     """Load the Preprocessor in a folder, if specified. Raises InputError if its schema differs from the log's."""
     given = Preprocessor.load(folder) if folder else None
     if given is not None and given.schema != schema:
-        raise InputError(f"{folder}: made for columns {given.schema.columns}, the log has {schema.columns}")
+        raise InputError(f"{folder}: columns must match those of the log, {schema.columns}, got {given.schema.columns}")
     return given
 
 

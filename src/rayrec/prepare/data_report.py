@@ -244,7 +244,9 @@ class Gates(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_label_rate > self.max_label_rate:
-            raise InputError(f"gates: min_label_rate {self.min_label_rate} is above max_label_rate {self.max_label_rate}")
+            raise InputError(
+                f"gates: min_label_rate must be at most max_label_rate {self.max_label_rate}, got {self.min_label_rate}"
+            )
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray
     """Read items [start, start + count) of a file."""
     data = np.empty(count * dtype.itemsize, np.uint8)
     if count and storage.read_into(path, start * dtype.itemsize, data) != len(data):
-        raise InputError(f"{path}: is shorter than it was; remove its folder and split again")
+        raise InputError(f"{path}: was truncated. Remove its folder and split again")
     return data.view(dtype)
 
 

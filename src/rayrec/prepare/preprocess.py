@@ -73,17 +73,19 @@ def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocesso
     default = PreparationConfig()
     old = Preprocessor.load(preprocessor_folder(path))
     if config.schema not in (default.schema, old.schema):
-        raise InputError(f"--extend {path}: made for columns {old.schema.columns}, the log has {config.schema.columns}")
+        raise InputError(
+            f"--extend {path}: columns must match those of the log, {config.schema.columns}, got {old.schema.columns}"
+        )
     rules = rules_of(old, path)
     if config.preset not in (default.preset, old.preset):
         raise InputError(
-            f"--extend {path}: made by preset {old.preset}, not {config.preset}; leave --preset out, or count all days again"
+            f"--preset: must be {old.preset}, as in --extend {path}, got {config.preset}. Remove it, or count all days again"
         )
     for name in ("min_count", "max_num_embeddings", "token_modulo"):
         if getattr(config, name) not in (None, getattr(rules, name)):
             raise InputError(
-                f"--extend {path}: made with {name} {getattr(rules, name)}, not {getattr(config, name)}; leave "
-                f"--{name.replace('_', '-')} out, or count all days again"
+                f"--{name.replace('_', '-')}: must be {getattr(rules, name)}, as in --extend {path}, got "
+                f"{getattr(config, name)}. Remove it, or count all days again"
             )
     return old, config.replace(schema=old.schema), rules.replace(split=config.rules.split)
 
@@ -192,8 +194,7 @@ def _preprocess_log(path: str, out: str, output: RowOutput, config: PreparationC
         labelled = LogSource.at(path, config.files).is_labelled(config.schema)
         if not labelled and given is None:
             raise InputError(
-                f"{path}: has no labels, so it is not for counting categories; name the training log's Preprocessor with "
-                "--preprocessor"
+                f"{path}: must have labels to count categories. Specify the training log's Preprocessor with --preprocessor"
             )
         index_text = counting.index if given is None else index_log
         index = raw_index(path, config, running, console, labelled=labelled, index_text=index_text)

@@ -82,12 +82,14 @@ class RowSplit(Config):
         }[self.by]
         for name in unread:
             if getattr(self, name) != getattr(RowSplit, name):
-                raise InputError(f"split by {self.by}: takes no {name}; leave it out")
+                raise InputError(f"split by {self.by}: must not be used with {name}")
         if self.test_from is not None and self.validation_from is None:
-            raise InputError("split by time: test_from without validation_from; give both, or shares")
+            raise InputError("split by time: test_from must be used with validation_from")
         starts = self.starts
         if starts is not None and starts[1] is not None and starts[0] >= starts[1]:
-            raise InputError(f"split by time: test_from {self.test_from} is not after validation_from {self.validation_from}")
+            raise InputError(
+                f"split by time: test_from must be after validation_from {self.validation_from}, got {self.test_from}"
+            )
 
     @property
     def starts(self) -> tuple[int, int | None] | None:
@@ -102,14 +104,14 @@ class RowSplit(Config):
         if self.by in ("group", "last-out"):
             schema = schema.replace(group=self.group or schema.group)
             if schema.group is None:
-                raise InputError(f"split by {self.by}: which column? name one of the sparse columns with --group")
+                raise InputError(f"split by {self.by}: column not specified. Use --group with one of the sparse columns")
         if self.by in ("time", "last-out"):
             name = self.timestamp or schema.timestamp
             if name is None:
-                raise InputError(f"split by {self.by}: which column has the time? name it with --timestamp")
+                raise InputError(f"split by {self.by}: column of the time not specified. Use --timestamp")
             if schema.tokens != "any":
                 raise InputError(
-                    f"split by {self.by}: needs a log with a column of times: Parquet or CSV with --schema FILE and tokens: any"
+                    f"split by {self.by}: log must have a time column: Parquet or CSV with --schema FILE and tokens: any"
                 )
             schema = schema.replace(timestamp=name)
         return schema
@@ -143,7 +145,7 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
         engine(config, console, paths=(path, out)) as data_engine,
     ):
         if running.resumed:
-            console.note(f"{running.folder.path}: resuming")
+            console.note(f"Resuming {running.folder.path}")
         work = _Work(path, rows, config.replace(schema=schema), files, running, data_engine, console)
         found = work.finish(work.write(work.choose(work.tasks())))
     return {"out": out, **found}
@@ -294,7 +296,7 @@ class _Work:
         empty = [name for name, part in found.items() if not part["rows"] and not (name == "test" and self._no_test)]
         if empty:
             storage.remove_folder(self.running.folder.path)
-            raise InputError(f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}; choose other parts")
+            raise InputError(f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}. Choose other parts")
         return {name: part for name, part in found.items() if part["rows"]}
 
     @property

@@ -231,7 +231,7 @@ def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
             writer.add(piece, parts)
         writer.finish()
     if rows.sum() != task.rows:
-        raise InputError(f"{task.file or task.segments[0].path}: changed while it was split; split it again")
+        raise InputError(f"{task.file or task.segments[0].path}: changed during the split. Split it again")
     return job.folder.done("write", task.number, {"rows": rows.tolist(), "files": list(writer.files), "missing": missing})
 
 
@@ -265,7 +265,7 @@ def _as_text(table: pa.Table, path: str) -> pa.Table:
     try:
         return table.cast(pa.schema(kinds))
     except pa.ArrowInvalid:
-        raise InputError(f"{path}: is not UTF-8; convert the file, with iconv for instance") from None
+        raise InputError(f"{path}: must be UTF-8. Convert the file, for example with iconv") from None
 
 
 class _TextFiles:
@@ -341,7 +341,7 @@ def time_of(text: str, name: str) -> int:
             return int(pc.cast(pa.array([text]), kind).cast(pa.int64())[0].as_py())
         except pa.ArrowInvalid:
             continue
-    raise InputError(f"{name}: {text} is no date or time in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00")
+    raise InputError(f"{name}: must be an ISO 8601 date or time, such as 2026-01-31 or 2026-01-31T12:00, got {text}")
 
 
 def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:

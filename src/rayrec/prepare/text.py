@@ -68,9 +68,7 @@ class TextConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vocabulary_size is not None and self.tokenizer != "bytes_bpe":
-            raise InputError(
-                f"vocabulary_size: of tokenizer bytes_bpe only; {self.tokenizer} has the size that it has, leave it out"
-            )
+            raise InputError(f"vocabulary_size: must be used with tokenizer bytes_bpe only, got {self.tokenizer}")
 
 
 def preprocess_text(path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console) -> dict[str, Any]:
@@ -86,8 +84,8 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
     given = None if text.tokenizer in ("bytes_bpe", "characters") else _given(text.tokenizer)
     if text_blocks.sets_of_shards(path):
         raise InputError(
-            f"{path}: holds MDS shards, not plain text; shards of tokens are made usable by `rayrec adopt {path} --tokenizer "
-            "DIR`, and a column of text is to be written into a file first, a document a line"
+            f"{path}: must contain plain text, got MDS shards. Use `rayrec adopt {path} --tokenizer DIR` for "
+            "shards of tokens. Write a column of text into a file first, one document per line"
         )
     files = storage.list_files(path, names=config.files)
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
@@ -99,7 +97,7 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
         engine(config, console, paths=(path, out)) as data_engine,
     ):
         if running.resumed:
-            console.note(f"{running.folder.path}: going on")
+            console.note(f"Resuming {running.folder.path}")
         work = _Work(text, given, _sources(files, data_engine, console), running, data_engine, console)
         manifest = work.finish(files, work.write_shards(work.tokenize()))
     size_bytes = sum(described["bytes"] for described in manifest["sets"].values())
@@ -111,8 +109,8 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
 def _given(folder: str) -> Files:
     if not os.path.isdir(os.path.expanduser(folder)):
         raise InputError(
-            f"tokenizer: {folder} is no folder here; give one of a HuggingFace tokenizer, bytes_bpe or characters (nothing is "
-            "looked for on a hub)"
+            f"tokenizer: {folder} not found. Use bytes_bpe, characters or the local folder of a HuggingFace tokenizer (no hub is "
+            "searched)"
         )
     files = read_tokenizer(os.path.expanduser(folder))
     TextTokenizer(files, folder)
@@ -140,7 +138,7 @@ class _Work:
         self.text, self.running, self.engine, self.console = text, running, engine, console
         self.parts = text_blocks.parts_of(sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes)
         if not self.parts:
-            raise InputError(f"{sources[0].name}: holds no text")
+            raise InputError(f"{sources[0].name}: contains no text")
         folder = storage.join(running.folder.path, "tokenizer")
         if not running.resumed:
             with running.folder.disk_errors():
@@ -160,7 +158,7 @@ class _Work:
         training = [part for part in self.parts if part.set == "train"]
         every = max(1, -(-sum(part.stop - part.start for part in training) // BPE_SAMPLE_BYTES))
         size = self.text.vocabulary_size or DEFAULT_VOCABULARY_SIZE
-        self.console.note(f"learning a byte-level BPE of {size:,} tokens from the training text")
+        self.console.note(f"Learning a byte-level BPE of {size:,} tokens from the training text")
         return bytes_bpe(map(text_blocks.read_part, training[::every]), size)
 
     def tokenize(self) -> dict[int, int]:
@@ -182,7 +180,7 @@ class _Work:
             planned = plan_shards(name, counts, block_size=block_size, rows_per_shard=rows_per_shard, first=len(shards))
             if not planned:
                 raise InputError(
-                    f"{self.parts[0].name}: the {name} text has {total:,} tokens, less than one row of {block_size}; give more "
+                    f"{self.parts[0].name}: the {name} text has {total:,} tokens, less than one row of {block_size}. Use more "
                     "text, or another --validation-fraction or --block-size"
                 )
             shards += planned

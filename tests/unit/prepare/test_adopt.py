@@ -154,7 +154,7 @@ def test_the_folder_gets_a_manifest_and_a_preprocessor_and_nothing_else(arrays: 
     np.testing.assert_array_equal(np.array(rows.ids), ids.T)
     np.testing.assert_array_equal(rows.dense, np.concatenate([loaded(folder, f"day_{n}")[0] for n in range(3)]))
     np.testing.assert_array_equal(rows.label, np.concatenate([loaded(folder, f"day_{n}")[2] for n in range(3)])[:, 0])
-    with pytest.raises(InputError, match=r"has a dataset\.json already, .*remove its dataset\.json"):
+    with pytest.raises(InputError, match=r"already has a dataset\.json, .*Remove its dataset\.json"):
         adopt(str(folder))
 
 
@@ -204,7 +204,7 @@ def test_ids_above_the_tables_are_taken_modulo_their_rows_as_by_torchrecs_loader
 def test_hashes_without_sizes_are_pointed_out(npy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = rayrec.adopt(str(npy), out=str(tmp_path / "out"), console=Console())
     assert max(made["num_embeddings"]) > 2**31
-    assert "columns have ids above the number of rows" in capsys.readouterr().err
+    assert "columns have IDs above the number of rows" in capsys.readouterr().err
 
 
 # -- training and after
@@ -380,7 +380,7 @@ def as_bags(folder: Path, name: str, save: Callable[..., None]) -> None:
         (lambda f: as_bags(f, "0", np.savez_compressed), {}, "is compressed, so that it cannot be mapped; write it with"),
         (lambda f: as_bags(f, "1", np.savez), {}, "holds arrays 1.npy, ...; expected are 0, 1, 2"),
         (lambda f: (f / "day_0_sparse_multi_hot.npz").write_bytes(b"PK"), {}, r"choose one with --ids sparse$"),
-        (lambda f: None, {"num_embeddings_per_feature": (5, 6)}, "2 tables, and day_0_sparse.npy has 26 columns"),
+        (lambda f: None, {"num_embeddings_per_feature": (5, 6)}, "must match the 26 columns of day_0_sparse.npy, got 2"),
         (lambda f: None, {"files": ("day_7",)}, r"day_7_dense\.npy is missing"),
         (lambda f: None, {"split": "days", "parts": {"validation_days": 2, "test_days": 2}}, "leave none for training"),
     ],
@@ -439,7 +439,7 @@ def test_adopt_rejects_ids_beyond_a_preprocessor(arrays: Path, tmp_path: Path) -
         changed(folder, "day_0_sparse.npy", lambda ids: np.where(np.indices(ids.shape).sum(0), ids.astype(np.int64), value))
 
     put_id(2**40)
-    with pytest.raises(InputError, match=r"ids of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"):
+    with pytest.raises(InputError, match=r"IDs of column 0 must be below 1,099,511,627,776, got 1,099,511,627,776\. Use"):
         adopt(str(folder))
     assert not (folder / "dataset.json").exists()
     with pytest.raises(InputError, match=r"must be from 1 to 1,099,511,627,776, got 1,099,511,627,777"):

@@ -173,7 +173,7 @@ def flipped(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda f: write(f, FIXED, fixed), {"tokenizer": None}, r"give the tokenizer .*: --tokenizer DIR$"),
+        (lambda f: write(f, FIXED, fixed), {"tokenizer": None}, r"Specify the tokenizer .* --tokenizer DIR$"),
         (lambda f: write(f, {"text": "str"}, lambda row: {"text": "a cat"}), {}, r"is text, not tokens; .*--format mds"),
         (
             lambda f: write(f, {"a": "ndarray:uint16:16", "b": "int"}, lambda row: {"a": row.astype(np.uint16), "b": 1}),
@@ -195,9 +195,9 @@ def flipped(folder: Path) -> Path:
         (
             lambda f: write(f, {"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int32).tobytes()}),
             {},
-            r"the tokenizer has ids below 260; .*another --token-dtype",
+            r"below 260, the size of the tokenizer, .*another --token-dtype",
         ),
-        (lambda f: write(f, FIXED, lambda row: fixed(row + 3)), {}, r"has tokens from \d+ to 262, .*ids below 260"),
+        (lambda f: write(f, FIXED, lambda row: fixed(row + 3)), {}, r"tokens must be below 260, .*, got \d+ to 262"),
         (lambda f: flipped(write(f, FIXED, fixed, hashes=["sha1"])), {}, r"shard\.00001\.mds: damaged: its sha1 is not"),
         (lambda f: flipped(write(f, FIXED, fixed, compression="zstd", hashes=["md5"])), {}, r"\.zstd: damaged: its md5 is not"),
         (lambda f: write(f, FIXED, fixed), {"split": "sevenths"}, r"^--split: an option for arrays .*not for MDS shards"),
@@ -217,5 +217,5 @@ def test_shards_that_were_not_adopted_name_the_command(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "set", FIXED, fixed))
     with pytest.raises(InputError, match=r"`rayrec adopt [^`]*set --tokenizer DIR`"):
         rayrec.train(recipes.gpt2_tiny(folder).replace(scaling={"num_workers": 1}), console=QUIET)
-    with pytest.raises(InputError, match=r"holds MDS shards, not plain text; .*`rayrec adopt [^`]*set --tokenizer DIR`"):
+    with pytest.raises(InputError, match=r"must contain plain text, got MDS shards.*`rayrec adopt [^`]*set --tokenizer DIR`"):
         rayrec.preprocess(folder, out=str(tmp_path / "out"), format="mds", console=QUIET)

@@ -74,5 +74,5 @@ def test_the_engine(
 
 @pytest.mark.parametrize("address", ["head:6379", "local", "none"])
 def test_threads_take_no_address(address: str) -> None:
-    with pytest.raises(InputError, match=r"^engine threads: works in this process, and takes no address; leave one"):
+    with pytest.raises(InputError, match=r"^engine threads: must not be used with address, because it runs in this process"):
         PreparationConfig(engine="threads", address=address)

@@ -355,11 +355,11 @@ def one_thread(*_: Any, **__: Any) -> Iterator[ThreadEngine]:
     ("options", "message"),
     [
         ({"by": "rows", "validation": 0.0}, "validation: 0.0 must be above 0"),
-        ({"by": "rows", "group": "user"}, "split by rows: takes no group"),
-        ({"by": "last-out", "validation": 0.2}, "split by last-out: takes no validation"),
-        ({"by": "time", "test_from": "2026-01-01"}, "test_from without validation_from"),
-        ({"by": "time", "validation_from": "soon"}, "soon is no date or time in ISO 8601"),
-        ({"by": "time", "validation_from": "2026-02-01", "test_from": "2026-01-01"}, "is not after validation_from"),
+        ({"by": "rows", "group": "user"}, "split by rows: must not be used with group"),
+        ({"by": "last-out", "validation": 0.2}, "split by last-out: must not be used with validation"),
+        ({"by": "time", "test_from": "2026-01-01"}, "test_from must be used with validation_from"),
+        ({"by": "time", "validation_from": "soon"}, "validation_from: must be an ISO 8601 date or time, .*, got soon"),
+        ({"by": "time", "validation_from": "2026-02-01", "test_from": "2026-01-01"}, "test_from must be after validation_from"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -371,8 +371,8 @@ def test_logs_that_cannot_be_split_so_are_refused(tmp_path: Path) -> None:
     path = written(table_of(60), tmp_path / "log")
     plain = SCHEMA.replace(group=None, timestamp=None)
     for by, options, message in (
-        ("group", {}, "split by group: which column"),
-        ("time", {}, "split by time: which column has the time"),
+        ("group", {}, "split by group: column not specified"),
+        ("time", {}, "split by time: column of the time not specified"),
         ("time", {"timestamp": "when"}, "no column named when"),
         ("rows", {"test": 0.00001}, "leaves no rows for test"),
         ("rows", {"preset": "nvt"}, "--preset: not an option of a split"),
@@ -381,7 +381,7 @@ def test_logs_that_cannot_be_split_so_are_refused(tmp_path: Path) -> None:
             split(path, tmp_path / "out", by, schema=plain, **options)
         assert not (tmp_path / "out").exists()
     (tmp_path / "text").write_text("")
-    with pytest.raises(InputError, match="split by time: needs a log with a column of times"):
+    with pytest.raises(InputError, match="split by time: log must have a time column"):
         split(str(tmp_path / "text"), tmp_path / "out", "time", timestamp="at")
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="exists already"):

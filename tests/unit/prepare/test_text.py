@@ -261,8 +261,8 @@ def test_shards_hold_every_token_once_and_in_order(counts: list[int], block_size
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"tokenizer": "gpt2"}, "gpt2 is no folder here"),
-        ({"tokenizer": "characters", "vocabulary_size": 300}, "of tokenizer bytes_bpe only"),
+        ({"tokenizer": "gpt2"}, "gpt2 not found"),
+        ({"tokenizer": "characters", "vocabulary_size": 300}, "must be used with tokenizer bytes_bpe only"),
         ({"vocabulary_size": 200}, "at least 257"),
         ({"block_size": 100_000}, "less than one row of 100000"),
         ({"validation_fraction": 1.0}, "below 1"),
@@ -291,7 +291,7 @@ def test_what_makes_no_sense_is_one_line(
     [
         (None, r"beer\.txt: no such file or folder"),
         (TEXT.encode()[:9_001] + b"\xff" + TEXT.encode(), r"beer\.txt: byte 9,001 is not UTF-8[^\n]*"),
-        (b"", r"beer\.txt: holds no text"),
+        (b"", r"beer\.txt: contains no text"),
         (b"text", r"out: exists already; [^\n]*"),
     ],
 )

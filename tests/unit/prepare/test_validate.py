@@ -215,7 +215,7 @@ def test_ready_made_data_and_other_schemas_are_refused(tmp_path: Path, monkeypat
     path = log_of(tmp_path, only=varied(40))
     preprocessor_of(path, tmp_path / "prepared")
     other = CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c")))
-    with pytest.raises(InputError, match="made for columns"):
+    with pytest.raises(InputError, match="columns must match"):
         validate(path, config=other, preprocessor=tmp_path / "prepared")
     (tmp_path / "prepared" / "dataset.json").write_text("{}")
     with pytest.raises(InputError, match="preprocessed"):
