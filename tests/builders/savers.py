@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrec import checkpoint
-from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, newest_good
+from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, latest_valid_checkpoint
 
 Events = list[tuple[str, dict[str, Any]]]
 
@@ -40,7 +40,7 @@ class Run:
         return Path(self.at(step).path.removeprefix("file://"), *names)
 
     def newest(self) -> Checkpoint | None:
-        return newest_good(self.folder, log=lambda *_: None)
+        return latest_valid_checkpoint(self.folder, log=lambda *_: None)
 
 
 def save(saver: Saver, step: int, tensors: dict[str, Any], *, score: float | None = None, **state: Any) -> Checkpoint:

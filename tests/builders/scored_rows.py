@@ -88,7 +88,7 @@ def trained(folder: Path) -> tuple[str, Net]:
     model = Net()
     with torch.no_grad():
         model.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
-    weights = {f"model.{name}": tensor for name, tensor in checkpoints.untied(model.state_dict()).items()}
+    weights = {f"model.{name}": tensor for name, tensor in checkpoints.drop_tied_tensors(model.state_dict()).items()}
     place = checkpoints.folder_of(str(folder), 1)
     checkpoints.save(place, weights, state={}, extra_files=lambda target: _write_config(Path(target)))
     return place, model.eval()

@@ -28,12 +28,12 @@ from rayrec.checkpoint import (
     acquire_lease,
     check_shared,
     folder_of,
+    latest_valid_checkpoint,
     lease,
-    newest_good,
     write_token,
     writer,
 )
-from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.config import InputError
 
 IMPORTED_ONCE = [
@@ -146,9 +146,9 @@ def restore(folder: str, rank: int) -> None:
     print(raised(lambda: checkpoint.restore(Checkpoint(folder_of(folder, 4)), target)))
     # The step after is short of a file, so that all ranks go back to the third.
     told: list[str] = []
-    found = newest_good(folder, log=lambda kind, fields: told.append(fields["path"]), exclude={folder_of(folder, 4)})
+    found = latest_valid_checkpoint(folder, log=lambda kind, fields: told.append(fields["path"]), exclude={folder_of(folder, 4)})
     assert found == Checkpoint(folder_of(folder, 3))
-    found = newest_good(folder, log=lambda kind, fields: told.append(fields["path"]))
+    found = latest_valid_checkpoint(folder, log=lambda kind, fields: told.append(fields["path"]))
     assert found == Checkpoint(folder_of(folder, 4))
     assert told == ([folder_of(folder, 5)] if rank == 0 else [])
 
@@ -267,14 +267,14 @@ def save_apart(folder: str, rank: int) -> None:
     """Use a separate folder on each rank, like local disks of nodes, then different sharding plans. Neither makes a
     checkpoint."""
     own = f"{folder}/{rank}"
-    name = Ranks.all().share(os.path.basename(write_token(own, max_outage_s=1.0)))
+    name = Communicator.all().broadcast(os.path.basename(write_token(own, max_outage_s=1.0)))
     with mock.patch.object(lease, "_APPEARS_S", 0.1):
-        told = raised(lambda: check_shared(f"{own}/{name}", Ranks.all()))
+        told = raised(lambda: check_shared(f"{own}/{name}", Communicator.all()))
     host = socket.gethostname()
     assert f"/{rank} must be shared by all nodes, but worker 1 on {host} does not see" in told
-    shared_token = Ranks.all().share(write_token(folder, max_outage_s=1.0) if rank == 0 else "")
+    shared_token = Communicator.all().broadcast(write_token(folder, max_outage_s=1.0) if rank == 0 else "")
     assert os.path.exists(shared_token)
-    check_shared(shared_token, Ranks.all())
+    check_shared(shared_token, Communicator.all())
     distributed.barrier()
     assert not os.path.exists(shared_token)
 

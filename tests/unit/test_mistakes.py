@@ -147,10 +147,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         command("vocabulary FOLDER/t.txt --out FOLDER/v --engine threads --address host:1"),
         "engine threads",
     ),
-    "tokenizer absent": (
-        command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"),
-        "tokenizer: none not found",
-    ),
+    "tokenizer absent": (command("preprocess FOLDER --format mds --out FOLDER/m --tokenizer none"), "tokenizer: none not found"),
     "teacher without weight": (good("--workload.teacher.checkpoint FOLDER/none"), "teacher.weight: must be above 0"),
     # checkpoints
     "checkpoint absent": (command("evaluate FOLDER/none FOLDER"), "contains no complete checkpoint"),

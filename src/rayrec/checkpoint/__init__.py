@@ -27,10 +27,10 @@ if TYPE_CHECKING:  # public names are those in `_NAMES`
 
 _NAMES = {
     "dcp": "CheckpointReader CheckpointWriter",
-    "discovery": "SUMMARY Checkpoint committed folder_of latest newest_good open_checkpoint step_of",
+    "discovery": "SUMMARY Checkpoint committed folder_of latest latest_valid_checkpoint open_checkpoint step_of",
     "format": "MANIFEST VERSION DamagedError",
     "lease": "Lease acquire_lease check_shared write_token",
-    "plan": "untied",
+    "plan": "drop_tied_tensors",
     "reader": "full_tensors restore verify weights_sha256",
     "saver": "Retention Saver to_remove",
     "writer": "save",

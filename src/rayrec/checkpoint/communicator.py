@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Communicator:
     """All processes of the default process group, or this process alone if it is not initialized. Methods are collective.
 
     Objects are pickled only between the live processes of one run, never read from a file.
@@ -33,7 +33,7 @@ class Ranks:
         return cls(distributed.get_rank(), distributed.get_world_size())
 
     @classmethod
-    def in_group_of_their_own(cls, *, timeout_s: float) -> Self:
+    def with_new_group(cls, *, timeout_s: float) -> Self:
         """Create a gloo group for one thread: collectives of two threads must not share a group."""
         everyone = cls.all()
         if not distributed.is_initialized():
@@ -64,14 +64,14 @@ class Ranks:
         distributed.gather_object(value, everyone if self.first else None, dst=0, group=self.group)
         return everyone
 
-    def gather_all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         if self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
         distributed.all_gather_object(everyone, value, group=self.group)
         return everyone
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return the value of rank 0."""
         if self.size == 1:
             return value
@@ -79,24 +79,24 @@ class Ranks:
         distributed.broadcast_object_list(shared, src=0, group=self.group)
         return shared[0]  # type: ignore[return-value]
 
-    def from_first(self, function: Callable[[], T]) -> T:
+    def run_on_rank0(self, function: Callable[[], T]) -> T:
         """Run the function on rank 0 only and broadcast its result or exception."""
         outcome, failure = attempt(function) if self.first else (None, None)
-        outcome, failure = self.share((outcome, failure))
+        outcome, failure = self.broadcast((outcome, failure))
         if failure is not None:
             raise failure
         return outcome  # type: ignore[return-value]
 
     def each(self, function: Callable[[], T]) -> list[T]:
         """Run the function on all ranks and return all results. If it raises on any rank, raise on every rank."""
-        results = self.gather_all(attempt(function))
-        raise_worst([failure for _, failure in results])
+        results = self.all_gather(attempt(function))
+        raise_most_severe([failure for _, failure in results])
         return [outcome for outcome, _ in results]  # type: ignore[misc]
 
-    def together(self, function: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, function: Callable[[], T]) -> T:
         """Run the function on all ranks and return this rank's result. If it raises on any rank, raise on every rank."""
         outcome, failure = attempt(function)
-        raise_worst(self.gather_all(failure))
+        raise_most_severe(self.all_gather(failure))
         return outcome  # type: ignore[return-value]
 
 
@@ -104,10 +104,10 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return function(), None
     except Exception as error:
-        return None, portable(error)
+        return None, make_picklable(error)
 
 
-def portable(error: Exception) -> Exception:
+def make_picklable(error: Exception) -> Exception:
     """Return the error, or an equivalent one that other ranks can unpickle: not all library exceptions can be."""
     if type(error) in {InputError, DamagedError, UnreadableError, OSError, TypeError, ValueError, MemoryError}:
         return error
@@ -120,7 +120,7 @@ def portable(error: Exception) -> Exception:
     return told
 
 
-def raise_worst(failures: list[Exception | None]) -> None:
+def raise_most_severe(failures: list[Exception | None]) -> None:
     """Raise the same failure on every rank, if there is one. DamagedError comes first, because callers can recover from it."""
     for kind in (DamagedError, InputError, Exception):
         for failure in failures:

@@ -19,9 +19,9 @@ from torch.futures import Future
 from rayrec import storage
 from rayrec.checkpoint.discovery import Checkpoint
 from rayrec.checkpoint.format import MANIFEST
-from rayrec.checkpoint.plan import HostCopy, Part, Plan, laid_out
+from rayrec.checkpoint.plan import HostCopy, Part, Plan, lay_out
 from rayrec.checkpoint.reader import metadata_of, read_items
-from rayrec.checkpoint.writer import Written, commit, write_rank
+from rayrec.checkpoint.writer import WrittenFile, commit, write_rank
 from rayrec.config import InputError
 
 CheckpointId = str | os.PathLike[str]
@@ -91,7 +91,7 @@ class CheckpointWriter(StorageWriter):
             raise InputError(f"{self._path}: already contains a checkpoint. Choose another folder")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        laid_out(plan.items)  # checks all items before anything is written
+        lay_out(plan.items)  # checks all items before anything is written
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -103,7 +103,7 @@ class CheckpointWriter(StorageWriter):
             assert isinstance(found, torch.Tensor)
             return found.detach()
 
-        copy = HostCopy(Plan(laid_out(plan.items), {}), values)
+        copy = HostCopy(Plan(lay_out(plan.items), {}), values)
         try:
             copy.fill(values)
             written = write_rank(self._path, copy, rank=distributed.get_rank() if distributed.is_initialized() else 0, tag="")
@@ -121,7 +121,7 @@ class CheckpointWriter(StorageWriter):
         written = [result.storage_data for of_rank in results for result in of_rank]
         commit(
             self._path,
-            [found for found in written if isinstance(found, Written)],
+            [found for found in written if isinstance(found, WrittenFile)],
             shapes={
                 name: tuple(entry.size)
                 for name, entry in metadata.state_dict_metadata.items()

@@ -53,7 +53,7 @@ def committed(run_folder: str) -> list[Checkpoint]:
     return [found for found in _step_folders(run_folder) if storage.exists(storage.join(found.path, MANIFEST))]
 
 
-def torn(run_folder: str) -> list[str]:
+def uncommitted_folders(run_folder: str) -> list[str]:
     """Return the folders of saves that were never committed or only partly removed."""
     return [found.path for found in _step_folders(run_folder) if not storage.exists(storage.join(found.path, MANIFEST))]
 
@@ -93,7 +93,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     return Checkpoint(storage.absolute(chosen.path))
 
 
-def newest_good(
+def latest_valid_checkpoint(
     run_folder: str,
     *,
     log: Callable[[str, dict[str, Any]], None],
@@ -110,7 +110,7 @@ def newest_good(
     Raises InputError for a checkpoint of another version, and if the only checkpoint is unreadable: skipping it would silently
     restart the training.
     """
-    from rayrec.checkpoint.communicator import Ranks  # imports torch, which callers of the other functions here avoid
+    from rayrec.checkpoint.communicator import Communicator  # imports torch, which callers of the other functions here avoid
 
     def find() -> Checkpoint | None:
         # The call that chose an excluded checkpoint has logged all newer ones.
@@ -131,7 +131,7 @@ def newest_good(
             raise unreadable.without_another()
         return None
 
-    return Ranks.all().from_first(find)
+    return Communicator.all().run_on_rank0(find)
 
 
 def _check_or_repair(checkpoint: Checkpoint, repair: Callable[[Checkpoint], bool]) -> None:
@@ -164,7 +164,7 @@ def wrong_file(folder: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str
     return None
 
 
-def refuse_pickles(folder: str, files: Collection[str]) -> None:
+def reject_pickles(folder: str, files: Collection[str]) -> None:
     """Reject a folder with a pickle, or an archive that may contain one, in addition to `files` of its manifest. rayrec never
     writes or opens pickles, but other tools execute them. Raises InputError."""
     for name in sorted(file_sizes(folder).keys() - set(files)):

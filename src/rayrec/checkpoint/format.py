@@ -38,7 +38,7 @@ class UnreadableError(DamagedError):
 
 
 @contextmanager
-def told_unreadable(path: str) -> Iterator[None]:
+def wrap_read_errors(path: str) -> Iterator[None]:
     """Convert errors of a single file, which an earlier checkpoint can avoid, into UnreadableError. Other OSErrors pass."""
     try:
         yield
@@ -62,7 +62,7 @@ def is_data_file(name: str) -> bool:
 def sha256_of(path: str) -> str:
     """Return the SHA-256 of a file. Raises InputError if it is missing, OSError if storage is unavailable."""
     digest = hashlib.sha256()
-    with told_unreadable(path):
+    with wrap_read_errors(path):
         for piece in storage.read_stream(path):
             digest.update(piece)
     return digest.hexdigest()
@@ -115,7 +115,7 @@ def load_manifest(folder: str, *, remedy: str) -> dict[str, Any]:
     """Return the manifest of a checkpoint or export after verifying its checksum. Raises DamagedError that ends with `remedy`."""
     path = storage.join(folder, MANIFEST)
     try:
-        with told_unreadable(path):
+        with wrap_read_errors(path):
             manifest = storage.read_json(path)
         # Version 1 had no checksum, and all later versions have this one, so that damage is never mistaken for another version.
         sound = isinstance(manifest, dict) and (

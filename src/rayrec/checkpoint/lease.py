@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from rayrec import storage
-from rayrec.checkpoint.save_retry import persisted, tolerated
+from rayrec.checkpoint.save_retry import log_cleanup_errors, retry_write
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
-    from rayrec.checkpoint.communicator import Ranks
+    from rayrec.checkpoint.communicator import Communicator
 
 
 _NAME = re.compile(r"(\d{6,})-[0-9a-f]{32}")
-_NUM_KEPT = 5
+_MAX_LEASES = 5
 """Number of leases kept in the folder, to show which processes ran last."""
 _FOLDER = "claims"
 """Lease folder within the run folder. Earlier versions use the same name."""
@@ -54,7 +54,7 @@ def acquire_lease(run_folder: str) -> Lease:
     storage.write_json(
         storage.join(run_folder, _FOLDER, name), {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
     )
-    for old in present[: -_NUM_KEPT + 1]:
+    for old in present[: -_MAX_LEASES + 1]:
         with contextlib.suppress(OSError):  # the next attempt will remove it
             storage.remove_file(storage.join(run_folder, _FOLDER, old))
     return Lease(run_folder, name)
@@ -78,18 +78,18 @@ def write_token(run_folder: str, *, max_outage_s: float) -> str:
     storage is unavailable or full for `max_outage_s`."""
     token = storage.join(run_folder, f".storage-{uuid.uuid4().hex}")
     text = b"This file shows that all workers see the storage of the driver.\n"
-    persisted(lambda: storage.write_bytes(token, text), place=run_folder, max_outage_s=max_outage_s)
+    retry_write(lambda: storage.write_bytes(token, text), place=run_folder, max_outage_s=max_outage_s)
     return token
 
 
-def check_shared(token: str, ranks: Ranks) -> None:
+def check_shared(token: str, ranks: Communicator) -> None:
     """Check that every rank sees the driver's token, then remove it on rank 0. Collective.
 
     Raises InputError on all ranks if a rank does not see it, because no other process would find its part of a checkpoint.
     """
     found = ranks.each(lambda: (socket.gethostname(), _appears(token)))
     if ranks.first:
-        with tolerated(f"{token}: is left"):
+        with log_cleanup_errors(f"{token}: is left"):
             storage.remove_file(token)
     blind = [f"{rank} on {host}" for rank, (host, seen) in enumerate(found) if not seen]
     if blind:

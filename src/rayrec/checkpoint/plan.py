@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.quantities import size_text
@@ -92,14 +92,14 @@ def _layout(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...], tuple[int, .
     return data.properties.dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
 
 
-def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
+def make_plan(local: LocalTensors, ranks: Communicator) -> Plan:
     """Plan the save; collective. Each replicated tensor is written by the rank with the fewest bytes so far.
 
     Raises InputError on all ranks if the ranks' parts do not cover every tensor exactly once.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
-    everyone = ranks.gather_all((local.plan, local.shapes, local.sharded))
+    everyone = ranks.all_gather((local.plan, local.shapes, local.sharded))
     shapes = _agreed_shapes([held for _, held, _ in everyone])
     sharded = frozenset().union(*(names for *_, names in everyone))
     boxes: dict[str, list[Box]] = {}
@@ -109,10 +109,10 @@ def make_plan(local: LocalTensors, ranks: Ranks) -> Plan:
     check_covered(shapes, {name: found if name in sharded else set(found) for name, found in boxes.items()})
     # Each rank computes the same plan from the same list, so no rank sends it.
     plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([plan for plan, *_ in everyone])
-    return Plan(laid_out(plans[ranks.rank].items), shapes)
+    return Plan(lay_out(plans[ranks.rank].items), shapes)
 
 
-def laid_out(items: Iterable[WriteItem]) -> tuple[Part, ...]:
+def lay_out(items: Iterable[WriteItem]) -> tuple[Part, ...]:
     """Lay out a rank's items in one file, widest dtypes first, so that every part is aligned to its dtype. Raises TypeError for
     an item that is not a tensor or has an unsupported dtype."""
     items = list(items)
@@ -216,7 +216,7 @@ def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
     return False
 
 
-def untied(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def drop_tied_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Drop tensors that share all their memory with an earlier one."""
     from torch.distributed.tensor import DTensor
 

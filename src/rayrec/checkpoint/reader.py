@@ -18,9 +18,9 @@ import torch
 from torch import distributed
 
 from rayrec import storage
-from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.discovery import Checkpoint
-from rayrec.checkpoint.format import DamagedError, sha256_of, told_unreadable
+from rayrec.checkpoint.format import DamagedError, sha256_of, wrap_read_errors
 from rayrec.checkpoint.safetensors import TORCH_DTYPES, write_weights
 from rayrec.collectives import group_device
 from rayrec.config import InputError
@@ -49,16 +49,16 @@ def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
     Collective if a process group is initialized. Raises on all ranks DamagedError if any rank found a damaged file (rank 0 also
     checks the extra files), and InputError for a missing tensor or a wrong shape. Tensors may then be partly filled.
     """
-    ranks = Ranks.all()
-    manifest = ranks.from_first(checkpoint.manifest)
-    shared = share_out(tensors, ranks) if storage.is_url(checkpoint.path) else {}
+    ranks = Communicator.all()
+    manifest = ranks.run_on_rank0(checkpoint.manifest)
+    shared = assign_readers(tensors, ranks) if storage.is_url(checkpoint.path) else {}
     mine = {name: tensor for name, tensor in tensors.items() if shared.get(name, ranks.rank) == ranks.rank}
-    ranks.together(lambda: _restore_mine(checkpoint.path, manifest, mine, extra_files=ranks.first))
+    ranks.run_on_all_ranks(lambda: _restore_local(checkpoint.path, manifest, mine, extra_files=ranks.first))
     for name, reader in shared.items():
         distributed.broadcast(tensors[name].detach(), src=reader)
 
 
-def _restore_mine(folder: str, manifest: dict[str, Any], tensors: dict[str, Any], *, extra_files: bool) -> None:
+def _restore_local(folder: str, manifest: dict[str, Any], tensors: dict[str, Any], *, extra_files: bool) -> None:
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
     stored = manifest["tensors"]
@@ -114,7 +114,7 @@ def _copies(reader: _Reader, rows: _Rows, box: Sequence[tuple[int, int]], target
 
         def copy(begin: int = begin, end: int = end, part: torch.Tensor = part) -> None:
             memory = _memory(part, rows, box)
-            if memory is not None and reader.reads_whole_blocks(rows, begin, end):
+            if memory is not None and reader.is_block_aligned(rows, begin, end):
                 reader.read(rows, begin, end, memory)
                 return
             source = reader.read(rows, begin, end)
@@ -178,7 +178,7 @@ class _Reader:
         self._verified: set[tuple[str, int, int]] = set()
         self._local = threading.local()
 
-    def reads_whole_blocks(self, rows: _Rows, begin: int, end: int) -> bool:
+    def is_block_aligned(self, rows: _Rows, begin: int, end: int) -> bool:
         """Return whether these rows of a chunk consist of full checksum blocks."""
         stop = end * rows.row_bytes
         return begin * rows.row_bytes % self._block_bytes == 0 and (stop % self._block_bytes == 0 or stop == rows.chunk["bytes"])
@@ -212,7 +212,7 @@ class _Reader:
 
     def _fill(self, data: np.ndarray, rows: _Rows, start: int) -> None:
         path, first = storage.join(self._folder, rows.chunk["file"]), rows.chunk["start"]
-        with told_unreadable(path):
+        with wrap_read_errors(path):
             try:
                 got = storage.read_into(path, first + start, data)
             except InputError:
@@ -343,7 +343,7 @@ Shared = dict[str, int]
 """Rank that reads each fully replicated tensor, by name, in an order that all ranks agree on."""
 
 
-def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
+def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
     """Assign replicated tensors to ranks, balanced by bytes; collective. Empty for a single rank.
 
     Assigns only tensors that the default process group can broadcast: with NCCL none in host memory.
@@ -356,7 +356,7 @@ def share_out(tensors: dict[str, Any], ranks: Ranks) -> Shared:
         for name, tensor in tensors.items()
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == device and tensor.is_contiguous()
     }
-    everyone = ranks.gather_all(mine)
+    everyone = ranks.all_gather(mine)
     held = [name for name, kind in everyone[0].items() if all(other.get(name) == kind for other in everyone)]
     shared: Shared = {}
     load = [0] * ranks.size

@@ -23,7 +23,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
-class Persistence:
+class RetryPolicy:
     """Retry limits, and a callback for failures."""
 
     place: str
@@ -34,7 +34,7 @@ class Persistence:
     """Key that spreads the retries of many ranks in time, without touching the random state of the training."""
     ended: threading.Event
     """Stops the retries when set."""
-    late: Callable[[str], None]
+    on_failure: Callable[[str], None]
     """Called with the cause of each failure."""
 
     def run(self, function: Callable[[], T]) -> T:
@@ -46,15 +46,15 @@ class Persistence:
                 with storage.patience(PATIENCE_S):
                     return function()
             except OSError as error:
-                self.late(one_line(error))
+                self.on_failure(one_line(error))
                 now_s = time.monotonic()
                 first_s = now_s if first_s is None else first_s
                 delay_s = delay(attempt, seed=self.seed)
                 if now_s + delay_s > first_s + self.max_outage_s or self.ended.wait(delay_s):
-                    raise self._given_up(error) from error
+                    raise self._give_up_error(error) from error
             attempt += 1
 
-    def _given_up(self, error: OSError) -> InputError:
+    def _give_up_error(self, error: OSError) -> InputError:
         if is_full(error):
             return InputError(f"{self.place}: no space left. Free some or choose another --storage-path")
         return InputError(
@@ -63,13 +63,13 @@ class Persistence:
         )
 
 
-def persisted(function: Callable[[], T], *, place: str, max_outage_s: float) -> T:
-    """Call the function until it succeeds, and return its result; see `Persistence.run`. Warns about each failure."""
+def retry_write(function: Callable[[], T], *, place: str, max_outage_s: float) -> T:
+    """Call the function until it succeeds, and return its result; see `RetryPolicy.run`. Warns about each failure."""
 
-    def late(cause: str) -> None:
+    def on_failure(cause: str) -> None:
         _logger.warning("Cannot write %s yet (%s)", place, cause)
 
-    return Persistence(place, max_outage_s, seed=place, ended=threading.Event(), late=late).run(function)
+    return RetryPolicy(place, max_outage_s, seed=place, ended=threading.Event(), on_failure=on_failure).run(function)
 
 
 def delay(attempt: int, *, seed: str) -> float:
@@ -87,7 +87,7 @@ def one_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def tolerated(what: str) -> Iterator[None]:
+def log_cleanup_errors(what: str) -> Iterator[None]:
     """Suppress and log cleanup failures: they lose no data, and the next save or attempt cleans up again."""
     try:
         with storage.patience(PATIENCE_S):

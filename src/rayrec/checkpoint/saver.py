@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from rayrec import storage
-from rayrec.checkpoint.communicator import Ranks, attempt, raise_worst
-from rayrec.checkpoint.discovery import Checkpoint, committed, file_sizes, folder_of, torn
+from rayrec.checkpoint.communicator import Communicator, attempt, raise_most_severe
+from rayrec.checkpoint.discovery import Checkpoint, committed, file_sizes, folder_of, uncommitted_folders
 from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, data_file, is_data_file
 from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
-from rayrec.checkpoint.save_retry import Persistence, tolerated
-from rayrec.checkpoint.writer import ExtraFiles, Source, Written, commit, write_rank
+from rayrec.checkpoint.save_retry import RetryPolicy, log_cleanup_errors
+from rayrec.checkpoint.writer import ExtraFiles, Source, WrittenFile, commit, write_rank
 from rayrec.config import InputError
 
 Log = Callable[[str, dict[str, Any]], None]
@@ -62,7 +62,7 @@ class Saver:
         extra_files: Mapping[str, Source],
         max_outage_s: float,
         log: Log,
-        sweep: bool = True,
+        clean_uncommitted: bool = True,
         damaged: Collection[int] = (),
     ) -> None:
         """Create a saver and start its thread.
@@ -73,7 +73,7 @@ class Saver:
                 them.
             max_outage_s: Maximum storage outage in seconds before the run fails.
             log: Also called in the thread.
-            sweep: Whether to remove uncommitted saves of earlier attempts, in the thread.
+            clean_uncommitted: Whether to remove uncommitted saves of earlier attempts, in the thread.
             damaged: Steps of damaged checkpoints that were skipped at the start, on rank 0. Removed after the first later save.
         """
         self.last: Checkpoint | None = None
@@ -84,12 +84,12 @@ class Saver:
         """Duration of the last save in seconds, from the copy to the manifest."""
         self._folder, self._lease, self._retention = run_folder, lease, retention
         self._extra_files = ExtraFiles(extra_files)
-        self._max_outage_s, self._log, self._sweep = max_outage_s, log, sweep
+        self._max_outage_s, self._log, self._clean_uncommitted = max_outage_s, log, clean_uncommitted
         timeout_s = max_outage_s + _PATIENCE_S
-        self._caller = Ranks.in_group_of_their_own(timeout_s=timeout_s)
-        self._thread_ranks = Ranks.in_group_of_their_own(timeout_s=timeout_s)
+        self._caller = Communicator.with_new_group(timeout_s=timeout_s)
+        self._thread_ranks = Communicator.with_new_group(timeout_s=timeout_s)
         assert (lease is not None) == self._caller.first
-        self._tag = self._caller.share(lease.name[:15] if lease else "")
+        self._tag = self._caller.broadcast(lease.name[:15] if lease else "")
         self._num_saves = 0
         self._scores: dict[int, float | None] = {}
         self._damaged = set(damaged)
@@ -132,7 +132,7 @@ class Saver:
                 return False
             self._raise_failure()
             if unfit:
-                raise_worst(self._caller.gather_all(failure))
+                raise_most_severe(self._caller.all_gather(failure))
             assert ready is not None
             local, plain = ready
             if changed:
@@ -170,7 +170,7 @@ class Saver:
             self._copy.free()
             self._copy = None
         plan = make_plan(local, self._caller)
-        self._copy = self._caller.together(lambda: HostCopy(plan, local.data))
+        self._copy = self._caller.run_on_all_ranks(lambda: HostCopy(plan, local.data))
         self._signature = local.signature()
 
     def _raise_failure(self) -> None:
@@ -187,9 +187,9 @@ class Saver:
             self._stall_so_far = (self.stalled_s, None)
 
     def _work(self) -> None:
-        if self._sweep and self._lease is not None:
-            with tolerated(f"{self._folder}: torn saves are left"):
-                sweep(self._folder, self._lease)
+        if self._clean_uncommitted and self._lease is not None:
+            with log_cleanup_errors(f"{self._folder}: torn saves are left"):
+                remove_uncommitted(self._folder, self._lease)
         while (job := self._jobs.get()) is not None:
             try:
                 self._save(job)
@@ -202,12 +202,12 @@ class Saver:
         ranks = self._thread_ranks
         ranks.barrier()  # wait for rank 0's cleanup, which could mistake a file of this save for an uncommitted one
         causes: list[str] = []
-        persistence = self._persistence(job, causes)
+        policy = self._retry_policy(job, causes)
         written, failure = attempt(
-            lambda: persistence.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, wrote=self._count))
+            lambda: policy.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, wrote=self._count))
         )
         results = ranks.gather((written, failure, causes[:1]))
-        outcome = ranks.share(attempt(lambda: self._commit(job, results, persistence, causes)) if ranks.first else None)
+        outcome = ranks.broadcast(attempt(lambda: self._commit(job, results, policy, causes)) if ranks.first else None)
         assert outcome is not None
         _, failure = outcome
         if failure is not None:
@@ -221,34 +221,34 @@ class Saver:
     def _count(self, size_bytes: int) -> None:
         self.written_bytes += size_bytes
 
-    def _persistence(self, job: _Job, causes: list[str]) -> Persistence:
-        def late(cause: str) -> None:
+    def _retry_policy(self, job: _Job, causes: list[str]) -> RetryPolicy:
+        def on_failure(cause: str) -> None:
             if not causes:
                 self._log("checkpoint_late", {"step": job.step, "cause": cause})
             causes.append(cause)
 
-        return Persistence(
+        return RetryPolicy(
             place=job.folder,
             max_outage_s=self._max_outage_s,
             seed=f"{job.folder} {self._thread_ranks.rank}",
             ended=self._ended,
-            late=late,
+            on_failure=on_failure,
         )
 
     def _commit(
         self,
         job: _Job,
-        results: list[tuple[Written | None, Exception | None, list[str]]],
-        persistence: Persistence,
+        results: list[tuple[WrittenFile | None, Exception | None, list[str]]],
+        policy: RetryPolicy,
         causes: list[str],
     ) -> None:
         """Commit the save on rank 0, given the results of all ranks."""
         elsewhere = [cause for _, _, told in results[1:] for cause in told]
         if elsewhere and not causes:
-            persistence.late(elsewhere[0])  # only rank 0 writes a log
-        raise_worst([failure for _, failure, _ in results])
+            policy.on_failure(elsewhere[0])  # only rank 0 writes a log
+        raise_most_severe([failure for _, failure, _ in results])
         written = [part for part, _, _ in results if part is not None]
-        size_bytes = persistence.run(
+        size_bytes = policy.run(
             lambda: commit(
                 job.folder,
                 written,
@@ -278,24 +278,24 @@ class Saver:
     def _clean(self, job: _Job, referenced: list[str]) -> None:
         self._scores[job.step] = job.score
         self._damaged.discard(job.step)  # overwritten by this save
-        with tolerated(f"{self._folder}: checkpoints that could go are left"):
+        with log_cleanup_errors(f"{self._folder}: checkpoints that could go are left"):
             assert self._lease is not None
             if self._lease.valid():
                 remove_unreferenced(job.folder, referenced, tag=job.tag)
-                prune(self._folder, self._retention, newest=job.step, scores=self._scores, damaged=self._damaged)
+                apply_retention(self._folder, self._retention, newest=job.step, scores=self._scores, damaged=self._damaged)
 
 
 _logger = logging.getLogger(__name__)
 
 
-def sweep(run_folder: str, lease: Lease) -> None:
+def remove_uncommitted(run_folder: str, lease: Lease) -> None:
     """Remove the folders of uncommitted saves while the lease is valid."""
-    for folder in torn(run_folder):
+    for folder in uncommitted_folders(run_folder):
         if lease.valid():
             storage.remove_folder(folder)
 
 
-def prune(
+def apply_retention(
     run_folder: str, retention: Retention, *, newest: int, scores: dict[int, float | None], damaged: Collection[int] = ()
 ) -> None:
     """Remove checkpoints that the retention policy does not keep, after step `newest` was committed.

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.discovery import Checkpoint
-from rayrec.checkpoint.plan import untied
+from rayrec.checkpoint.plan import drop_tied_tensors
 from rayrec.checkpoint.reader import TableReader, restore
 from rayrec.checkpoint.row_map import RowMap
 from rayrec.compat.torch_compat import (
@@ -47,7 +47,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Any]:
 
     Tied tensors (GPT-2's output layer is its embedding) have only their first name.
     """
-    return {f"model.{name}": tensor for name, tensor in untied(model.state_dict()).items()}
+    return {f"model.{name}": tensor for name, tensor in drop_tied_tensors(model.state_dict()).items()}
 
 
 def optimizer_tensors(optimizer: Any) -> dict[str, Any]:
@@ -81,10 +81,10 @@ def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: to
 
     Raises the errors of `restore_all`.
     """
-    stored = Ranks.all().from_first(lambda: list(checkpoint.manifest()["tensors"]))
+    stored = Communicator.all().run_on_rank0(lambda: list(checkpoint.manifest()["tensors"]))
     make_state(optimizer)
     targets = Targets(model, optimizer, stored=set(stored))
-    _refuse_surplus(checkpoint, stored, targets)
+    _reject_surplus(checkpoint, stored, targets)
     by_rows = {
         name: (tensor, row_map)
         for name, tensor in targets.tensors.items()
@@ -107,8 +107,8 @@ def _weight_of(name: str, weights: Collection[str]) -> str:
     return rest
 
 
-def _refuse_surplus(checkpoint: Checkpoint, stored: Sequence[str], targets: Targets) -> None:
-    live = set[str]().union(*Ranks.all().gather_all(list(targets.tensors)))
+def _reject_surplus(checkpoint: Checkpoint, stored: Sequence[str], targets: Targets) -> None:
+    live = set[str]().union(*Communicator.all().all_gather(list(targets.tensors)))
     surplus = sorted(set(stored) - live)
     if surplus:
         owner = "optimizer" if surplus[0].startswith("optimizer.") else "model"
@@ -162,7 +162,7 @@ class Targets:
                 wanted = part.name_of(columns)
                 if wanted not in read:
                     read[wanted] = part.blank()
-                    self.tensors[wanted] = part.whole_table(read[wanted])
+                    self.tensors[wanted] = part.as_table(read[wanted])
             self._joins.append(_Join(part, {columns: read[part.name_of(columns)] for columns in sources}))
 
     def loaded(self) -> None:
@@ -192,7 +192,7 @@ class _Part:
         held = _placements(self.table.local_shards()) if isinstance(self.table, ShardedTensor) else self.states
         return {rows: some.new_zeros(rows[1]) for rows in held}
 
-    def whole_table(self, states: Mapping[Rows, torch.Tensor]) -> torch.Tensor:
+    def as_table(self, states: Mapping[Rows, torch.Tensor]) -> torch.Tensor:
         """Return `states` as this worker's shards of a tensor of shape [table rows]."""
         if not isinstance(self.table, ShardedTensor):
             return states[0, self.table.size()[0]]
@@ -246,7 +246,7 @@ def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:
                 yield name, value, None
                 continue
             for part in _parts(name, table, value):
-                yield part.name_of(part.columns), part.whole_table(part.states), part
+                yield part.name_of(part.columns), part.as_table(part.states), part
 
 
 def _parts(name: str, table: torch.Tensor, state: torch.Tensor) -> Iterator[_Part]:
@@ -300,9 +300,9 @@ def restore_rows(checkpoint: Checkpoint, tensors: Mapping[str, tuple[Any, RowMap
     memory: 24 bytes for each row of its largest shard. Raises on all ranks DamagedError if any rank found a damaged file,
     InputError for a missing tensor or a wrong shape. Tensors may then be partly filled.
     """
-    ranks = Ranks.all()
-    manifest = ranks.from_first(checkpoint.manifest)
-    ranks.together(lambda: _fill_all(checkpoint, manifest, tensors))
+    ranks = Communicator.all()
+    manifest = ranks.run_on_rank0(checkpoint.manifest)
+    ranks.run_on_all_ranks(lambda: _fill_all(checkpoint, manifest, tensors))
 
 
 def _fill_all(checkpoint: Checkpoint, manifest: dict[str, Any], tensors: Mapping[str, tuple[Any, RowMap]]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from rayrec import storage
-from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.discovery import Checkpoint, file_sizes, wrong_file
 from rayrec.checkpoint.format import (
     BLOCK_BYTES,
@@ -137,7 +137,7 @@ def _describe(source: Source) -> dict[str, Any]:
     return {"bytes": storage.size_of(source), "sha256": sha256_of(source)}
 
 
-def written_by(function: Callable[[str], None]) -> Callable[[str], Described]:
+def describe_output(function: Callable[[str], None]) -> Callable[[str], Described]:
     """Wrap a `function` that writes files into a folder, for a checkpoint that is saved once, and describe its files."""
 
     def write(folder: str) -> Described:
@@ -154,7 +154,7 @@ def written_by(function: Callable[[str], None]) -> Callable[[str], Described]:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """File of a rank, and the manifest entries of its parts."""
 
     file: str
@@ -165,7 +165,7 @@ class Written:
 
 def write_rank(
     folder: str, copy: HostCopy, *, rank: int, tag: str, wrote: Callable[[int], None] = lambda size_bytes: None
-) -> Written | None:
+) -> WrittenFile | None:
     """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write.
 
     `wrote` is called with the size of each written block. Raises OSError if storage is unavailable or full, leaving no partial
@@ -200,7 +200,7 @@ def write_rank(
         )
         for part, sums in zip(parts, checksums, strict=True)
     )
-    return Written(name, len(head) + copy.plan.body_bytes, chunks)
+    return WrittenFile(name, len(head) + copy.plan.body_bytes, chunks)
 
 
 def _checksums(copy: HostCopy) -> list[list[str]]:
@@ -225,7 +225,7 @@ def _pieces(head: bytes, copy: HostCopy, wrote: Callable[[int], None]) -> Iterat
 
 def commit(
     folder: str,
-    written: Sequence[Written],
+    written: Sequence[WrittenFile],
     *,
     shapes: Shapes,
     state: dict[str, Any],
@@ -285,9 +285,9 @@ def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_fil
         state: Plain JSON values, taken from rank 0.
         extra_files: Called on rank 0 with the folder, before the manifest is written.
     """
-    ranks = Ranks.all()
+    ranks = Communicator.all()
     # Removes an uncommitted earlier attempt and detects invalid tensors before anything is written.
-    local = ranks.together(lambda: _ready(path, tensors, ranks))
+    local = ranks.run_on_all_ranks(lambda: _ready(path, tensors, ranks))
     copy = HostCopy(make_plan(local, ranks), local.data)
     try:
         copy.fill(local.data)
@@ -296,11 +296,11 @@ def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_fil
     finally:
         copy.free()
     present = [part for part in written if part is not None]
-    extra = extra_files and written_by(extra_files)
-    return ranks.from_first(lambda: commit(path, present, shapes=shapes, state=state, score=None, extra_files=extra))
+    extra = extra_files and describe_output(extra_files)
+    return ranks.run_on_rank0(lambda: commit(path, present, shapes=shapes, state=state, score=None, extra_files=extra))
 
 
-def _ready(path: str, tensors: dict[str, Any], ranks: Ranks) -> LocalTensors:
+def _ready(path: str, tensors: dict[str, Any], ranks: Communicator) -> LocalTensors:
     local = LocalTensors(tensors)
     if ranks.first:
         storage.remove_folder(path)
@@ -309,7 +309,7 @@ def _ready(path: str, tensors: dict[str, Any], ranks: Ranks) -> LocalTensors:
 
 
 @dataclass(frozen=True)
-class Place:
+class TargetSlice:
     """Position of a source tensor in the merged checkpoint: a full tensor, or columns of it."""
 
     name: str
@@ -321,7 +321,7 @@ class Place:
 
 def join(
     path: str,
-    sources: Sequence[tuple[Checkpoint, Mapping[str, Place]]],
+    sources: Sequence[tuple[Checkpoint, Mapping[str, TargetSlice]]],
     *,
     state: dict[str, Any],
     extra_files: Callable[[str], None],
@@ -338,10 +338,10 @@ def join(
     """
     written = [_copied(path, number, *source) for number, source in enumerate(sources)]
     shapes = {place.name: place.shape for _, places in sources for place in places.values()}
-    return commit(path, written, shapes=shapes, state=state, score=None, extra_files=written_by(extra_files))
+    return commit(path, written, shapes=shapes, state=state, score=None, extra_files=describe_output(extra_files))
 
 
-def _copied(path: str, number: int, source: Checkpoint, places: Mapping[str, Place]) -> Written:
+def _copied(path: str, number: int, source: Checkpoint, places: Mapping[str, TargetSlice]) -> WrittenFile:
     tensors, file = source.manifest()["tensors"], data_file(number, "")
     chunks = [(name, chunk) for name in sorted(places) for chunk in tensors[name]["chunks"]]
     entries, start = [], 0
@@ -367,10 +367,10 @@ def _copied(path: str, number: int, source: Checkpoint, places: Mapping[str, Pla
         )
         for (name, chunk), entry in zip(chunks, entries, strict=True)
     )
-    return Written(file, len(head) + start, described)
+    return WrittenFile(file, len(head) + start, described)
 
 
-def _offsets(chunk: Mapping[str, Any], place: Place) -> list[int]:
+def _offsets(chunk: Mapping[str, Any], place: TargetSlice) -> list[int]:
     offsets = list(chunk["offsets"])
     if place.first_column:
         offsets[1] += place.first_column

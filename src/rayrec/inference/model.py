@@ -12,7 +12,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
-from rayrec.checkpoint.discovery import refuse_pickles
+from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.checkpoint.reader import check_extra_files
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
@@ -79,7 +79,7 @@ def open_served(
         return ServedModel(exported.preprocessor, exported.version, storage.absolute(path), "export", scorer)
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest()
-    refuse_pickles(checkpoint.path, manifest["files"])
+    reject_pickles(checkpoint.path, manifest["files"])
     if not storage.exists(storage.join(checkpoint.path, PREPROCESSOR_FOLDER)):
         raise InputError(
             f"{checkpoint.path}: holds no {PREPROCESSOR_FOLDER}/, which every checkpoint of a click model has; only those "

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rayrec import machine
 from rayrec.checkpoint import Checkpoint, open_checkpoint, verify
-from rayrec.checkpoint.discovery import refuse_pickles
+from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.cluster import connection
 from rayrec.cluster.connection import is_in_process
 from rayrec.cluster.layout import Node
@@ -244,7 +244,7 @@ class ScoringRequest:
         if batch_rows is not None and batch_rows < 1:
             raise InputError(f"batch_rows: {batch_rows} must be at least 1")
         checkpoint = open_checkpoint(self.checkpoint)
-        refuse_pickles(checkpoint.path, checkpoint.manifest()["files"])
+        reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.
         verify(checkpoint, "model.")
         on_ray = as_dataset or not is_in_process(self.config.cluster.address)

@@ -18,13 +18,13 @@ from rayrec.checkpoint import (
     acquire_lease,
     check_shared,
     folder_of,
-    newest_good,
+    latest_valid_checkpoint,
     step_of,
     weights_sha256,
 )
-from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.format import UnreadableError
-from rayrec.checkpoint.save_retry import persisted, tolerated
+from rayrec.checkpoint.save_retry import log_cleanup_errors, retry_write
 from rayrec.checkpoint.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
@@ -116,10 +116,10 @@ def _train(
     peak = _measured_peak(worker, stopwatch) if config.observe.times else 0.0
     damaged: set[int] = set()
     with storage.patience(config.failure.max_outage_s):  # a start may wait as long as a save
-        check_shared(attempt.storage_token, Ranks.all())
+        check_shared(attempt.storage_token, Communicator.all())
         # Retries like saves: a full disk may have room again.
         lease = (
-            persisted(partial(acquire_lease, folder), place=folder, max_outage_s=config.failure.max_outage_s)
+            retry_write(partial(acquire_lease, folder), place=folder, max_outage_s=config.failure.max_outage_s)
             if worker.rank == 0
             else None
         )
@@ -252,7 +252,7 @@ def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
         if kind != "checkpoint":
             return
         if first:
-            with tolerated(f"{folder}: an outdated {SUMMARY} is left"):
+            with log_cleanup_errors(f"{folder}: an outdated {SUMMARY} is left"):
                 storage.remove_file(storage.join(folder, SUMMARY))
                 first = False
         if quick and fields["write_s"] > grace_s:
@@ -299,7 +299,7 @@ def _resume(
         return _repaired(checkpoint, attempt, log)
 
     while True:
-        checkpoint = newest_good(folder, log=log_damaged, exclude=skipped.keys(), repair=repair_it)
+        checkpoint = latest_valid_checkpoint(folder, log=log_damaged, exclude=skipped.keys(), repair=repair_it)
         if checkpoint is None:
             _raise_unreadable(skipped.values())
         try:
@@ -329,7 +329,7 @@ def _resume(
             restore_all(checkpoint, setup.model, setup.optimizer)
         except DamagedError as error:
             loader.close()
-            is_repaired = checkpoint.path not in repaired and Ranks.all().from_first(partial(repair_it, checkpoint))
+            is_repaired = checkpoint.path not in repaired and Communicator.all().run_on_rank0(partial(repair_it, checkpoint))
             repaired.add(checkpoint.path)
             if not is_repaired:
                 skip(checkpoint, error)
@@ -367,7 +367,7 @@ def _raise_unreadable(errors: Iterable[DamagedError]) -> None:
 
 def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read the state on rank 0 for all workers, so that all resume from or skip the same checkpoint."""
-    return Ranks.all().from_first(lambda: checkpoint.manifest()["state"])
+    return Communicator.all().run_on_rank0(lambda: checkpoint.manifest()["state"])
 
 
 def _extra_files(attempt: AttemptContext) -> dict[str, bytes | str]:
@@ -379,7 +379,7 @@ def _restore_best(best: Checkpoint, model: torch.nn.Module, attempt: AttemptCont
     try:
         restore_model(best, model)
     except DamagedError:
-        if not Ranks.all().from_first(lambda: _repaired(best, attempt, log)):
+        if not Communicator.all().run_on_rank0(lambda: _repaired(best, attempt, log)):
             raise
         restore_model(best, model)
 
@@ -437,7 +437,7 @@ def finish(
         "metrics": tested.get("test", validation),
         "validation": validation,
     }
-    if Ranks.all().first:  # not collective: reading the files of large tables takes long
+    if Communicator.all().first:  # not collective: reading the files of large tables takes long
         with storage.patience(config.failure.max_outage_s):
             result["weights_sha256"] = weights_sha256(best)
     log("finish", result)

@@ -65,7 +65,7 @@ def test_a_metric_that_is_not_defined_does_not_damage_a_checkpoint(tmp_path: Pat
     """As AUROC over rows of one class: JSON has no NaN."""
     progress = {"step": 12, "metrics": {"auroc": float("nan"), "logloss": 0.5}, "best_metrics": {}}
     saved = save(tmp_path, 12, state={"progress": progress})
-    found = checkpoint.newest_good(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged"))
+    found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged"))
     assert found == saved
     restored = Progress.from_state(saved.manifest()["state"]["progress"], rank=0)
     assert math.isnan(restored.metrics.pop("auroc"))
@@ -173,10 +173,10 @@ def test_damage_is_found_by_name(tmp_path: Path, name: str, how: str) -> None:
             checkpoint.weights_sha256(saved)
     # A start goes back by one, and says so once; what only reading shows, the caller finds.
     told: list[dict[str, Any]] = []
-    found = checkpoint.newest_good(str(tmp_path), log=lambda kind, fields: told.append({"kind": kind, **fields}))
+    found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda kind, fields: told.append({"kind": kind, **fields}))
     if how == "flipped" and name != "manifest.json":
         assert (found, told) == (saved, [])
-        found = checkpoint.newest_good(str(tmp_path), log=lambda *_: told.append({}), exclude=[saved.path])
+        found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: told.append({}), exclude=[saved.path])
         assert (found, told) == (good, [])
     elif name == "manifest.json" and how == "gone":
         assert (found, told) == (good, [])  # no checkpoint at all
@@ -222,7 +222,7 @@ def test_damage_is_told_once(tmp_path: Path) -> None:
     told: list[int] = []
 
     def newest(*exclude: str) -> int | None:
-        found = checkpoint.newest_good(
+        found = checkpoint.latest_valid_checkpoint(
             folder, log=lambda _, fields: told.append(checkpoint.step_of(fields["path"])), exclude=exclude
         )
         return found and found.step
@@ -232,7 +232,7 @@ def test_damage_is_told_once(tmp_path: Path) -> None:
     assert (newest(third), told) == (1, [4, 2])
     harm(Path(checkpoint.folder_of(folder, 1), "manifest.json"), "cut")
     assert newest(third) is None
-    assert checkpoint.newest_good(str(tmp_path / "none"), log=lambda *_: None) is None
+    assert checkpoint.latest_valid_checkpoint(str(tmp_path / "none"), log=lambda *_: None) is None
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
     manifest = {**saved.manifest(), "version": version}
     sealed = {key: manifest[key] for key in manifest if key != "checksum"} if version == 1 else seal(manifest)
     storage.write_json(storage.join(saved.path, "manifest.json"), sealed)
-    for use in (lambda: checkpoint.restore(saved, zeros()), lambda: checkpoint.newest_good(str(tmp_path), log=print)):
+    for use in (lambda: checkpoint.restore(saved, zeros()), lambda: checkpoint.latest_valid_checkpoint(str(tmp_path), log=print)):
         with pytest.raises(InputError, match=f"format version must be 2, got {version}") as caught:
             use()
         assert not isinstance(caught.value, DamagedError)

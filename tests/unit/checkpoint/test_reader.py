@@ -125,7 +125,7 @@ def test_what_a_disk_gives_no_more_is_damage(tmp_path: Path, monkeypatch: pytest
     target, told = {"a": torch.zeros(3)}, []
     with pytest.raises(UnreadableError, match=rf"{name}: cannot be read \(.+\); use an earlier checkpoint"):
         checkpoint.restore(second, target)
-    found = checkpoint.newest_good(str(tmp_path), log=lambda kind, fields: told.append((kind, fields["path"])))
+    found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda kind, fields: told.append((kind, fields["path"])))
     if name == "manifest.json":
         assert (found, told) == (first, [("checkpoint_damaged", second.path)])
     else:
@@ -142,7 +142,7 @@ def test_where_nothing_else_is_left_what_cannot_be_read_is_no_reason_to_begin_an
     monkeypatch.setattr(storage, "read_json", raising(OSError(errno.EIO, "Input/output error")))
     nothing = r"cannot be read .* there is no other checkpoint to resume from; fix the storage"
     with pytest.raises(InputError, match=nothing):
-        checkpoint.newest_good(str(tmp_path), log=lambda *_: None)
+        checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: None)
 
 
 def test_a_cut_file_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from builders.savers import Run, save
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import DamagedError, Retention, newest_good, save_retry
+from rayrec.checkpoint import DamagedError, Retention, latest_valid_checkpoint, save_retry
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def test_saves_restores_and_removes(bucket: str) -> None:
     storage.write_bytes(storage.join(found.path, name), data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(DamagedError, match=name):
         checkpoint.restore(found, target)
-    assert newest_good(run.folder, log=lambda *_: None, exclude=[found.path]) == run.at(1)
+    assert latest_valid_checkpoint(run.folder, log=lambda *_: None, exclude=[found.path]) == run.at(1)
     storage.remove_file(storage.join(found.path, name))
     with pytest.raises(DamagedError, match=rf"{name}: missing"):
         checkpoint.restore(found, target)

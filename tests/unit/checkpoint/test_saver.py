@@ -118,7 +118,7 @@ def test_what_belongs_with_the_weights(run: Run) -> None:
     folder.mkdir(parents=True)
     for name in (*left, of_a_successor):
         (folder / name).write_bytes(b"abc")
-    saver = run.saver(extra_files={"more/words.txt": b"abc"}, sweep=False)
+    saver = run.saver(extra_files={"more/words.txt": b"abc"}, clean_uncommitted=False)
     files = save(saver, 1, values()).manifest()["files"]
     (data,) = (name for name in files if name.startswith("data_00000-000001-"))
     assert files.keys() == {data, "more/words.txt"}
@@ -217,7 +217,7 @@ def test_torn_saves_are_swept(run: Run) -> None:
         run.path(step).mkdir()
         run.path(step, "data_00000.safetensors").touch()
     names = sorted(os.listdir(run.path(1).parent))
-    run.saver(sweep=False).close()
+    run.saver(clean_uncommitted=False).close()
     lost = acquire_lease(run.folder)
     acquire_lease(run.folder)
     run.saver(lease=lost).close()

@@ -13,7 +13,7 @@ import torch
 from builders.faults import at_first, flip, raising
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, acquire_lease, folder_of, newest_good, save_retry
+from rayrec.checkpoint import Checkpoint, DamagedError, acquire_lease, folder_of, latest_valid_checkpoint, save_retry
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.observe.timing import Stopwatch
@@ -84,12 +84,12 @@ def test_manifest_damaged_after_check_is_skipped(tmp_path: Path, monkeypatch: py
     resumed = Resumed(tmp_path, 1, 2)
 
     def look_and_tear(folder: str, **arguments: Any) -> Checkpoint | None:
-        found = newest_good(folder, **arguments)
+        found = latest_valid_checkpoint(folder, **arguments)
         if found is not None and found.step == 2:
             tear(folder, 2, "manifest.json")
         return found
 
-    monkeypatch.setattr(worker, "newest_good", look_and_tear)
+    monkeypatch.setattr(worker, "latest_valid_checkpoint", look_and_tear)
     found, setup, loader, progress = resumed.start()
     assert found is not None
     assert (found.step, progress.step, loader.state) == (1, 1, {"at": 1})
@@ -166,10 +166,10 @@ def test_lease_is_written_after_full_disk_has_space(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
     full, acquire = OSError(errno.ENOSPC, "No space left on device"), partial(acquire_lease, str(tmp_path))
     monkeypatch.setattr(storage, "write_json", at_first([full] * 2, storage.write_json))
-    assert save_retry.persisted(acquire, place="run", max_outage_s=30.0).valid()
+    assert save_retry.retry_write(acquire, place="run", max_outage_s=30.0).valid()
     monkeypatch.setattr(storage, "write_json", raising(full))
     with pytest.raises(InputError, match="no space left; free some"):
-        save_retry.persisted(acquire, place="run", max_outage_s=0.1)
+        save_retry.retry_write(acquire, place="run", max_outage_s=0.1)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])

@@ -14,7 +14,7 @@ from ranks.checkpoint import run_ranks
 from torch.nn import functional
 
 from rayrec.batch import StepOutput
-from rayrec.checkpoint import Checkpoint, full_tensors, untied, weights_sha256
+from rayrec.checkpoint import Checkpoint, drop_tied_tensors, full_tensors, weights_sha256
 from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
@@ -125,7 +125,7 @@ def test_one_worker_learns_what_plain_torch_learns(alone: tuple[Path, list[dict[
         losses.append(loss.item())
     assert [event["loss"] for event in events if event["kind"] == "step"] == pytest.approx(losses, abs=1e-6)
     stored = _tensors(folder / "12")
-    for name, value in untied(model.state_dict()).items():
+    for name, value in drop_tied_tensors(model.state_dict()).items():
         assert torch.equal(stored[f"model.{name}"], value), name
 
 

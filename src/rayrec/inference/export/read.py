@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rayrec import storage
-from rayrec.checkpoint.discovery import refuse_pickles
+from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.checkpoint.format import MANIFEST
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
@@ -47,7 +47,7 @@ def open_export(
     """
     manifest = read_manifest(path)
     files = manifest["files"]
-    refuse_pickles(path, files)
+    reject_pickles(path, files)
     for name in files:
         if name not in (TABLES, DENSE):  # Verified when they are read
             verify_file(path, name, files)

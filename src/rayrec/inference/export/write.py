@@ -16,7 +16,7 @@ import torch
 
 from rayrec import hashing, storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors, open_checkpoint
-from rayrec.checkpoint.discovery import refuse_pickles
+from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.checkpoint.format import sha256_of
 from rayrec.checkpoint.safetensors import header, write_weights
 from rayrec.config import InputError
@@ -54,7 +54,7 @@ def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportCo
     """
     settings = settings or ExportConfig()
     opened = open_checkpoint(checkpoint)
-    refuse_pickles(opened.path, opened.manifest()["files"])
+    reject_pickles(opened.path, opened.manifest()["files"])
     is_click_model = isinstance(config.workload, ClickWorkload)
     if not is_click_model and settings != ExportConfig():
         raise InputError(

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rayrec.checkpoint import Checkpoint, full_tensors, untied
+from rayrec.checkpoint import Checkpoint, drop_tied_tensors, full_tensors
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import RowSource
 from rayrec.metrics.means import MeasureTotals
@@ -120,7 +120,7 @@ def load_model(workload: DataParallelModel, config: TrainConfig, *, checkpoint: 
     """Load the trained model of a checkpoint folder, in eval mode and without gradients. Verifies all checksums. Raises
     InputError for damaged weights and weights of another model."""
     model = workload.build_from(config, checkpoint=checkpoint)
-    wanted = untied(model.state_dict())
+    wanted = drop_tied_tensors(model.state_dict())
     check_weights(checkpoint, {name: list(tensor.shape) for name, tensor in wanted.items()})
     weights = dict(full_tensors(Checkpoint(checkpoint), PREFIX))
     with torch.no_grad():

@@ -27,12 +27,12 @@ class DataParallelWorkload(DataParallelModel):
         """Start from all weights and optimizer state by name. Uses the memory of one more model."""
         import torch
 
-        from rayrec.checkpoint import untied
+        from rayrec.checkpoint import drop_tied_tensors
         from rayrec.workloads.warm_start import require_same_optimizer, require_same_weights, stored_settings
 
         require_same_optimizer(checkpoint, stored_settings(checkpoint), "optimizer", self.optimizer, fields=("kind", "momentum"))
         with torch.random.fork_rng(devices=[]):
-            weights = untied(self.build(prepared).state_dict())
+            weights = drop_tied_tensors(self.build(prepared).state_dict())
         wanted = {name: list(tensor.shape) for name, tensor in weights.items()}
         require_same_weights(checkpoint, wanted)
         return WarmStart(checkpoint.path, context.engine.share({}), {"weights": len(wanted)})

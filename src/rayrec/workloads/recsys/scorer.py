@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from rayrec import models, storage
 from rayrec.batch import DENSE, Batch
 from rayrec.checkpoint import Checkpoint, full_tensors
-from rayrec.checkpoint.writer import Place
+from rayrec.checkpoint.writer import TargetSlice
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
@@ -366,7 +366,7 @@ class Joined:
 
     model: EnsembleConfig
     precision: Precision
-    places: tuple[dict[str, Place], ...]
+    places: tuple[dict[str, TargetSlice], ...]
     """Target of each checkpoint's weights in the ensemble: tables are concatenated by column, networks are separate members."""
 
 
@@ -406,7 +406,7 @@ def load_mean_scorer(checkpoints: Sequence[str], *, preprocessor: Preprocessor, 
 
 def _places(
     checkpoints: Sequence[Checkpoint], config: EnsembleConfig, *, preprocessor: Preprocessor, precision: Precision
-) -> tuple[dict[str, Place], ...]:
+) -> tuple[dict[str, TargetSlice], ...]:
     def empty(model: ClickModelConfig) -> PlainModel:
         return empty_model(model, preprocessor=preprocessor, precision=precision)
 
@@ -420,7 +420,7 @@ def _places(
         places = {}
         for own in wanted:
             name = names.get(own, f"members.{number}.{own}")
-            places[PREFIX + own] = Place(PREFIX + name, tuple(shapes[name]), first_column if own in names else 0)
+            places[PREFIX + own] = TargetSlice(PREFIX + name, tuple(shapes[name]), first_column if own in names else 0)
         found.append(places)
         first_column += model.table_width
     return tuple(found)

@@ -23,7 +23,7 @@ from torchrec.streamable import Pipelineable
 
 from rayrec import machine, storage
 from rayrec.batch import Batch
-from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.ingest.batches import ClickBatches
@@ -78,9 +78,9 @@ def _device_bytes(device: torch.device) -> int:
     return int(whole * torch.cuda.get_per_process_memory_fraction(device))
 
 
-def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
+def places_of_ranks(context: WorkerContext, ranks: Communicator) -> list[Place]:
     """Return the `Place` of each rank. Collective."""
-    nodes = ranks.gather_all(context.node)
+    nodes = ranks.all_gather(context.node)
     workers, store = nodes.count(context.node), context.object_store_bytes
     memory = machine.memory()
     place = Place(
@@ -90,13 +90,13 @@ def places_of_ranks(context: WorkerContext, ranks: Ranks) -> list[Place]:
         max(0, memory.total - store) // workers,
         _device_bytes(context.device) if context.device.type == "cuda" else None,
     )
-    return ranks.gather_all(place)
+    return ranks.all_gather(place)
 
 
 def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int) -> ShardingPlan:
     """Create the sharding plan on rank 0 and broadcast it. Collective. If tables fit the machine but not its free memory, waits
     up to a minute for processes of a previous attempt to end. Raises InputError on all ranks if the tables do not fit."""
-    ranks = Ranks.all()
+    ranks = Communicator.all()
     deadline_s = time.monotonic() + _MEMORY_WAIT_S
     while True:
         places = places_of_ranks(context, ranks)
@@ -104,7 +104,7 @@ def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn
         # TorchRec builds its process groups from this number, which must be equal on all ranks.
         os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node(nodes)))
         patient = time.monotonic() < deadline_s
-        made = ranks.from_first(partial(_plan_or_wait, workload, model, places, batch_size=batch_size, patient=patient))
+        made = ranks.run_on_rank0(partial(_plan_or_wait, workload, model, places, batch_size=batch_size, patient=patient))
         if made is not None:
             return made
         time.sleep(_MEMORY_POLL_S)

@@ -146,7 +146,7 @@ def test_memory_of_a_node_is_shared_by_its_workers(monkeypatch: pytest.MonkeyPat
     from rayrec.machine import Memory
 
     monkeypatch.setattr(worker.machine, "memory", lambda: Memory(total=10 * GB, available=6 * GB))
-    ranks: Any = SimpleNamespace(gather_all=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
+    ranks: Any = SimpleNamespace(all_gather=lambda value: ["a", "b", "a"] if isinstance(value, str) else [value])
     context: Any = SimpleNamespace(node="a", device=torch.device("cpu"), object_store_bytes=2 * GB)
     (place,) = worker.places_of_ranks(context, ranks)
     assert place == Place("a", "cpu", host_bytes=2 * GB, most_host_bytes=4 * GB, device_bytes=None)
