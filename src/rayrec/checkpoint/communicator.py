@@ -35,11 +35,11 @@ class Communicator:
     @classmethod
     def with_new_group(cls, *, timeout_s: float) -> Self:
         """Create a gloo group for one thread: collectives of two threads must not share a group."""
-        everyone = cls.all()
+        default = cls.all()
         if not distributed.is_initialized():
-            return everyone
+            return default
         group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(everyone.rank, everyone.size, group)
+        return cls(default.rank, default.size, group)
 
     @property
     def first(self) -> bool:
@@ -60,16 +60,16 @@ class Communicator:
         """Return the values of all ranks on rank 0, an empty list on the others."""
         if self.size == 1:
             return [value]
-        everyone: list[Any] = [None] * self.size if self.first else []
-        distributed.gather_object(value, everyone if self.first else None, dst=0, group=self.group)
-        return everyone
+        values: list[Any] = [None] * self.size if self.first else []
+        distributed.gather_object(value, values if self.first else None, dst=0, group=self.group)
+        return values
 
     def all_gather(self, value: T) -> list[T]:
         if self.size == 1:
             return [value]
-        everyone: list[Any] = [None] * self.size
-        distributed.all_gather_object(everyone, value, group=self.group)
-        return everyone
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
 
     def broadcast(self, value: T) -> T:
         """Return the value of rank 0."""
@@ -115,9 +115,9 @@ def make_picklable(error: Exception) -> Exception:
         return InputError(str(error))
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error)) if error.errno else OSError(str(error))
-    told = RuntimeError(f"{type(error).__name__}: {error}")
-    told.__cause__ = error  # shown on the failing rank only
-    return told
+    substitute = RuntimeError(f"{type(error).__name__}: {error}")
+    substitute.__cause__ = error  # shown on the failing rank only
+    return substitute
 
 
 def raise_most_severe(failures: list[Exception | None]) -> None:

@@ -99,29 +99,29 @@ class CheckpointWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         def values(part: Part) -> torch.Tensor:
-            found = planner.resolve_data(part.item)
-            assert isinstance(found, torch.Tensor)
-            return found.detach()
+            data = planner.resolve_data(part.item)
+            assert isinstance(data, torch.Tensor)
+            return data.detach()
 
         copy = HostCopy(Plan(lay_out(plan.items), {}), values)
         try:
             copy.fill(values)
-            written = write_rank(self._path, copy, rank=distributed.get_rank() if distributed.is_initialized() else 0, tag="")
+            file = write_rank(self._path, copy, rank=distributed.get_rank() if distributed.is_initialized() else 0, tag="")
         finally:
             parts = copy.plan.parts
             copy.free()
         done: Future[list[WriteResult]] = Future()
         # The first result carries the rank's file, for `finish` on rank 0.
         done.set_result(
-            [WriteResult(part.item.index, part.size_bytes, written if number == 0 else None) for number, part in enumerate(parts)]
+            [WriteResult(part.item.index, part.size_bytes, file if number == 0 else None) for number, part in enumerate(parts)]
         )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = [result.storage_data for of_rank in results for result in of_rank]
+        files = [result.storage_data for of_rank in results for result in of_rank]
         commit(
             self._path,
-            [found for found in written if isinstance(found, WrittenFile)],
+            [file for file in files if isinstance(file, WrittenFile)],
             shapes={
                 name: tuple(entry.size)
                 for name, entry in metadata.state_dict_metadata.items()

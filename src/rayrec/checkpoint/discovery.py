@@ -42,33 +42,35 @@ def folder_of(run_folder: str, step: int) -> str:
 
 
 def step_of(path: str) -> int:
-    found = re.fullmatch(r"step_(\d+)", storage.name_of(path.rstrip("/")))
-    if not found:
+    match = re.fullmatch(r"step_(\d+)", storage.name_of(path.rstrip("/")))
+    if not match:
         raise InputError(f"{path}: must be a checkpoint folder, such as step_00001000")
-    return int(found.group(1))
+    return int(match.group(1))
 
 
 def committed(run_folder: str) -> list[Checkpoint]:
     """Return the complete checkpoints of a run, oldest first. Does not check them for damage."""
-    return [found for found in _step_folders(run_folder) if storage.exists(storage.join(found.path, MANIFEST))]
+    return [checkpoint for checkpoint in _step_folders(run_folder) if storage.exists(storage.join(checkpoint.path, MANIFEST))]
 
 
 def uncommitted_folders(run_folder: str) -> list[str]:
     """Return the folders of saves that were never committed or only partly removed."""
-    return [found.path for found in _step_folders(run_folder) if not storage.exists(storage.join(found.path, MANIFEST))]
+    return [
+        checkpoint.path for checkpoint in _step_folders(run_folder) if not storage.exists(storage.join(checkpoint.path, MANIFEST))
+    ]
 
 
 def _step_folders(run_folder: str) -> list[Checkpoint]:
     folder = storage.join(run_folder, "checkpoints")
     names = [name for name in storage.list_folder(folder) if re.fullmatch(r"step_\d+", name)]
-    found = [Checkpoint(storage.join(folder, name)) for name in names]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    checkpoints = [Checkpoint(storage.join(folder, name)) for name in names]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def latest(run_folder: str) -> Checkpoint | None:
     """Return the newest complete checkpoint of a run, or None."""
-    found = committed(run_folder)
-    return found[-1] if found else None
+    checkpoints = committed(run_folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -79,18 +81,18 @@ def open_checkpoint(path: str) -> Checkpoint:
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
     summary = storage.join(path, SUMMARY)
-    chosen = latest(path)
+    checkpoint = latest(path)
     if storage.exists(summary):
-        found = storage.read_json(summary)
-        step = found.get("chosen_step") if isinstance(found, dict) else None
+        content = storage.read_json(summary)
+        step = content.get("chosen_step") if isinstance(content, dict) else None
         if type(step) is not int or step < 0:
             raise InputError(f"{summary}: damaged, chosen_step must be a step, got {step!r}. Use a checkpoint folder")
-        chosen = Checkpoint(folder_of(path, step))
-    if chosen is None:
+        checkpoint = Checkpoint(folder_of(path, step))
+    if checkpoint is None:
         raise InputError(
             f"{path}: contains no complete checkpoint (no {MANIFEST}). Use a folder such as RUN/checkpoints/step_00001000"
         )
-    return Checkpoint(storage.absolute(chosen.path))
+    return Checkpoint(storage.absolute(checkpoint.path))
 
 
 def latest_valid_checkpoint(
@@ -148,8 +150,8 @@ def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
     """Check that all files exist and have the right size, without reading them. Raises DamagedError."""
     wrong = wrong_file(checkpoint.path, manifest["files"])
     if wrong is not None:
-        path, what = wrong
-        raise DamagedError(f"{path}: {what}; use an earlier checkpoint")
+        path, problem = wrong
+        raise DamagedError(f"{path}: {problem}; use an earlier checkpoint")
 
 
 def wrong_file(folder: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -181,9 +183,9 @@ def reject_pickles(folder: str, files: Collection[str]) -> None:
 def file_sizes(folder: str) -> dict[str, int]:
     """Return the size of every file in a folder, in bytes, by relative path."""
 
-    def look(filesystem: arrow_fs.FileSystem, inner: str) -> dict[str, int]:
+    def list_files(filesystem: arrow_fs.FileSystem, inner: str) -> dict[str, int]:
         inner = inner.rstrip("/")
         infos = filesystem.get_file_info(arrow_fs.FileSelector(inner, recursive=True, allow_not_found=True))
         return {info.path[len(inner) + 1 :]: info.size for info in infos if info.type == arrow_fs.FileType.File}
 
-    return enduring(folder, look)
+    return enduring(folder, list_files)

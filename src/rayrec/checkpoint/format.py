@@ -33,8 +33,8 @@ class UnreadableError(DamagedError):
 
     def without_another(self) -> InputError:
         """Return the error to raise if this is the only checkpoint: restarting the training would silently abandon it."""
-        what = str(self).partition(";")[0]
-        return InputError(f"{what}, and there is no other checkpoint to resume from. Fix the storage or choose another --name")
+        problem = str(self).partition(";")[0]
+        return InputError(f"{problem}, and there is no other checkpoint to resume from. Fix the storage or choose another --name")
 
 
 @contextmanager
@@ -63,8 +63,8 @@ def sha256_of(path: str) -> str:
     """Return the SHA-256 of a file. Raises InputError if it is missing, OSError if storage is unavailable."""
     digest = hashlib.sha256()
     with wrap_read_errors(path):
-        for piece in storage.read_stream(path):
-            digest.update(piece)
+        for data in storage.read_stream(path):
+            digest.update(data)
     return digest.hexdigest()
 
 
@@ -111,8 +111,8 @@ class _Manifest(TypedDict):
     tensors: dict[str, _Tensor]
 
 
-def load_manifest(folder: str, *, remedy: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint or export after verifying its checksum. Raises DamagedError that ends with `remedy`."""
+def load_manifest(folder: str, *, fix: str) -> dict[str, Any]:
+    """Return the manifest of a checkpoint or export after verifying its checksum. Raises DamagedError that ends with `fix`."""
     path = storage.join(folder, MANIFEST)
     try:
         with wrap_read_errors(path):
@@ -125,15 +125,15 @@ def load_manifest(folder: str, *, remedy: str) -> dict[str, Any]:
     except DamagedError:
         raise
     except InputError as error:
-        raise DamagedError(f"{error}; {remedy}") from None
+        raise DamagedError(f"{error}; {fix}") from None
     if not sound:
-        raise DamagedError(f"{path}: damaged, its checksum does not match; {remedy}")
+        raise DamagedError(f"{path}: damaged, its checksum does not match; {fix}")
     return manifest
 
 
-def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, remedy: str) -> None:
+def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, fix: str) -> None:
     """Check that the manifest has the fields of a TypedDict and that all its files are regular files inside the folder, not links
-    to outside. The DamagedError it raises ends with `remedy`."""
+    to outside. The DamagedError it raises ends with `fix`."""
     import pydantic
 
     path = storage.join(folder, MANIFEST)
@@ -142,32 +142,32 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, remedy
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise DamagedError(f"{path}: damaged, field {field} is invalid ({first['msg']}); {remedy}") from None
+        raise DamagedError(f"{path}: damaged, field {field} is invalid ({first['msg']}); {fix}") from None
     names = {MANIFEST, *manifest["files"]}
     for tensor in manifest.get("tensors", {}).values():
         names.update(chunk["file"] for chunk in tensor["chunks"])
     root = None if storage.is_url(folder) else os.path.realpath(folder)
     for name in sorted(names):
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-            raise DamagedError(f"{path}: damaged, {name!r} is outside of the folder; {remedy}")
+            raise DamagedError(f"{path}: damaged, {name!r} is outside of the folder; {fix}")
         if root is None:
             continue
-        place = os.path.realpath(os.path.join(root, name))
-        if not place.startswith(root + os.sep):
+        target = os.path.realpath(os.path.join(root, name))
+        if not target.startswith(root + os.sep):
             raise DamagedError(
-                f"{os.path.join(folder, name)}: is a link to {place}, outside of the folder; copy the file, or {remedy}"
+                f"{os.path.join(folder, name)}: is a link to {target}, outside of the folder; copy the file, or {fix}"
             )
-        if os.path.exists(place) and not os.path.isfile(place):
-            raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {remedy}")
+        if os.path.exists(target) and not os.path.isfile(target):
+            raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {fix}")
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
     """Return the manifest of a checkpoint folder. Raises DamagedError if it is missing or damaged, InputError if it has another
     format version, OSError if storage is unavailable."""
-    path, remedy = storage.join(folder, MANIFEST), "use an earlier checkpoint"
+    path, fix = storage.join(folder, MANIFEST), "use an earlier checkpoint"
     if not storage.exists(path):
-        raise DamagedError(f"{path}: missing; {remedy}")
-    manifest = load_manifest(folder, remedy=remedy)
+        raise DamagedError(f"{path}: missing; {fix}")
+    manifest = load_manifest(folder, fix=fix)
     if "format" in manifest:
         raise InputError(
             f"{folder}: must be a checkpoint, got an export. Use the exported checkpoint (exports are for `rayrec serve`)"
@@ -176,5 +176,5 @@ def read_manifest(folder: str) -> dict[str, Any]:
         raise InputError(
             f"{folder}: format version must be {VERSION}, got {manifest.get('version')}. Use the version of rayrec that wrote it"
         )
-    check_manifest(folder, manifest, _Manifest, remedy=remedy)
+    check_manifest(folder, manifest, _Manifest, fix=fix)
     return manifest

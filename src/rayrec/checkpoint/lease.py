@@ -78,7 +78,7 @@ def write_token(run_folder: str, *, max_outage_s: float) -> str:
     storage is unavailable or full for `max_outage_s`."""
     token = storage.join(run_folder, f".storage-{uuid.uuid4().hex}")
     text = b"This file shows that all workers see the storage of the driver.\n"
-    retry_write(lambda: storage.write_bytes(token, text), place=run_folder, max_outage_s=max_outage_s)
+    retry_write(lambda: storage.write_bytes(token, text), path=run_folder, max_outage_s=max_outage_s)
     return token
 
 
@@ -87,11 +87,11 @@ def check_shared(token: str, ranks: Communicator) -> None:
 
     Raises InputError on all ranks if a rank does not see it, because no other process would find its part of a checkpoint.
     """
-    found = ranks.each(lambda: (socket.gethostname(), _appears(token)))
+    visible = ranks.each(lambda: (socket.gethostname(), _appears(token)))
     if ranks.first:
         with log_cleanup_errors(f"{token}: is left"):
             storage.remove_file(token)
-    blind = [f"{rank} on {host}" for rank, (host, seen) in enumerate(found) if not seen]
+    blind = [f"{rank} on {host}" for rank, (host, seen) in enumerate(visible) if not seen]
     if blind:
         shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
         folder = token.rpartition("/")[0]

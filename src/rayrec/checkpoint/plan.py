@@ -99,16 +99,16 @@ def make_plan(local: LocalTensors, ranks: Communicator) -> Plan:
     """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
-    everyone = ranks.all_gather((local.plan, local.shapes, local.sharded))
-    shapes = _agreed_shapes([held for _, held, _ in everyone])
-    sharded = frozenset().union(*(names for *_, names in everyone))
+    gathered = ranks.all_gather((local.plan, local.shapes, local.sharded))
+    shapes = _agreed_shapes([shape for _, shape, _ in gathered])
+    sharded = frozenset().union(*(names for *_, names in gathered))
     boxes: dict[str, list[Box]] = {}
-    for plan, *_ in everyone:
+    for plan, *_ in gathered:
         for item in plan.items:
             boxes.setdefault(item.index.fqn, []).append(_layout(item)[2:])
-    check_covered(shapes, {name: found if name in sharded else set(found) for name, found in boxes.items()})
+    check_covered(shapes, {name: chunks if name in sharded else set(chunks) for name, chunks in boxes.items()})
     # Each rank computes the same plan from the same list, so no rank sends it.
-    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([plan for plan, *_ in everyone])
+    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([plan for plan, *_ in gathered])
     return Plan(lay_out(plans[ranks.rank].items), shapes)
 
 
@@ -134,10 +134,10 @@ def _check_item(item: WriteItem) -> None:
         raise TypeError(f"{item.index.fqn}: dtype {item.tensor_data.properties.dtype} is not supported in checkpoints")
 
 
-def _agreed_shapes(everyone: Sequence[Shapes]) -> Shapes:
+def _agreed_shapes(gathered: Sequence[Shapes]) -> Shapes:
     shapes: Shapes = {}
-    for held in everyone:
-        for name, shape in held.items():
+    for local in gathered:
+        for name, shape in local.items():
             if shapes.setdefault(name, shape) != shape:
                 raise InputError(f"{name}: shapes of workers do not match, got {list(shapes[name])} and {list(shape)}")
     return shapes
@@ -221,14 +221,14 @@ def drop_tied_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     seen: set[Any] = set()
-    kept = {}
+    result = {}
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         # Memory sharing can only be detected for plain, non-empty tensors.
         if type(local) is torch.Tensor and local.numel():
-            place = (local.data_ptr(), local.dtype, tensor.shape, local.stride())
-            if place in seen:
+            storage = (local.data_ptr(), local.dtype, tensor.shape, local.stride())
+            if storage in seen:
                 continue
-            seen.add(place)
-        kept[name] = tensor
-    return kept
+            seen.add(storage)
+        result[name] = tensor
+    return result

@@ -52,8 +52,8 @@ def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
     ranks = Communicator.all()
     manifest = ranks.run_on_rank0(checkpoint.manifest)
     shared = assign_readers(tensors, ranks) if storage.is_url(checkpoint.path) else {}
-    mine = {name: tensor for name, tensor in tensors.items() if shared.get(name, ranks.rank) == ranks.rank}
-    ranks.run_on_all_ranks(lambda: _restore_local(checkpoint.path, manifest, mine, extra_files=ranks.first))
+    local = {name: tensor for name, tensor in tensors.items() if shared.get(name, ranks.rank) == ranks.rank}
+    ranks.run_on_all_ranks(lambda: _restore_local(checkpoint.path, manifest, local, extra_files=ranks.first))
     for name, reader in shared.items():
         distributed.broadcast(tensors[name].detach(), src=reader)
 
@@ -194,32 +194,32 @@ class _Reader:
         data = self._buffer(stop - start) if memory is None else memory
         self._fill(data, rows, start)
         for block in range(first_block, stop_block):
-            place = block * self._block_bytes - start
-            self._verify(rows, block, data[place : place + self._block_bytes])
-        wanted = torch.from_numpy(data[begin * row_bytes - start : end * row_bytes - start])
-        return wanted.view(rows.dtype).reshape([end - begin, *chunk["sizes"][1:]] if chunk["sizes"] else [])
+            offset = block * self._block_bytes - start
+            self._verify(rows, block, data[offset : offset + self._block_bytes])
+        rows_read = torch.from_numpy(data[begin * row_bytes - start : end * row_bytes - start])
+        return rows_read.view(rows.dtype).reshape([end - begin, *chunk["sizes"][1:]] if chunk["sizes"] else [])
 
     def _verify(self, rows: _Rows, block: int, data: np.ndarray) -> None:
         chunk = rows.chunk
-        place = (chunk["file"], chunk["start"], block)
+        key = (chunk["file"], chunk["start"], block)
         # A disk usually serves the second read from the page cache, but a URL is transferred again.
         path = storage.join(self._folder, chunk["file"])
-        if place in self._verified and not storage.is_url(path):
+        if key in self._verified and not storage.is_url(path):
             return
         if hashlib.sha256(data.data).hexdigest() != chunk["sha256"][block]:
             raise DamagedError(f"{path}: damaged, the checksum of {rows.name} does not match; use an earlier checkpoint")
-        self._verified.add(place)
+        self._verified.add(key)
 
     def _fill(self, data: np.ndarray, rows: _Rows, start: int) -> None:
         path, first = storage.join(self._folder, rows.chunk["file"]), rows.chunk["start"]
         with wrap_read_errors(path):
             try:
-                got = storage.read_into(path, first + start, data)
+                num_read = storage.read_into(path, first + start, data)
             except InputError:
                 if storage.exists(path):
                     raise
                 raise DamagedError(f"{path}: missing ({rows.name}); use an earlier checkpoint") from None
-        if got != len(data):
+        if num_read != len(data):
             raise DamagedError(f"{path}: truncated ({rows.name}); use an earlier checkpoint")
 
     def _buffer(self, size_bytes: int) -> np.ndarray:
@@ -271,14 +271,14 @@ def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
     reader = TableReader(checkpoint.path, manifest)
     digest = hashlib.sha256()
     # One thread prefetches while this one hashes, which is sequential.
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as ahead:
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
         for name in sorted(name for name in manifest["tensors"] if name.startswith(prefix)):
             entry = manifest["tensors"][name]
             digest.update(f"{name}\0{entry['dtype']}\0{entry['shape']}\0".encode())
-            first, *others = (partial(reader.rows, name, *window) for window in reader.windows(name))
-            upcoming = ahead.submit(copy_context().run, first)
-            for read in others:
-                rows, upcoming = upcoming.result(), ahead.submit(copy_context().run, read)
+            first, *later = (partial(reader.rows, name, *window) for window in reader.windows(name))
+            upcoming = pool.submit(copy_context().run, first)
+            for read in later:
+                rows, upcoming = upcoming.result(), pool.submit(copy_context().run, read)
                 digest.update(_as_bytes(rows))
             digest.update(_as_bytes(upcoming.result()))
     return digest.hexdigest()
@@ -314,21 +314,21 @@ class TableReader:
         DamagedError."""
         entry = self._tensors[name]
         dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
-        wanted = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
+        ranges = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
         if columns is not None:
-            wanted[1] = columns
-        part = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
+            ranges[1] = columns
+        part = torch.empty([end - begin for begin, end in ranges], dtype=dtype)
         calls: list[Callable[[], None]] = []
         for chunk in entry["chunks"]:
             target, box = part, []
-            for dimension, (low, high) in enumerate(wanted):
+            for dimension, (low, high) in enumerate(ranges):
                 offset, size = chunk["offsets"][dimension], chunk["sizes"][dimension]
                 begin, end = max(low, offset), min(high, offset + size)
                 if begin >= end:
                     break
                 target = target.narrow(dimension, begin - low, end - begin)
                 box.append((begin - offset, end - begin))
-            if len(box) == len(wanted):
+            if len(box) == len(ranges):
                 calls += _copies(self._reader, _Rows(name, dtype, chunk), box, target)
         _run(calls)
         return part
@@ -351,18 +351,18 @@ def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
     if ranks.size == 1:
         return {}
     device = group_device().type
-    mine = {
+    local = {
         name: (tuple(tensor.shape), tensor.dtype, tensor.nbytes)
         for name, tensor in tensors.items()
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == device and tensor.is_contiguous()
     }
-    everyone = ranks.all_gather(mine)
-    held = [name for name, kind in everyone[0].items() if all(other.get(name) == kind for other in everyone)]
+    gathered = ranks.all_gather(local)
+    replicated = [name for name, kind in gathered[0].items() if all(other.get(name) == kind for other in gathered)]
     shared: Shared = {}
     load = [0] * ranks.size
-    for name in sorted(held, key=lambda name: (-mine[name][2], name)):
+    for name in sorted(replicated, key=lambda name: (-local[name][2], name)):
         reader = load.index(min(load))
-        load[reader] += mine[name][2]
+        load[reader] += local[name][2]
         shared[name] = reader
     return shared
 

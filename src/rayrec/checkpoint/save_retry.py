@@ -26,7 +26,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 class RetryPolicy:
     """Retry limits, and a callback for failures."""
 
-    place: str
+    path: str
     """Path that is written, for messages."""
     max_outage_s: float
     """Maximum seconds since the first failure. The duration of a successful write does not count."""
@@ -56,20 +56,20 @@ class RetryPolicy:
 
     def _give_up_error(self, error: OSError) -> InputError:
         if is_full(error):
-            return InputError(f"{self.place}: no space left. Free some or choose another --storage-path")
+            return InputError(f"{self.path}: no space left. Free some or choose another --storage-path")
         return InputError(
-            f"{self.place}: cannot be written for {self.max_outage_s:.0f} s ({one_line(error)}). Check that the storage is "
+            f"{self.path}: cannot be written for {self.max_outage_s:.0f} s ({one_line(error)}). Check that the storage is "
             "reachable, then run the same command again"
         )
 
 
-def retry_write(function: Callable[[], T], *, place: str, max_outage_s: float) -> T:
+def retry_write(function: Callable[[], T], *, path: str, max_outage_s: float) -> T:
     """Call the function until it succeeds, and return its result; see `RetryPolicy.run`. Warns about each failure."""
 
     def on_failure(cause: str) -> None:
-        _logger.warning("Cannot write %s yet (%s)", place, cause)
+        _logger.warning("Cannot write %s yet (%s)", path, cause)
 
-    return RetryPolicy(place, max_outage_s, seed=place, ended=threading.Event(), on_failure=on_failure).run(function)
+    return RetryPolicy(path, max_outage_s, seed=path, ended=threading.Event(), on_failure=on_failure).run(function)
 
 
 def delay(attempt: int, *, seed: str) -> float:
@@ -87,10 +87,10 @@ def one_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def log_cleanup_errors(what: str) -> Iterator[None]:
+def log_cleanup_errors(message: str) -> Iterator[None]:
     """Suppress and log cleanup failures: they lose no data, and the next save or attempt cleans up again."""
     try:
         with storage.patience(PATIENCE_S):
             yield
     except (OSError, InputError) as error:
-        _logger.warning("%s: %s", what, error)
+        _logger.warning("%s: %s", message, error)

@@ -42,7 +42,7 @@ class _Job:
     copy: HostCopy
     state: dict[str, Any]
     score: float | None
-    begun_s: float = field(default_factory=time.monotonic)
+    start_s: float = field(default_factory=time.monotonic)
 
 
 @final
@@ -109,8 +109,8 @@ class Saver:
     @property
     def stalled_s(self) -> float:
         """Seconds that `begin` and `wait` have blocked the caller so far, on this rank."""
-        over_s, since_s = self._stall_so_far
-        return over_s + (time.monotonic() - since_s if since_s is not None else 0.0)
+        total_s, since_s = self._stall_so_far
+        return total_s + (time.monotonic() - since_s if since_s is not None else 0.0)
 
     def begin(self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None) -> bool:
         """Start a save, and return once `tensors` may change; collective.
@@ -203,10 +203,10 @@ class Saver:
         ranks.barrier()  # wait for rank 0's cleanup, which could mistake a file of this save for an uncommitted one
         causes: list[str] = []
         policy = self._retry_policy(job, causes)
-        written, failure = attempt(
-            lambda: policy.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, wrote=self._count))
+        file, failure = attempt(
+            lambda: policy.run(lambda: write_rank(job.folder, job.copy, rank=ranks.rank, tag=job.tag, on_write=self._count))
         )
-        results = ranks.gather((written, failure, causes[:1]))
+        results = ranks.gather((file, failure, causes[:1]))
         outcome = ranks.broadcast(attempt(lambda: self._commit(job, results, policy, causes)) if ranks.first else None)
         assert outcome is not None
         _, failure = outcome
@@ -214,7 +214,7 @@ class Saver:
             self._discard(job, ranks.rank)
             raise failure
         self.last = Checkpoint(job.folder)
-        self.write_s = time.monotonic() - job.begun_s
+        self.write_s = time.monotonic() - job.start_s
         if ranks.first:
             self._clean(job, [part.file for part, _, _ in results if part is not None])
 
@@ -228,7 +228,7 @@ class Saver:
             causes.append(cause)
 
         return RetryPolicy(
-            place=job.folder,
+            path=job.folder,
             max_outage_s=self._max_outage_s,
             seed=f"{job.folder} {self._thread_ranks.rank}",
             ended=self._ended,
@@ -243,15 +243,15 @@ class Saver:
         causes: list[str],
     ) -> None:
         """Commit the save on rank 0, given the results of all ranks."""
-        elsewhere = [cause for _, _, told in results[1:] for cause in told]
+        elsewhere = [cause for _, _, late in results[1:] for cause in late]
         if elsewhere and not causes:
             policy.on_failure(elsewhere[0])  # only rank 0 writes a log
         raise_most_severe([failure for _, failure, _ in results])
-        written = [part for part, _, _ in results if part is not None]
+        files = [part for part, _, _ in results if part is not None]
         size_bytes = policy.run(
             lambda: commit(
                 job.folder,
-                written,
+                files,
                 shapes=job.copy.plan.shapes,
                 state=job.state,
                 score=job.score,
@@ -265,7 +265,7 @@ class Saver:
             "path": job.folder,
             "bytes": size_bytes,
             "stall_s": stalled_s - self._told_stall_s,
-            "write_s": time.monotonic() - job.begun_s,
+            "write_s": time.monotonic() - job.start_s,
         }
         self._told_stall_s = stalled_s
         self._log("checkpoint", fields)
@@ -322,8 +322,8 @@ def apply_retention(
                 removed.append(checkpoint.step)  # useless, and logged when it was skipped
             except InputError:
                 del present[checkpoint.step]  # another version, which this one cannot judge
-    known = [(step, scores[step]) for step in present if step in scores and step not in removed]
-    for step in [*removed, *to_remove(known, retention, in_use={newest})]:
+    scored = [(step, scores[step]) for step in present if step in scores and step not in removed]
+    for step in [*removed, *to_remove(scored, retention, in_use={newest})]:
         # The manifest is removed first, so that a crash in between leaves no checkpoint.
         storage.remove_file(storage.join(present[step].path, MANIFEST))
         storage.remove_folder(present[step].path)
@@ -360,7 +360,7 @@ def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *
     newest = sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
     scored = sorted((score, step) for step, score in saved if score is not None and not math.isnan(score))
     best = [step for _, step in scored[-retention.keep_best :]] if retention.keep_best else []
-    kept = {*newest, *best, *in_use}
+    needed = {*newest, *best, *in_use}
     return sorted(
-        step for step, _ in saved if step not in kept and (retention.keep_every is None or step % retention.keep_every != 0)
+        step for step, _ in saved if step not in needed and (retention.keep_every is None or step % retention.keep_every != 0)
     )

@@ -153,16 +153,16 @@ class Targets:
         for name, value, part in _named_states(optimizer):
             sources: list[Columns] = []
             if part is not None and name not in stored:
-                whole = [(0, part.table.size()[1])] if part.name in stored else []
-                sources = part.covering(whole + stored_parts.get(part.name, []))
+                full_rows = [(0, part.table.size()[1])] if part.name in stored else []
+                sources = part.covering(full_rows + stored_parts.get(part.name, []))
             if part is None or not sources:  # the reader rejects names that are not stored
                 self.tensors[name] = value
                 continue
             for columns in sources:
-                wanted = part.name_of(columns)
-                if wanted not in read:
-                    read[wanted] = part.blank()
-                    self.tensors[wanted] = part.as_table(read[wanted])
+                source = part.name_of(columns)
+                if source not in read:
+                    read[source] = part.blank()
+                    self.tensors[source] = part.as_table(read[source])
             self._joins.append(_Join(part, {columns: read[part.name_of(columns)] for columns in sources}))
 
     def loaded(self) -> None:
@@ -183,14 +183,14 @@ class _Part:
     """Live state of these rows, 1-D."""
 
     def name_of(self, columns: Columns) -> str:
-        whole = columns == (0, self.table.size()[1])
-        return self.name if whole else f"{self.name}.columns_{columns[0]}_{columns[1]}"
+        is_full = columns == (0, self.table.size()[1])
+        return self.name if is_full else f"{self.name}.columns_{columns[0]}_{columns[1]}"
 
     def blank(self) -> dict[Rows, torch.Tensor]:
         """Return zeros for all rows of which this worker has any columns."""
         some = next(iter(self.states.values()))
-        held = _placements(self.table.local_shards()) if isinstance(self.table, ShardedTensor) else self.states
-        return {rows: some.new_zeros(rows[1]) for rows in held}
+        placements = _placements(self.table.local_shards()) if isinstance(self.table, ShardedTensor) else self.states
+        return {rows: some.new_zeros(rows[1]) for rows in placements}
 
     def as_table(self, states: Mapping[Rows, torch.Tensor]) -> torch.Tensor:
         """Return `states` as this worker's shards of a tensor of shape [table rows]."""
@@ -211,9 +211,9 @@ class _Part:
 
     def covering(self, stored: list[Columns]) -> list[Columns]:
         """Return the items of `stored` that overlap these columns, or [] if they do not cover them."""
-        found = [columns for columns in stored if _overlap(columns, self.columns)]
-        covered = sum(_overlap(columns, self.columns) for columns in found)
-        return found if covered == self.columns[1] - self.columns[0] else []
+        overlapping = [columns for columns in stored if _overlap(columns, self.columns)]
+        covered = sum(_overlap(columns, self.columns) for columns in overlapping)
+        return overlapping if covered == self.columns[1] - self.columns[0] else []
 
 
 @dataclass(frozen=True)
@@ -270,9 +270,9 @@ def _stored_parts(stored: Collection[str]) -> dict[str, list[Columns]]:
     """Return the stored column parts, sorted, by the name of the full rows' state."""
     parts: dict[str, list[Columns]] = {}
     for name in stored:
-        found = re.fullmatch(r"(optimizer\..+)\.columns_(\d+)_(\d+)", name)
-        if found:
-            parts.setdefault(found[1], []).append((int(found[2]), int(found[3])))
+        match = re.fullmatch(r"(optimizer\..+)\.columns_(\d+)_(\d+)", name)
+        if match:
+            parts.setdefault(match[1], []).append((int(match[2]), int(match[3])))
     return {name: sorted(columns) for name, columns in parts.items()}
 
 
@@ -310,9 +310,9 @@ def _fill_all(checkpoint: Checkpoint, manifest: dict[str, Any], tensors: Mapping
         entry = manifest["tensors"].get(name)
         if entry is None:
             raise InputError(f"{checkpoint.path}: {name} not found. Use a checkpoint of the same model and optimizer")
-        wanted = [row_map.stored_rows, *tensor.size()[1:]]
-        if entry["shape"] != wanted:
-            raise InputError(f"{checkpoint.path}: {name} must have shape {wanted}, got {entry['shape']}")
+        shape = [row_map.stored_rows, *tensor.size()[1:]]
+        if entry["shape"] != shape:
+            raise InputError(f"{checkpoint.path}: {name} must have shape {shape}, got {entry['shape']}")
     reader = TableReader(checkpoint.path, manifest)
     for name, (tensor, row_map) in tensors.items():
         for part, first_row, first_column in _row_parts(tensor):
@@ -325,8 +325,8 @@ def _row_parts(tensor: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
         yield tensor, 0, 0
         return
     for shard in tensor.local_shards():
-        first_row, *others = shard.metadata.shard_offsets
-        yield shard.tensor, first_row, others[0] if others else 0
+        first_row, *offsets = shard.metadata.shard_offsets
+        yield shard.tensor, first_row, offsets[0] if offsets else 0
 
 
 def _fill(reader: TableReader, name: str, target: torch.Tensor, sources: np.ndarray, first_column: int) -> None:
@@ -339,8 +339,8 @@ def _fill(reader: TableReader, name: str, target: torch.Tensor, sources: np.ndar
             continue
         low, high = int(ordered[begin]), int(ordered[end - 1]) + 1
         rows = reader.rows(name, low, high, columns=columns)
-        places = torch.from_numpy(order[begin:end]).to(target.device)
-        wanted = torch.from_numpy(ordered[begin:end] - low)
-        if end - begin != high - low or not bool((wanted == torch.arange(high - low)).all()):
-            rows = rows[wanted]
-        target[places] = rows.to(target.device)
+        targets = torch.from_numpy(order[begin:end]).to(target.device)
+        selected = torch.from_numpy(ordered[begin:end] - low)
+        if end - begin != high - low or not bool((selected == torch.arange(high - low)).all()):
+            rows = rows[selected]
+        target[targets] = rows.to(target.device)

@@ -61,15 +61,15 @@ class ExtraFiles:
         new = [name for name in self._sources if name not in self._described]
         self._described |= zip(new, _threaded(_describe, [self._sources[name] for name in new]), strict=True)
         before = _recorded(folder) if self._sources else {}
-        kept = {
+        unchanged = {
             name: before[name]
             for name, file in self._described.items()
             if name in before and before[name]["sha256"] != file["sha256"] and _is(storage.join(folder, name), before[name])
         }
-        written = {name: storage.join(folder, name) for name in self._sources if name not in kept}
-        _threaded(lambda name: self._write(name, written[name]), written)
-        self._last |= written
-        return self._described | kept
+        paths = {name: storage.join(folder, name) for name in self._sources if name not in unchanged}
+        _threaded(lambda name: self._write(name, paths[name]), paths)
+        self._last |= paths
+        return self._described | unchanged
 
     def _write(self, name: str, target: str) -> None:
         source, last = self._sources[name], self._last.get(name)
@@ -148,7 +148,7 @@ def describe_output(function: Callable[[str], None]) -> Callable[[str], Describe
             if name != MANIFEST and not is_data_file(name) and not name.endswith(".partial")
         }
         sums = _threaded(sha256_of, [storage.join(folder, name) for name in sizes])
-        return {name: {"bytes": sizes[name], "sha256": found} for name, found in zip(sizes, sums, strict=True)}
+        return {name: {"bytes": sizes[name], "sha256": sha256} for name, sha256 in zip(sizes, sums, strict=True)}
 
     return write
 
@@ -164,11 +164,11 @@ class WrittenFile:
 
 
 def write_rank(
-    folder: str, copy: HostCopy, *, rank: int, tag: str, wrote: Callable[[int], None] = lambda size_bytes: None
+    folder: str, copy: HostCopy, *, rank: int, tag: str, on_write: Callable[[int], None] = lambda size_bytes: None
 ) -> WrittenFile | None:
     """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write.
 
-    `wrote` is called with the size of each written block. Raises OSError if storage is unavailable or full, leaving no partial
+    `on_write` is called with the size of each written block. Raises OSError if storage is unavailable or full, leaving no partial
     file.
     """
     parts = copy.plan.parts
@@ -182,9 +182,9 @@ def write_rank(
         ]
     )
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sums") as pool:
-        sums_ahead = pool.submit(_checksums, copy)  # both release the GIL, so they overlap
-        storage.write_stream(storage.join(folder, name), _pieces(head, copy, wrote))
-        checksums = sums_ahead.result()
+        future = pool.submit(_checksums, copy)  # both release the GIL, so they overlap
+        storage.write_stream(storage.join(folder, name), _file_chunks(head, copy, on_write))
+        checksums = future.result()
     chunks = tuple(
         (
             part.name,
@@ -215,17 +215,17 @@ def _checksums(copy: HostCopy) -> list[list[str]]:
     ]
 
 
-def _pieces(head: bytes, copy: HostCopy, wrote: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+def _file_chunks(head: bytes, copy: HostCopy, on_write: Callable[[int], None]) -> Iterator[bytes | memoryview]:
     yield head
     body = copy.body()
     for start in range(0, len(body), BLOCK_BYTES):
         yield (block := body[start : start + BLOCK_BYTES])
-        wrote(len(block))
+        on_write(len(block))
 
 
 def commit(
     folder: str,
-    written: Sequence[WrittenFile],
+    rank_files: Sequence[WrittenFile],
     *,
     shapes: Shapes,
     state: dict[str, Any],
@@ -245,11 +245,11 @@ def commit(
     if lease is not None:
         lease.check()
     storage.make_folder(folder)  # in case no rank had anything to write
-    files: Described = {part.file: {"bytes": part.size_bytes} for part in written}
+    files: Described = {part.file: {"bytes": part.size_bytes} for part in rank_files}
     if extra_files is not None:
         files |= extra_files(folder)
     tensors: dict[str, dict[str, Any]] = {}
-    entries = (entry for part in written for entry in part.chunks)
+    entries = (entry for part in rank_files for entry in part.chunks)
     for name, tensor, chunk in sorted(entries, key=lambda entry: (entry[0], entry[2]["offsets"])):
         tensors.setdefault(name, {**tensor, "chunks": []})["chunks"].append(chunk)
     check_covered(
@@ -261,8 +261,8 @@ def commit(
     )
     wrong = wrong_file(folder, files)
     if wrong is not None:
-        path, what = wrong
-        raise OSError(f"{path}: {what} after it was written. storage_path must be shared by all workers")
+        path, problem = wrong
+        raise OSError(f"{path}: {problem} after it was written. storage_path must be shared by all workers")
     manifest = {
         "version": VERSION,
         "state": state,
@@ -292,10 +292,10 @@ def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_fil
     try:
         copy.fill(local.data)
         shapes = copy.plan.shapes
-        written = ranks.each(lambda: write_rank(path, copy, rank=ranks.rank, tag=""))
+        results = ranks.each(lambda: write_rank(path, copy, rank=ranks.rank, tag=""))
     finally:
         copy.free()
-    present = [part for part in written if part is not None]
+    present = [part for part in results if part is not None]
     extra = extra_files and describe_output(extra_files)
     return ranks.run_on_rank0(lambda: commit(path, present, shapes=shapes, state=state, score=None, extra_files=extra))
 
@@ -336,42 +336,42 @@ def join(
     Memory: a few blocks of 16 MiB. Verifies every checksum while copying. Raises DamagedError for a damaged source, InputError
     for positions that leave gaps.
     """
-    written = [_copied(path, number, *source) for number, source in enumerate(sources)]
-    shapes = {place.name: place.shape for _, places in sources for place in places.values()}
-    return commit(path, written, shapes=shapes, state=state, score=None, extra_files=describe_output(extra_files))
+    files = [_copied(path, number, *source) for number, source in enumerate(sources)]
+    shapes = {target.name: target.shape for _, places in sources for target in places.values()}
+    return commit(path, files, shapes=shapes, state=state, score=None, extra_files=describe_output(extra_files))
 
 
-def _copied(path: str, number: int, source: Checkpoint, places: Mapping[str, TargetSlice]) -> WrittenFile:
+def _copied(path: str, number: int, source: Checkpoint, targets: Mapping[str, TargetSlice]) -> WrittenFile:
     tensors, file = source.manifest()["tensors"], data_file(number, "")
-    chunks = [(name, chunk) for name in sorted(places) for chunk in tensors[name]["chunks"]]
+    chunks = [(name, chunk) for name in sorted(targets) for chunk in tensors[name]["chunks"]]
     entries, start = [], 0
     for name, chunk in chunks:
         dtype = TORCH_DTYPES[tensors[name]["dtype"]]
         size_bytes = dtype.itemsize * math.prod(chunk["sizes"])
-        key = f"{places[name].name}@{','.join(map(str, _offsets(chunk, places[name])))}"
+        key = f"{targets[name].name}@{','.join(map(str, _offsets(chunk, targets[name])))}"
         entries.append((key, dtype, tuple(chunk["sizes"]), start, size_bytes))
         start += size_bytes
     head = header(entries)
 
-    def pieces() -> Iterator[bytes]:
+    def file_chunks() -> Iterator[bytes]:
         yield head
         for name, chunk in chunks:
             yield from verified_bytes(source, name, chunk)
 
-    storage.write_stream(storage.join(path, file), pieces())
+    storage.write_stream(storage.join(path, file), file_chunks())
     described = tuple(
         (
-            places[name].name,
-            {"dtype": tensors[name]["dtype"], "shape": list(places[name].shape)},
-            {**chunk, "offsets": _offsets(chunk, places[name]), "file": file, "start": len(head) + entry[3]},
+            targets[name].name,
+            {"dtype": tensors[name]["dtype"], "shape": list(targets[name].shape)},
+            {**chunk, "offsets": _offsets(chunk, targets[name]), "file": file, "start": len(head) + entry[3]},
         )
         for (name, chunk), entry in zip(chunks, entries, strict=True)
     )
     return WrittenFile(file, len(head) + start, described)
 
 
-def _offsets(chunk: Mapping[str, Any], place: TargetSlice) -> list[int]:
+def _offsets(chunk: Mapping[str, Any], target: TargetSlice) -> list[int]:
     offsets = list(chunk["offsets"])
-    if place.first_column:
-        offsets[1] += place.first_column
+    if target.first_column:
+        offsets[1] += target.first_column
     return offsets

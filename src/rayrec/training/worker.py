@@ -119,7 +119,7 @@ def _train(
         check_shared(attempt.storage_token, Communicator.all())
         # Retries like saves: a full disk may have room again.
         lease = (
-            retry_write(partial(acquire_lease, folder), place=folder, max_outage_s=config.failure.max_outage_s)
+            retry_write(partial(acquire_lease, folder), path=folder, max_outage_s=config.failure.max_outage_s)
             if worker.rank == 0
             else None
         )

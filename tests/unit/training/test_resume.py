@@ -166,10 +166,10 @@ def test_lease_is_written_after_full_disk_has_space(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
     full, acquire = OSError(errno.ENOSPC, "No space left on device"), partial(acquire_lease, str(tmp_path))
     monkeypatch.setattr(storage, "write_json", at_first([full] * 2, storage.write_json))
-    assert save_retry.retry_write(acquire, place="run", max_outage_s=30.0).valid()
+    assert save_retry.retry_write(acquire, path="run", max_outage_s=30.0).valid()
     monkeypatch.setattr(storage, "write_json", raising(full))
     with pytest.raises(InputError, match="no space left; free some"):
-        save_retry.retry_write(acquire, place="run", max_outage_s=0.1)
+        save_retry.retry_write(acquire, path="run", max_outage_s=0.1)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])

@@ -128,8 +128,8 @@ def manifest_of(exported: ExportedModel, files: Mapping[str, Mapping[str, Any]])
 def read_manifest(path: str) -> dict[str, Any]:
     """Read a manifest: `model` (`ExportedModel.described`) and `files`. Raises InputError if it is damaged or has another
     version."""
-    manifest = load_manifest(path, remedy=REMEDY)
+    manifest = load_manifest(path, fix=REMEDY)
     if manifest.get("version", VERSION) != VERSION:
         raise InputError(f"{path}: export version {manifest['version']}, this rayrec reads {VERSION}; {REMEDY}")
-    check_manifest(path, manifest, _Manifest, remedy=REMEDY)
+    check_manifest(path, manifest, _Manifest, fix=REMEDY)
     return manifest
