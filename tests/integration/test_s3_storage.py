@@ -206,7 +206,7 @@ def test_a_server_that_hangs_is_noticed(folder: str, s3_server: Any) -> None:
     storage.write_bytes(f"{folder}/here", b"abc")
     os.kill(s3_server.pid, signal.SIGSTOP)
     try:
-        with storage.patience(0):
+        with storage.retry_timeout(0):
             match = r"here: the store was unavailable for \d+ s \(timeout was reached\)"
             took = _took(lambda: storage.read_bytes(f"{folder}/here"), OSError, match)
     finally:

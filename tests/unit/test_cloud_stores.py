@@ -98,7 +98,7 @@ def test_globs_and_partitions_list_files_at_all_depths(folder: str) -> None:
 
 
 def test_a_large_file_appears_whole_or_not_at_all(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_PIECE_BYTES", MIB // 4)
+    monkeypatch.setattr(files, "_BUFFER_BYTES", MIB // 4)
     monkeypatch.setattr(files, "_SECTION_BYTES", MIB)
     data = np.arange(5 * MIB // 8, dtype=np.int32)
     path = f"{folder}/large"
@@ -142,7 +142,7 @@ def test_a_store_that_is_not_there_is_one_line_at_once(
         monkeypatch.setenv(name, value.replace(str(store.port), "9"))
     start = time.monotonic()
     with (
-        storage.patience(0),
+        storage.retry_timeout(0),
         pytest.raises(OSError, match=r"the store was unavailable for 0 s \((cannot|could not) connect to .*:9\b") as raised,
     ):
         storage.exists(folder)

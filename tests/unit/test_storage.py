@@ -18,9 +18,9 @@ from pyarrow import fs
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.storage import files, outages, stores
-from rayrec.storage.azure import AzurePlace
-from rayrec.storage.gcs import GcsPlace
-from rayrec.storage.s3 import S3Place
+from rayrec.storage.azure import AzureLocation
+from rayrec.storage.gcs import GcsLocation
+from rayrec.storage.s3 import S3Location
 
 
 def test_folders_list_data_files_in_numeric_order(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_write_replaces_one_of_two_linked_files(tmp_path: Path, prefix: str, r
     assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == [kept.name, "other"]
 
 
-# Trouble of stores ---------------------------------------------------------------------------------------------------
+# ErrorKind of stores ---------------------------------------------------------------------------------------------------
 
 # As pyarrow says it, of a real store.
 _HEAD = "When getting information for key 'a' in bucket 'logs': AWS Error {} during HeadObject operation: {}"
@@ -301,9 +301,9 @@ _SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http
     ],
 )  # fmt: skip
 def test_trouble_is_told_by_its_text(url: str, error: Exception, expected: str, cause: str | None) -> None:
-    assert outages.trouble(error) == expected
+    assert outages.classify_error(error) == expected
     assert cause is None or outages.cause_of(error) == cause
-    raised = outages.explained(url, error, waited_s=60, remedy="somewhere")
+    raised = outages.explained(url, error, waited_s=60, hint="somewhere")
     assert isinstance(raised, OSError if expected in {"passing", "other"} else InputError)
     assert "\n" not in str(raised)
     assert "hush" not in str(raised)
@@ -319,11 +319,11 @@ def test_persistence_ends_with_the_limit() -> None:
             raise OSError(_HEAD.format("NETWORK_CONNECTION", _REFUSED))
         return 7
 
-    with storage.patience(5):
-        assert outages.persist("s3://logs/a", call, remedy=str) == 7
+    with storage.retry_timeout(5):
+        assert outages.retry("s3://logs/a", call, hint=str) == 7
     calls.clear()
-    with storage.patience(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was unavailable for 0 s \(could not"):
-        outages.persist("s3://logs/a", call, remedy=str)
+    with storage.retry_timeout(0), pytest.raises(OSError, match=r"^s3://logs/a: the store was unavailable for 0 s \(could not"):
+        outages.retry("s3://logs/a", call, hint=str)
     assert len(calls) == 1
 
 
@@ -331,7 +331,7 @@ def test_the_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert outages.outage_s() == storage.OUTAGE_S
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "2.5")
     assert outages.outage_s() == 2.5
-    with storage.patience(1):
+    with storage.retry_timeout(1):
         assert outages.outage_s() == 1
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "long")
     with pytest.raises(InputError, match="RAYREC_STORAGE_OUTAGE_S"):
@@ -358,24 +358,24 @@ def test_secrets_in_urls_are_refused_and_not_repeated(url: str, why: str) -> Non
 def test_google_and_azure_places_are_found_as_their_tools_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
-    assert GcsPlace.of("gs://bucket/a%20b/") == GcsPlace("bucket/a%20b", None, anonymous=False)
-    assert GcsPlace.of("gs://anonymous@bucket/a") == GcsPlace("bucket/a", None, anonymous=True)
-    assert GcsPlace.of("gcs://b/a?endpoint_override=x.com") == GcsPlace("b/a", "https://x.com", anonymous=False)
+    assert GcsLocation.of("gs://bucket/a%20b/") == GcsLocation("bucket/a%20b", None, anonymous=False)
+    assert GcsLocation.of("gs://anonymous@bucket/a") == GcsLocation("bucket/a", None, anonymous=True)
+    assert GcsLocation.of("gcs://b/a?endpoint_override=x.com") == GcsLocation("b/a", "https://x.com", anonymous=False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
-    assert GcsPlace.of("gs://bucket/a") == GcsPlace("bucket/a", "http://127.0.0.1:9", anonymous=True)
+    assert GcsLocation.of("gs://bucket/a") == GcsLocation("bucket/a", "http://127.0.0.1:9", anonymous=True)
     with pytest.raises(InputError, match="names no storage account; set AZURE_STORAGE_ACCOUNT"):
-        AzurePlace.of("az://logs/a")
+        AzureLocation.of("az://logs/a")
     url = "abfss://logs@acct.dfs.core.windows.net/a/b"
-    assert AzurePlace.of(url) == AzurePlace("logs/a/b", "acct", "https://acct.blob.core.windows.net")
+    assert AzureLocation.of(url) == AzureLocation("logs/a/b", "acct", "https://acct.blob.core.windows.net")
     assert storage.folder_of(url) == "abfss://logs@acct.dfs.core.windows.net/a"
     assert files.same_store(url, "az://other@acct/c")
     assert not files.same_store(url, "az://other@other/c")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=tester;AccountKey=aA==;BlobEndpoint=http://h:1/tester")
-    assert AzurePlace.of("az://logs/a") == AzurePlace("logs/a", "tester", "http://h:1")
-    assert AzurePlace.of("az://logs@acct/a").blob_url == "https://acct.blob.core.windows.net"
+    assert AzureLocation.of("az://logs/a") == AzureLocation("logs/a", "tester", "http://h:1")
+    assert AzureLocation.of("az://logs@acct/a").blob_url == "https://acct.blob.core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "hush")
     with pytest.raises(InputError, match=r"^AZURE_STORAGE_CONNECTION_STRING: is no list") as raised:
-        AzurePlace.of("az://logs/a")
+        AzureLocation.of("az://logs/a")
     assert "hush" not in str(raised.value)
 
 
@@ -394,12 +394,12 @@ def test_an_s3_place_is_found_as_aws_tools_find_it(tmp_path: Path, monkeypatch: 
     ):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        place = S3Place.of(url)
+        place = S3Location.of(url)
         assert (place.inner, place.endpoint, place.region) == expected
-    assert S3Place.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
+    assert S3Location.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
     config.write_text("rubbish")
     with pytest.raises(InputError, match="not a configuration of AWS"):
-        S3Place.of("s3://bucket")
+        S3Location.of("s3://bucket")
 
 
 def test_options_of_an_s3_url_stay_at_its_end() -> None:
@@ -410,7 +410,7 @@ def test_options_of_an_s3_url_stay_at_its_end() -> None:
     assert storage.join("/runs?region=x", "a") == "/runs?region=x/a"  # a local folder's name
     inside = storage.join(url, "day_1.parquet")
     assert (storage.folder_of(inside), storage.name_of(inside)) == (url, "day_1.parquet")
-    assert S3Place.of(inside).inner == "bucket/runs/day_1.parquet"
+    assert S3Location.of(inside).inner == "bucket/runs/day_1.parquet"
     assert (storage.folder_of("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
 
 
@@ -421,12 +421,12 @@ def test_listed_files_keep_the_options_of_their_url(monkeypatch: pytest.MonkeyPa
         def get_file_info(self, asked: str | fs.FileSelector) -> fs.FileInfo | list[fs.FileInfo]:
             return fs.FileInfo(asked, type=fs.FileType.Directory) if isinstance(asked, str) else infos
 
-    def enduring(path: str, call: Any) -> Any:
+    def with_retries(path: str, call: Any) -> Any:
         assert path.endswith("?region=x")
-        return call(Store(), S3Place.of(path).inner)
+        return call(Store(), S3Location.of(path).inner)
 
-    monkeypatch.setattr("rayrec.storage.folders.enduring", enduring)
-    monkeypatch.setattr("rayrec.storage.files.enduring", enduring)
+    monkeypatch.setattr("rayrec.storage.folders.with_retries", with_retries)
+    monkeypatch.setattr("rayrec.storage.files.with_retries", with_retries)
     expected = ["s3://bucket/log/day_9?region=x", "s3://bucket/log/day_10?region=x"]
     assert [file.path for file in storage.list_files("s3://bucket/log?region=x")] == expected
     assert [file.path for file in storage.list_files("s3://bucket/log?region=x", names=["day_9"])] == expected[:1]
@@ -494,7 +494,7 @@ def test_an_outage_leaves_one_stream_behind_and_not_one_a_retry(
     if size_mib == 1 and answers:  # it is out from the second write on
         write("fake://b/x", b"first")
     for _ in range(3 if size_mib > 1 else 1):
-        with storage.patience(0.05), pytest.raises(OSError, match="unavailable for"):
+        with storage.retry_timeout(0.05), pytest.raises(OSError, match="unavailable for"):
             write("fake://b/x", bytes(size_mib << 20))
     assert store.streams == streams
 

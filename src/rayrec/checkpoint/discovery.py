@@ -11,7 +11,7 @@ from pyarrow import fs as arrow_fs
 from rayrec import storage
 from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, is_data_file, read_manifest
 from rayrec.config import InputError
-from rayrec.storage.stores import enduring
+from rayrec.storage.stores import with_retries
 
 _PICKLE_NAMES: Final = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
 _PICKLE_START: Final = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
@@ -188,4 +188,4 @@ def file_sizes(folder: str) -> dict[str, int]:
         infos = filesystem.get_file_info(arrow_fs.FileSelector(inner, recursive=True, allow_not_found=True))
         return {info.path[len(inner) + 1 :]: info.size for info in infos if info.type == arrow_fs.FileType.File}
 
-    return enduring(folder, list_files)
+    return with_retries(folder, list_files)

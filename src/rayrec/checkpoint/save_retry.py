@@ -43,7 +43,7 @@ class RetryPolicy:
         attempt, first_s = 0, None
         while True:
             try:
-                with storage.patience(PATIENCE_S):
+                with storage.retry_timeout(PATIENCE_S):
                     return function()
             except OSError as error:
                 self.on_failure(one_line(error))
@@ -90,7 +90,7 @@ def one_line(error: Exception) -> str:
 def log_cleanup_errors(message: str) -> Iterator[None]:
     """Suppress and log cleanup failures: they lose no data, and the next save or attempt cleans up again."""
     try:
-        with storage.patience(PATIENCE_S):
+        with storage.retry_timeout(PATIENCE_S):
             yield
     except (OSError, InputError) as error:
         _logger.warning("%s: %s", message, error)

@@ -272,7 +272,7 @@ class Saver:
 
     def _discard(self, job: _Job, rank: int) -> None:
         """Remove the file of a failed save. The folder stays, because another process may write to it now."""
-        with contextlib.suppress(OSError, InputError), storage.patience(0):
+        with contextlib.suppress(OSError, InputError), storage.retry_timeout(0):
             storage.remove_file(storage.join(job.folder, data_file(rank, job.tag)))
 
     def _clean(self, job: _Job, referenced: list[str]) -> None:

@@ -78,7 +78,7 @@ def refusal(address: str, error: str, environment: Mapping[str, str]) -> str:
 
 def first_error(urls: Sequence[str], *, patience_s: float) -> str | None:
     """Return the error of the first URL that this process cannot reach, or None. The URLs need not exist."""
-    with storage.patience(patience_s):
+    with storage.retry_timeout(patience_s):
         for url in urls:
             try:
                 storage.exists(url)

@@ -129,7 +129,7 @@ class ThreadEngine:
     def _tables(
         self, name: str, function: Callable[[Any], pa.Table], items: Iterable[Any], *, ahead: int
     ) -> Generator[pa.Table, None, None]:
-        patience = contextlib.nullcontext() if self.max_outage_s is None else storage.patience(self.max_outage_s)
+        patience = contextlib.nullcontext() if self.max_outage_s is None else storage.retry_timeout(self.max_outage_s)
         with patience:
             context = copy_context()  # includes the patience
 

@@ -69,7 +69,7 @@ def _run(function: Callable[[Any], pa.Table], item: Any) -> list[pa.Table]:
 
 
 def _patient(max_outage_s: float, function: Callable[[Any], pa.Table], item: Any) -> pa.Table:
-    with storage.patience(max_outage_s):
+    with storage.retry_timeout(max_outage_s):
         return function(item)
 
 

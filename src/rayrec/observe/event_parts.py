@@ -156,7 +156,7 @@ class EventUploader:
                 failure_wait_s = min(max(2 * failure_wait_s, _FIRST_WAIT_S), _LONGEST_WAIT_S)
 
     def _upload(self, part: _Part, lines: bytes) -> None:
-        with storage.patience(0):
+        with storage.retry_timeout(0):
             storage.write_bytes(storage.join(self._folder, f"{self._writer}-{part.number:06d}.jsonl"), lines)
 
 

@@ -256,7 +256,7 @@ def _follow_url(url: str, *, stop: threading.Event, poll_s: float, idle: Callabl
         stopping = stop.is_set()  # Read before the parts, so that nothing written before the stop is missed.
         new: list[tuple[bytes, dict[str, Any]]] = []
         try:
-            with storage.patience(0):
+            with storage.retry_timeout(0):
                 new = remote.new()
         except OSError as error:  # Events follow after the outage.
             if stopping:

@@ -370,7 +370,7 @@ class _Watch:
                     return
                 self._change = None
                 self._finish(path, change)
-            with storage.patience(_STORE_S):
+            with storage.retry_timeout(_STORE_S):
                 found = choose(run, which, skipped=self._note_skipped)
             number, due_s = self._attempts.get(found or "", (0, 0.0))
             if found and found != self._served and number < _ATTEMPTS and time.monotonic() >= due_s:

@@ -32,8 +32,8 @@ from rayrec.storage.folders import (
     remove_folder,
     writing_folder,
 )
-from rayrec.storage.outages import OUTAGE_S, outage_s, patience
-from rayrec.storage.ranges import ahead, in_parallel
+from rayrec.storage.outages import OUTAGE_S, outage_s, retry_timeout
+from rayrec.storage.ranges import call_in_parallel, in_parallel
 from rayrec.storage.scratch import Scratch
 from rayrec.storage.stores import resolve
 from rayrec.storage.urls import absolute, folder_of, is_url, join, name_of

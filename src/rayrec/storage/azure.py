@@ -28,7 +28,7 @@ _ACCOUNT: Final = re.compile(r"([a-z0-9]{3,24})(?:\.(?:blob|dfs)\.([a-z0-9.-]+))
 
 
 @dataclass(frozen=True)
-class AzurePlace:
+class AzureLocation:
     """Location of an az://, abfs:// or abfss:// URL and its endpoint. Contains no credentials."""
 
     inner: str
@@ -40,7 +40,7 @@ class AzurePlace:
     sent_settings: ClassVar[tuple[str, ...]] = _SETTINGS
 
     @classmethod
-    def of(cls, path: str) -> AzurePlace:
+    def of(cls, path: str) -> AzureLocation:
         """Parse a URL az://CONTAINER[@ACCOUNT[.dfs.core.windows.net]]/KEY, given the environment. KEY is not percent-decoded.
         Raises InputError if neither names an account."""
         options_of(path, ())
@@ -80,7 +80,7 @@ class AzurePlace:
         url = urlsplit(self.blob_url)
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
-    def remedy(self) -> str:
+    def endpoint_hint(self) -> str:
         return f"account {self.account} is looked for at {self.blob_url} (AZURE_STORAGE_CONNECTION_STRING)"
 
     def open(self, limit_s: float) -> arrow_fs.FileSystem:

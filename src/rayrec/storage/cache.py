@@ -15,7 +15,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.storage.files import PARTIAL
 
-LEAST_FILES: Final = 4
+MIN_FILES: Final = 4
 """Minimum number of files that a limited cache must fit: some in use, some in transfer."""
 KEY_DIGITS = 10
 """Number of hex digits that identify the source in a cache key of 16. The others identify its version."""
@@ -54,10 +54,10 @@ class ShardCache:
         Raises InputError for a limit that is too low.
         """
         largest = max(sizes_bytes.values())
-        if limit_bytes is not None and limit_bytes < LEAST_FILES * largest:
+        if limit_bytes is not None and limit_bytes < MIN_FILES * largest:
             raise InputError(
                 f"{source}: cache_bytes {limit_bytes:,} is too small for shards of up to {largest:,}. Use at least "
-                f"{LEAST_FILES * largest:,} bytes, or prepare smaller shards"
+                f"{MIN_FILES * largest:,} bytes, or prepare smaller shards"
             )
         key = hashlib.sha256(source.encode() + b"\0" + index).hexdigest()[:16]
         self.folder = os.path.join(storage.absolute(folder), key)
@@ -83,7 +83,7 @@ class ShardCache:
             with storage.writing(target) as local:
                 with self._locked("room"):
                     if self._limit_bytes is not None:
-                        self._make_room(self._sizes_bytes[name], self._limit_bytes)
+                        self._evict(self._sizes_bytes[name], self._limit_bytes)
                     file = open(local, "wb")  # noqa: SIM115  counted by other processes from now on
                 with file:
                     for piece in read() if read else storage.read_stream(storage.join(self._source, name)):
@@ -96,7 +96,7 @@ class ShardCache:
         with suppress(FileNotFoundError):
             os.remove(os.path.join(self.folder, name))
 
-    def _make_room(self, needed_bytes: int, limit_bytes: int) -> None:
+    def _evict(self, needed_bytes: int, limit_bytes: int) -> None:
         here = []
         total_bytes = needed_bytes
         for entry in os.scandir(self.folder):

@@ -22,15 +22,15 @@ from rayrec.quantities import json_values
 from rayrec.storage.outages import explained, no_bucket
 from rayrec.storage.ranges import read_url
 from rayrec.storage.scratch import Scratch
-from rayrec.storage.stores import enduring, place_of, remedy, resolve
+from rayrec.storage.stores import endpoint_hint, location_of, resolve, with_retries
 from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of, split_options
 
-_PIECE_BYTES: Final = 8 << 20
+_BUFFER_BYTES: Final = 8 << 20
 """Bytes read, written or copied at a time. Smaller files need one request to a store."""
 _MAX_JSON_BYTES: Final = 1 << 30
 PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """Matches the suffix added by `partial_of`."""
-_AHEAD_BYTES: Final = 64 << 20
+_MAX_QUEUED_BYTES: Final = 64 << 20
 """Bytes queued for upload before a flush. pyarrow's queue is unbounded and would fill the memory."""
 _LARGEST_COPY_BYTES: Final = 5 << 30
 """Largest file that S3 can copy in one request."""
@@ -69,13 +69,13 @@ def info_of(path: str) -> arrow_fs.FileInfo:
         inside = filesystem.get_file_info(arrow_fs.FileSelector(inner, allow_not_found=True))
         return arrow_fs.FileInfo(info.path, arrow_fs.FileType.Directory) if inside else info
 
-    return enduring(path, asked)
+    return with_retries(path, asked)
 
 
 def missing(path: str, what: str = "no such file") -> InputError:
     """Return the error for a path that does not exist, or for its bucket if that does not exist."""
     if in_object_store(path) and not exists(bucket_of(path) + split_options(path)[1]):
-        return no_bucket(path, remedy(path))
+        return no_bucket(path, endpoint_hint(path))
     return InputError(f"{path}: {what}")
 
 
@@ -107,13 +107,13 @@ def read_stream(path: str) -> Iterator[bytes]:
             if file is None:
                 file = filesystem.open_input_file(inner)
                 file.seek(position)
-            return file.read(_PIECE_BYTES)
+            return file.read(_BUFFER_BYTES)
         except OSError:
             file = None
             raise
 
     try:
-        while piece := enduring(path, read):
+        while piece := with_retries(path, read):
             position += len(piece)
             yield piece
     except FileNotFoundError:
@@ -180,7 +180,7 @@ def _sent(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     iterator = iter(pieces)
     head = bytearray()
     for piece in iterator:
-        if len(head) + memoryview(piece).nbytes > _PIECE_BYTES:
+        if len(head) + memoryview(piece).nbytes > _BUFFER_BYTES:
             return _upload(path, itertools.chain([head, piece], iterator))
         for part in _cut(piece):
             head += part
@@ -194,7 +194,7 @@ def _sent(path: str, pieces: Iterable[bytes | memoryview]) -> int:
         failed = True
         _fill(_opened(filesystem, inner), head)
 
-    enduring(path, put)
+    with_retries(path, put)
     return len(head)
 
 
@@ -274,19 +274,19 @@ def _copied_by_store(source: str, target: str, size: int) -> bool:
     if not same_store(source, target) or (size > _LARGEST_COPY_BYTES and scheme_of(source) not in _COPIES_ANY_SIZE):
         return False
     _, inner = resolve(source)
-    enduring(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
+    with_retries(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
     return True
 
 
 def same_store(source: str, target: str) -> bool:
     """Return whether an object store can copy between two paths: they have the same endpoint or account."""
-    return in_object_store(source) and in_object_store(target) and place_of(source).store() == place_of(target).store()
+    return in_object_store(source) and in_object_store(target) and location_of(source).store() == location_of(target).store()
 
 
 def remove_file(path: str) -> None:
     """Remove a file if it exists."""
     with suppress(FileNotFoundError):
-        enduring(path, lambda filesystem, inner: filesystem.delete_file(inner))
+        with_retries(path, lambda filesystem, inner: filesystem.delete_file(inner))
 
 
 @contextmanager
@@ -321,7 +321,7 @@ def _bytes_of(piece: bytes | memoryview | bytearray) -> memoryview:
 
 def _cut(piece: bytes | memoryview | bytearray) -> Iterator[memoryview]:
     view = _bytes_of(piece)
-    return (view[start : start + _PIECE_BYTES] for start in range(0, len(view), _PIECE_BYTES))
+    return (view[start : start + _BUFFER_BYTES] for start in range(0, len(view), _BUFFER_BYTES))
 
 
 def _write_all(write: Callable[[memoryview], int], piece: bytes | memoryview) -> int:
@@ -356,7 +356,7 @@ def _staged(path: str, pieces: Iterable[bytes | memoryview]) -> int:
         if section or not sent_bytes:
             sent_bytes = _append(temporary, sent_bytes, section)
         _, inner = resolve(temporary)
-        enduring(path, lambda filesystem, target: filesystem.copy_file(inner, target))
+        with_retries(path, lambda filesystem, target: filesystem.copy_file(inner, target))
     finally:
         with suppress(OSError, InputError):
             remove_file(temporary)
@@ -381,7 +381,7 @@ def _append(path: str, start: int, data: bytearray) -> int:
         mode = filesystem.open_append_stream if start else filesystem.open_output_stream
         _fill(mode(inner, compression=None), data)
 
-    enduring(path, append)
+    with_retries(path, append)
     return end
 
 
@@ -398,7 +398,7 @@ def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
                 with _explaining(path):
                     stream.write(bytes(part))  # a copy, because it is sent later
                     ahead_bytes += len(part)
-                    if ahead_bytes >= _AHEAD_BYTES:
+                    if ahead_bytes >= _MAX_QUEUED_BYTES:
                         stream.flush()
                         ahead_bytes = 0
         sent_bytes = stream.tell()
@@ -425,7 +425,7 @@ def _explaining(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
-        raise explained(path, error, waited_s=time.monotonic() - start, remedy=remedy(path)) from None
+        raise explained(path, error, waited_s=time.monotonic() - start, hint=endpoint_hint(path)) from None
 
 
 def _abandon(stream: NativeFile) -> None:

@@ -19,7 +19,7 @@ from rayrec.storage.files import copy_file, exists, info_of, missing, partial_of
 from rayrec.storage.gcs import first_level
 from rayrec.storage.ranges import in_parallel
 from rayrec.storage.scratch import Scratch
-from rayrec.storage.stores import enduring
+from rayrec.storage.stores import with_retries
 from rayrec.storage.urls import folder_of, in_object_store, is_url, join, local_path, name_of, scheme_of, url_of
 
 _GLOB: Final = re.compile(r"[*?\[]")
@@ -87,7 +87,7 @@ def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
         )
         return infos if deep == recursive else first_level(infos, inner)
 
-    return enduring(path, listed)
+    return with_retries(path, listed)
 
 
 def _infos_by_level(path: str) -> list[arrow_fs.FileInfo]:
@@ -226,14 +226,14 @@ def files_in(path: str) -> list[File]:
 def make_folder(path: str) -> None:
     """Create a folder and its parents. Does nothing in an object store, where folders exist through their files."""
     if not in_object_store(path):
-        enduring(path, lambda filesystem, inner: filesystem.create_dir(inner, recursive=True))
+        with_retries(path, lambda filesystem, inner: filesystem.create_dir(inner, recursive=True))
 
 
 def remove_folder(path: str) -> None:
     """Remove a folder recursively if it exists. Its parent remains, even if empty, in S3 and Azure as well as locally."""
     if info_of(path).type == arrow_fs.FileType.Directory:
         with suppress(FileNotFoundError):
-            enduring(path, lambda filesystem, inner: filesystem.delete_dir(inner))
+            with_retries(path, lambda filesystem, inner: filesystem.delete_dir(inner))
 
 
 def copy_files(source: str, target: str) -> None:

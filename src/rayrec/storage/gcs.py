@@ -23,7 +23,7 @@ _SHORTEST_RETRY_S: Final = 1.0
 
 
 @dataclass(frozen=True)
-class GcsPlace:
+class GcsLocation:
     """Location of a gs:// URL and its endpoint."""
 
     inner: str
@@ -36,7 +36,7 @@ class GcsPlace:
     sent_settings: ClassVar[tuple[str, ...]] = ("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_PROJECT")
 
     @classmethod
-    def of(cls, path: str) -> GcsPlace:
+    def of(cls, path: str) -> GcsLocation:
         """Parse a URL gs://BUCKET/KEY[?anonymous=true, scheme=, endpoint_override=], given the environment. KEY is not
         percent-decoded. Raises InputError for credentials before an @ in it."""
         body = split_options(path)[0].partition("://")[2]
@@ -74,7 +74,7 @@ class GcsPlace:
         url = urlsplit(self.endpoint or "https://storage.googleapis.com")
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
-    def remedy(self) -> str:
+    def endpoint_hint(self) -> str:
         return (
             f"its endpoint is {self.endpoint} (STORAGE_EMULATOR_HOST)"
             if self.endpoint

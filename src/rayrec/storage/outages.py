@@ -26,7 +26,7 @@ _LONGEST_WAIT_S: Final = 5.0
 
 _limit_s: contextvars.ContextVar[float | None] = contextvars.ContextVar("storage_outage_s", default=None)
 
-Trouble = Literal["passing", "denied", "no bucket", "region", "certificate", "other"]
+ErrorKind = Literal["passing", "denied", "no bucket", "region", "certificate", "other"]
 
 # pyarrow passes on the error names of the AWS SDK, or the HTTP status alone, because stores need not send a name.
 _NAME: Final = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))?(?: during \w+ operation: (.*))?", re.DOTALL)
@@ -65,7 +65,7 @@ _CREDENTIALS: Final = {
 
 
 @contextmanager
-def patience(seconds: float) -> Iterator[None]:
+def retry_timeout(seconds: float) -> Iterator[None]:
     """Limit how long operations in this thread wait for an unavailable store, in seconds. 0 fails at once."""
     token = _limit_s.set(seconds)
     try:
@@ -85,13 +85,13 @@ def outage_s() -> float:
     return float(text) if text else OUTAGE_S
 
 
-def trouble(error: Exception) -> Trouble:
+def classify_error(error: Exception) -> ErrorKind:
     """Classify an error of a remote file system by its text, because pyarrow provides nothing else."""
     text = str(error)
     if found := _GOOGLE.search(text):
-        return _google_trouble(found[1], text)
+        return _classify_google(found[1], text)
     if found := _AZURE.search(text):
-        return _azure_trouble(found[1], found[2] or "", text)
+        return _classify_azure(found[1], found[2] or "", text)
     if _AZURE_TOKEN.search(text):
         return "denied"
     if "PERMANENT_REDIRECT" in text or "HTTP status 301" in text:
@@ -111,7 +111,7 @@ def trouble(error: Exception) -> Trouble:
     return "no bucket" if name == "NO_SUCH_BUCKET" else "other"
 
 
-def _google_trouble(code: str, text: str) -> Trouble:
+def _classify_google(code: str, text: str) -> ErrorKind:
     curl = _GOOGLE_CURL.search(text)
     if curl and curl[1] in _CURL_CERTIFICATE:
         return "certificate"
@@ -123,7 +123,7 @@ def _google_trouble(code: str, text: str) -> Trouble:
     return "denied" if code in {"PERMISSION_DENIED", "UNAUTHENTICATED"} else "other"
 
 
-def _azure_trouble(code: str, status: str, text: str) -> Trouble:
+def _classify_azure(code: str, status: str, text: str) -> ErrorKind:
     if not status:  # no response
         return "certificate" if "SSL" in text else "passing"
     if _PASSING_STATUS.fullmatch(status):
@@ -158,33 +158,33 @@ def cause_of(error: Exception) -> str:
     return " ".join(_SECRET.sub("...", cause).split()).rstrip(": .")
 
 
-def explained(path: str, error: Exception, *, waited_s: float, remedy: str) -> Exception:
-    """Return a one-line error for the store of `path`: InputError if the user can fix it, else OSError. `remedy` describes
+def explained(path: str, error: Exception, *, waited_s: float, hint: str) -> Exception:
+    """Return a one-line error for the store of `path`: InputError if the user can fix it, else OSError. `hint` describes
     endpoint and credentials of the store."""
     bucket, scheme = bucket_of(path), _KINDS.get(scheme_of(path), "s3")
     cause = cause_of(error)
-    match trouble(error):
+    match classify_error(error):
         case "passing":
-            return OSError(f"{path}: the store was unavailable for {waited_s:.0f} s ({cause}); {remedy}")
+            return OSError(f"{path}: the store was unavailable for {waited_s:.0f} s ({cause}); {hint}")
         case "denied":
-            return InputError(f"{bucket}: access denied ({cause}); {_CREDENTIALS[scheme]} ({remedy})")
+            return InputError(f"{bucket}: access denied ({cause}); {_CREDENTIALS[scheme]} ({hint})")
         case "no bucket":
-            return no_bucket(path, remedy)
+            return no_bucket(path, hint)
         case "region":
-            return InputError(f"{bucket}: is in another region; set AWS_REGION to it ({remedy})")
+            return InputError(f"{bucket}: is in another region; set AWS_REGION to it ({hint})")
         case "certificate":
             fix = "name its authority in AWS_CA_BUNDLE" if scheme == "s3" else "add its authority to this machine's"
             return InputError(f"{bucket}: the store's certificate is not trusted ({cause}); {fix}")
     return OSError(f"{path}: the store rejected the request ({cause})")
 
 
-def no_bucket(path: str, remedy: str) -> InputError:
+def no_bucket(path: str, hint: str) -> InputError:
     """Return the error for a missing bucket."""
     what = "container" if _KINDS.get(scheme_of(path)) == "az" else "bucket"
-    return InputError(f"{bucket_of(path)}: {what} not found; create it or fix its name ({remedy})")
+    return InputError(f"{bucket_of(path)}: {what} not found; create it or fix its name ({hint})")
 
 
-def persist(path: str, call: Callable[[], _Result], *, remedy: Callable[[], str]) -> _Result:
+def retry(path: str, call: Callable[[], _Result], *, hint: Callable[[], str]) -> _Result:
     """Call a function and return its result, retrying with growing random delays while the store of `path` is unavailable.
 
     `call` must be idempotent. Raises FileNotFoundError unchanged, and the errors of `explained`: InputError at once, OSError
@@ -199,8 +199,8 @@ def persist(path: str, call: Callable[[], _Result], *, remedy: Callable[[], str]
             raise
         except (OSError, pa.ArrowException) as error:  # Google's and Azure's libraries also raise ArrowException
             waited_s = time.monotonic() - start
-            if trouble(error) != "passing" or waited_s >= limit_s:
-                raise explained(path, error, waited_s=waited_s, remedy=remedy()) from None
+            if classify_error(error) != "passing" or waited_s >= limit_s:
+                raise explained(path, error, waited_s=waited_s, hint=hint()) from None
             if waited_s > 2 and not warned:
                 warned = True
                 _logger.warning("Retrying %s for up to %.0f s (%s)", path, limit_s, cause_of(error))

@@ -11,7 +11,7 @@ import numpy as np
 from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
-from rayrec.storage.stores import enduring
+from rayrec.storage.stores import with_retries
 from rayrec.storage.urls import is_url
 
 _Result = TypeVar("_Result")
@@ -30,8 +30,8 @@ _lock = threading.Lock()
 def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *, of: str) -> Iterator[_Result]:
     """Map `function` over the items, in order, with up to NUM_REQUESTS parallel calls if `of` is a URL, else sequentially.
 
-    Each call runs in a copy of the caller's context (see `patience`). Pending calls are cancelled if the caller stops or a call
-    raises.
+    Each call runs in a copy of the caller's context (see `retry_timeout`). Pending calls are cancelled if the caller
+    stops or a call raises.
     """
     if not is_url(of) or len(items) < 2:
         yield from map(function, items)
@@ -50,7 +50,7 @@ def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *,
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def ahead(calls: Sequence[Callable[[], _Result]], *, of: str) -> Iterator[_Result]:
+def call_in_parallel(calls: Sequence[Callable[[], _Result]], *, of: str) -> Iterator[_Result]:
     """Return the results of the calls, in order; see `in_parallel`."""
     return in_parallel(lambda call: call(), calls, of=of)
 
@@ -76,7 +76,7 @@ def read_url(path: str, start: int, buffer: np.ndarray) -> int:
             raise
         return count
 
-    return enduring(path, read)
+    return with_retries(path, read)
 
 
 def _read_at(file: NativeFile, start: int, buffer: np.ndarray) -> int:

@@ -28,7 +28,7 @@ _NAMES: Final = ("region", "scheme", "endpoint_override")
 
 
 @dataclass(frozen=True)
-class S3Place:
+class S3Location:
     """Location of an S3 URL and its endpoint."""
 
     inner: str
@@ -45,7 +45,7 @@ class S3Place:
     """Environment variables that are valid on other machines: none is a file path."""
 
     @classmethod
-    def of(cls, path: str) -> S3Place:
+    def of(cls, path: str) -> S3Location:
         """Parse a URL s3://BUCKET/KEY[?region=, scheme=, endpoint_override=, allow_bucket_creation=], given the environment. KEY
         is not percent-decoded.
 
@@ -89,7 +89,7 @@ class S3Place:
         """Return None: the AWS SDK has its own connection timeout."""
         return None
 
-    def remedy(self) -> str:
+    def endpoint_hint(self) -> str:
         return (
             f"its endpoint is {self.endpoint} (AWS_ENDPOINT_URL)"
             if self.endpoint

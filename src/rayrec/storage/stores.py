@@ -10,10 +10,10 @@ from urllib.request import getproxies
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
-from rayrec.storage.azure import AzurePlace
-from rayrec.storage.gcs import GcsPlace
-from rayrec.storage.outages import outage_s, persist, trouble
-from rayrec.storage.s3 import S3Place
+from rayrec.storage.azure import AzureLocation
+from rayrec.storage.gcs import GcsLocation
+from rayrec.storage.outages import classify_error, outage_s, retry
+from rayrec.storage.s3 import S3Location
 from rayrec.storage.urls import in_object_store, local_path, scheme_of
 
 _Result = TypeVar("_Result")
@@ -23,7 +23,7 @@ _OTHER_SCHEMES: Final = {"hdfs", "viewfs"}
 """Schemes opened by pyarrow's defaults."""
 
 
-class Place(Protocol):
+class StoreLocation(Protocol):
     """Location of an object store's URL and its endpoint."""
 
     @property
@@ -35,26 +35,26 @@ class Place(Protocol):
 
     def address(self) -> tuple[str, int] | None: ...
 
-    def remedy(self) -> str: ...
+    def endpoint_hint(self) -> str: ...
 
     def open(self, limit_s: float) -> arrow_fs.FileSystem: ...
 
 
-_PLACES: Final[dict[str, Callable[[str], Place]]] = {
-    "s3": S3Place.of,
-    "gs": GcsPlace.of,
-    "gcs": GcsPlace.of,
-    "az": AzurePlace.of,
-    "abfs": AzurePlace.of,
-    "abfss": AzurePlace.of,
+_LOCATIONS: Final[dict[str, Callable[[str], StoreLocation]]] = {
+    "s3": S3Location.of,
+    "gs": GcsLocation.of,
+    "gcs": GcsLocation.of,
+    "az": AzureLocation.of,
+    "abfs": AzureLocation.of,
+    "abfss": AzureLocation.of,
 }
-SENT_SETTINGS: Final = S3Place.sent_settings + GcsPlace.sent_settings + AzurePlace.sent_settings
+SENT_SETTINGS: Final = S3Location.sent_settings + GcsLocation.sent_settings + AzureLocation.sent_settings
 """Environment variables for stores that are valid on other machines: none is a file path."""
 
 
-def place_of(path: str) -> Place:
+def location_of(path: str) -> StoreLocation:
     """Parse an object store's URL. Raises InputError for an incomplete URL or credentials in it."""
-    return _PLACES[scheme_of(path)](path)
+    return _LOCATIONS[scheme_of(path)](path)
 
 
 def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
@@ -63,12 +63,12 @@ def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
     The filesystem retries with doubling delays while an object store is unavailable: S3 and Google Cloud Storage for at least
     `OUTAGE_S`, Azure for about 6 s.
     """
-    return persist(path, lambda: _resolve(path, patient=True), remedy=lambda: remedy(path))
+    return retry(path, lambda: _resolve(path, patient=True), hint=lambda: endpoint_hint(path))
 
 
-def enduring(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result]) -> _Result:
+def with_retries(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result]) -> _Result:
     """Call a function with the filesystem of a path and the path within it, and return its result. Retries while a URL's store is
-    unavailable, so the function must be idempotent; see `persist`."""
+    unavailable, so the function must be idempotent; see `retry`."""
     local = local_path(path)
     if local is not None:
         return call(arrow_fs.LocalFileSystem(), local)
@@ -78,16 +78,16 @@ def enduring(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result]) -> 
         try:
             return call(filesystem, inner)
         except OSError as error:
-            if in_object_store(path) and trouble(error) == "passing":
-                _reached.discard(place_of(path).address())
+            if in_object_store(path) and classify_error(error) == "passing":
+                _reached.discard(location_of(path).address())
             raise
 
-    return persist(path, once, remedy=lambda: remedy(path))
+    return retry(path, once, hint=lambda: endpoint_hint(path))
 
 
-def remedy(path: str) -> str:
+def endpoint_hint(path: str) -> str:
     """Describe the endpoint of a path and the setting for it."""
-    return place_of(path).remedy() if in_object_store(path) else "see that it is up"
+    return location_of(path).endpoint_hint() if in_object_store(path) else "see that it is up"
 
 
 _opened: dict[tuple[Any, ...], arrow_fs.FileSystem] = {}
@@ -109,11 +109,11 @@ def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
     if local is not None:
         return arrow_fs.LocalFileSystem(), local
     if in_object_store(path):
-        place = place_of(path)
+        place = location_of(path)
         _reach(place.address())
         return _connected(place, patient=patient), place.inner
     if scheme_of(path) not in _OTHER_SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in ("file", *_PLACES, *sorted(_OTHER_SCHEMES)))
+        known = ", ".join(f"{scheme}://" for scheme in ("file", *_LOCATIONS, *sorted(_OTHER_SCHEMES)))
         raise InputError(f"{path}: scheme is not supported ({known}). Use a local path or a URL such as s3://bucket/key")
     try:
         return arrow_fs.FileSystem.from_uri(path)
@@ -121,7 +121,7 @@ def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
         raise InputError(f"{path}: cannot be opened ({error}). Use a local path or a URL such as s3://bucket/key") from None
 
 
-def _connected(place: Place, *, patient: bool) -> arrow_fs.FileSystem:
+def _connected(place: StoreLocation, *, patient: bool) -> arrow_fs.FileSystem:
     """Return a filesystem, cached per process and store."""
     limit_s = outage_s() if patient else 0.0
     key = (os.getpid(), type(place), limit_s, *place.connection())

@@ -79,7 +79,7 @@ def _watch(folder: str, channel: ControlChannel, ended: threading.Event) -> None
     path = storage.join(profile_folder(folder), _REQUEST)
     while not ended.wait(_poll_s(folder)):
         try:
-            with storage.patience(0):
+            with storage.retry_timeout(0):
                 if storage.exists(path):
                     window = _window(storage.read_json(path))
                     storage.remove_file(path)  # its removal confirms the request

@@ -120,7 +120,7 @@ class StepProfiler:
     def _write(self, recording: _Recording) -> None:
         target = storage.join(self._folder, recording.window.name, f"rank_{self._rank}")
         try:
-            with storage.patience(_PATIENCE_S), storage.writing_folder(target) as folder:
+            with storage.retry_timeout(_PATIENCE_S), storage.writing_folder(target) as folder:
                 recording.write(folder)
         except Exception as error:  # e.g. a full disk or an unavailable store; must not fail the run
             _logger.warning("%s: not written (%s)", target, error)

@@ -239,7 +239,7 @@ def _drive(
         layout = launcher.allocate_resources(resumes=goes_on, note=console.note)
         # A new run must not wait long at a wrong endpoint.
         patience_s = config.failure.max_outage_s if goes_on else storage.outage_s()
-        with storage.patience(patience_s):
+        with storage.retry_timeout(patience_s):
             storage.make_folder(folder)
             if not goes_on:
                 if changes.rejected:
@@ -262,24 +262,24 @@ def _drive(
                 changed={change.field: [change.old, change.new] for change in (*changes.accepted, *changes.rejected)},
             )
             stopwatch.lap("folder")
-            with console.preparing(), storage.patience(patience_s):
+            with console.preparing(), storage.retry_timeout(patience_s):
                 data = listed_data(config)  # listed before reading, so that files modified meanwhile count as changed
                 engine = launcher.engine(layout, max_outage_s=patience_s)
                 context = RunContext(config, folder, engine, console.note, console.progress, stopwatch)
                 prepared = config.workload.prepare(context)
             events.write("prepared", seconds=time.monotonic() - started_s, **config.workload.summarize(prepared, {}))
             stopwatch.lap("prepare")
-            with storage.patience(patience_s):
+            with storage.retry_timeout(patience_s):
                 start = None if init is None else _warm_start(context, prepared, init, events)
             events.write("start_up", process="driver", stages=stopwatch.stages)
             if goes_on:  # only after all checks
-                with storage.patience(patience_s):
+                with storage.retry_timeout(patience_s):
                     _write_config(folder, config)
             with console.training(lambda stopped: follow(events_path, stop=stopped)):
                 finish = launcher.run(
                     PreparedRun(config, folder, prepared, layout, stopwatch.last_s, start), Driver(events, signals, console.note)
                 )
-            with storage.patience(config.failure.max_outage_s):
+            with storage.retry_timeout(config.failure.max_outage_s):
                 result = (
                     None
                     if finish is None
@@ -357,7 +357,7 @@ def _finalize_run(folder: str, *, note: Callable[[str], None]) -> Iterator[None]
         yield
         patience_s = storage.outage_s()
     finally:
-        with storage.patience(patience_s):
+        with storage.retry_timeout(patience_s):
             try:
                 merge_events(storage.join(folder, "events.jsonl"))
             except (OSError, InputError) as error:

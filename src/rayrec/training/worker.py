@@ -115,7 +115,7 @@ def _train(
     config, folder = attempt.config, attempt.folder
     peak = _measured_peak(worker, stopwatch) if config.observe.times else 0.0
     damaged: set[int] = set()
-    with storage.patience(config.failure.max_outage_s):  # a start may wait as long as a save
+    with storage.retry_timeout(config.failure.max_outage_s):  # a start may wait as long as a save
         check_shared(attempt.storage_token, Communicator.all())
         # Retries like saves: a full disk may have room again.
         lease = (
@@ -438,7 +438,7 @@ def finish(
         "validation": validation,
     }
     if Communicator.all().first:  # not collective: reading the files of large tables takes long
-        with storage.patience(config.failure.max_outage_s):
+        with storage.retry_timeout(config.failure.max_outage_s):
             result["weights_sha256"] = weights_sha256(best)
     log("finish", result)
     setup.model.eval()  # without an evaluation above, it is in training mode

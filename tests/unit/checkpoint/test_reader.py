@@ -109,9 +109,9 @@ def test_what_a_disk_gives_no_more_is_damage(tmp_path: Path, monkeypatch: pytest
             state={},
             extra_files=lambda path: storage.write_bytes(f"{path}/config.yaml", b"a: 1"),
         )
-    resolve, error = storage.files.enduring, OSError(number, os.strerror(number))
+    resolve, error = storage.files.with_retries, OSError(number, os.strerror(number))
 
-    def enduring(path: str, call: Any) -> Any:
+    def with_retries(path: str, call: Any) -> Any:
         if path == f"{second.path}/{name}" and call.__name__ == "read":
             raise error
         return resolve(path, call)
@@ -119,7 +119,7 @@ def test_what_a_disk_gives_no_more_is_damage(tmp_path: Path, monkeypatch: pytest
     def preadv(*_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(storage.files, "enduring", enduring)
+    monkeypatch.setattr(storage.files, "with_retries", with_retries)
     if name.startswith("data_"):  # others are streamed
         monkeypatch.setattr(os, "preadv", preadv)
     target, told = {"a": torch.zeros(3)}, []

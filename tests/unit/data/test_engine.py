@@ -129,9 +129,9 @@ def test_a_task_waits_for_a_store_as_long_as_its_engine_says(max_outage_s: float
         return table(storage.outage_s())
 
     engine = ThreadEngine(2, max_outage_s=max_outage_s)
-    with storage.patience(12.0):
+    with storage.retry_timeout(12.0):
         running = engine.run("patience", task, range(3))
         streaming = engine.stream("patience", task, range(3), block_bytes=1, prefetch_blocks=1)
-    with storage.patience(1.0):
+    with storage.retry_timeout(1.0):
         assert values(running) == values(streaming) == [expected] * 3
         assert storage.outage_s() == 1.0

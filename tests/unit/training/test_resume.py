@@ -175,14 +175,14 @@ def test_lease_is_written_after_full_disk_has_space(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
 def test_unreadable_disk_does_not_restart_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     resumed = Resumed(tmp_path, 1)
-    enduring = storage.files.enduring
+    with_retries = storage.files.with_retries
 
     fail = raising(OSError(errno.EIO, "Input/output error"))
 
     def fails(path: str, call: Any) -> Any:
-        return (fail if path.endswith(name) and call.__name__ == "read" else enduring)(path, call)
+        return (fail if path.endswith(name) and call.__name__ == "read" else with_retries)(path, call)
 
-    monkeypatch.setattr(storage.files, "enduring", fails)
+    monkeypatch.setattr(storage.files, "with_retries", fails)
     if name != "manifest.json":  # which is streamed
         monkeypatch.setattr(os, "preadv", fail)
     refused = rf"{name}: cannot be read .*, and there is no other checkpoint to resume from"

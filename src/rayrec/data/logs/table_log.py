@@ -131,7 +131,7 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
     rows, sums, faults = [], [], Faults()
     places = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
     reads = [functools.partial(read_rows, part.path, start, stop, schema) for part, start, stop in places]
-    for (part, start, _), (table, sum_) in zip(places, storage.ahead(reads, of=places[0][0].path), strict=True):
+    for (part, start, _), (table, sum_) in zip(places, storage.call_in_parallel(reads, of=places[0][0].path), strict=True):
         raw, found = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
         rows.append(raw.rows)
         sums.append(sum_)
@@ -178,7 +178,7 @@ def _read_table(segment: Segment, schema: Schema) -> pa.Table:
 
 
 def _read(segments: Sequence[Segment], schema: Schema) -> Iterator[RawBlock]:
-    tables = storage.ahead([functools.partial(_read_table, each, schema) for each in segments], of=segments[0].path)
+    tables = storage.call_in_parallel([functools.partial(_read_table, each, schema) for each in segments], of=segments[0].path)
     for segment in segments:
         with stage("read"):
             table = next(tables)

@@ -109,7 +109,7 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     """
     sizes = [segment.stop - segment.start for segment in segments]
     parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
-    texts = storage.ahead(
+    texts = storage.call_in_parallel(
         [functools.partial(read_text, segment) for segment in segments], of=segments[0].path if segments else ""
     )
     for segment, size in zip(segments, sizes, strict=True):

@@ -31,7 +31,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.imports import require
 from rayrec.storage import cache
-from rayrec.storage.cache import LEAST_FILES, ShardCache, in_use
+from rayrec.storage.cache import MIN_FILES, ShardCache, in_use
 
 _logger = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ class TokenRows:
                 limit_bytes=cache_bytes,
             )
             if cache_bytes is not None:  # Mapped shards cannot be evicted.
-                self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // LEAST_FILES)
+                self._most_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // MIN_FILES)
             self._folder = self._cache.folder
             self._ahead = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="shards")
         self._bounds = np.cumsum([0, *self.chunk_rows])

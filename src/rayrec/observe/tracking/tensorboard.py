@@ -59,7 +59,7 @@ class TensorBoardTracker:
         if self._records is None:
             return
         if self._old is None:
-            with storage.patience(0):
+            with storage.retry_timeout(0):
                 files = [file.path for file in storage.files_in(self._folder)]
             self._old = [path for path in files if path.endswith(_SUFFIX) and path != self._path]
         self._records.flush()

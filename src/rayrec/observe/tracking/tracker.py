@@ -56,7 +56,7 @@ class AppendFile:
     def _upload(self, now: bool) -> None:
         if len(self._waiting) == self._uploaded_bytes or not (now or time.monotonic() >= self._next_upload_s):
             return
-        with storage.patience(0):
+        with storage.retry_timeout(0):
             storage.write_bytes(self.path, bytes(self._waiting))
         self._uploaded_bytes = len(self._waiting)
         self._next_upload_s = time.monotonic() + UPLOAD_S

@@ -117,7 +117,7 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
 
 
 def _newest_step(config: TrainConfig, folder: str) -> int:
-    with storage.patience(config.failure.max_outage_s):
+    with storage.retry_timeout(config.failure.max_outage_s):
         checkpoint = latest(folder)
     return checkpoint.step if checkpoint else 0
 

@@ -18,7 +18,7 @@ from rayrec.config import InputError
 from rayrec.data.text import mds
 from rayrec.data.text.mds import TokenRows
 from rayrec.storage import cache
-from rayrec.storage.cache import LEAST_FILES, ShardCache
+from rayrec.storage.cache import MIN_FILES, ShardCache
 
 BLOCK = 16
 SHARDS = (30, 30, 30, 7)
@@ -331,7 +331,7 @@ def test_a_shard_may_have_any_name(tmp_path: Path) -> None:
     """Even that of the lock under which a limited cache makes room."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "room").write_bytes(b"shard")
-    limits: dict[str, Any] = {"sizes_bytes": {"room": 5}, "limit_bytes": 5 * LEAST_FILES}
+    limits: dict[str, Any] = {"sizes_bytes": {"room": 5}, "limit_bytes": 5 * MIN_FILES}
     cache = ShardCache(str(tmp_path / "source"), index=b"", folder=str(tmp_path / "cache"), **limits)
     fetched: list[int] = []
     thread = threading.Thread(target=lambda: fetched.append(cache.fetch("room", lambda path: None)), daemon=True)
