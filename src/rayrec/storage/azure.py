@@ -47,24 +47,24 @@ class AzureLocation:
         body = split_options(path)[0].partition("://")[2]
         authority, _, key = body.partition("/")
         container, at, host = authority.partition("@")
-        found = _ACCOUNT.fullmatch(host) if at else None
-        if ":" in authority or (at and not found):
+        match = _ACCOUNT.fullmatch(host) if at else None
+        if ":" in authority or (at and not match):
             raise InputError(
                 f"{scheme_of(path)}://...: must name an Azure container, without credentials. Use a URL such as "
                 "az://container/key or az://container@account/key"
             )
         if not container:
             raise InputError(f"{path}: container not found. Use a URL such as az://container/key")
-        known = _connection_string()
-        named = found[1] if found else os.environ.get("AZURE_STORAGE_ACCOUNT") or known.get("AccountName")
+        settings = _connection_string()
+        named = match[1] if match else os.environ.get("AZURE_STORAGE_ACCOUNT") or settings.get("AccountName")
         if not named:
             raise InputError(
                 f"{path}: storage account not found. Set AZURE_STORAGE_ACCOUNT, or use a URL such as az://container@account/key"
             )
-        suffix = (found[2] if found else None) or known.get("EndpointSuffix") or "core.windows.net"
+        suffix = (match[2] if match else None) or settings.get("EndpointSuffix") or "core.windows.net"
         url = f"https://{named}.blob.{suffix}"
-        if named == known.get("AccountName") and known.get("BlobEndpoint"):
-            url = _address(known["BlobEndpoint"])
+        if named == settings.get("AccountName") and settings.get("BlobEndpoint"):
+            url = _address(settings["BlobEndpoint"])
         return cls(f"{container}/{key}".rstrip("/"), named, url)
 
     def store(self) -> tuple[str, ...]:
@@ -99,18 +99,18 @@ class AzureLocation:
 def _credentials(account: str) -> dict[str, str]:
     """Return an account key or a SAS token, from its own variable or the connection string. Without them, Azure's library uses
     AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, the managed identity, or the login of `az login`."""
-    known = _connection_string()
-    if known.get("AccountName") != account:
-        known = {}
-    own = os.environ.get("AZURE_STORAGE_ACCOUNT") in (None, "", account)  # otherwise the variables belong to another account
-    key = (os.environ.get("AZURE_STORAGE_KEY") if own else None) or known.get("AccountKey")
+    settings = _connection_string()
+    if settings.get("AccountName") != account:
+        settings = {}
+    is_default = os.environ.get("AZURE_STORAGE_ACCOUNT") in (None, "", account)  # otherwise for another account
+    key = (os.environ.get("AZURE_STORAGE_KEY") if is_default else None) or settings.get("AccountKey")
     if key:
         try:
             base64.b64decode(key, validate=True)
         except binascii.Error:
             raise InputError("AZURE_STORAGE_KEY: must be an account key in Base64. Copy it again") from None
         return {"account_key": key}
-    token = (os.environ.get("AZURE_STORAGE_SAS_TOKEN") if own else None) or known.get("SharedAccessSignature")
+    token = (os.environ.get("AZURE_STORAGE_SAS_TOKEN") if is_default else None) or settings.get("SharedAccessSignature")
     return {"sas_token": f"?{token.removeprefix('?')}"} if token else {}
 
 
@@ -122,8 +122,8 @@ def _connection_string() -> dict[str, str]:
         raise InputError(
             "AZURE_STORAGE_CONNECTION_STRING: must be a list of NAME=VALUE separated by ;. Copy it from the account again"
         )
-    known = {name.strip(): value.strip() for name, _, value in pairs}
-    return _DEVELOPMENT if known.get("UseDevelopmentStorage") == "true" else known
+    settings = {name.strip(): value.strip() for name, _, value in pairs}
+    return _DEVELOPMENT if settings.get("UseDevelopmentStorage") == "true" else settings
 
 
 def _address(endpoint: str) -> str:

@@ -26,9 +26,9 @@ GUNZIP_BYTES = 8 << 20
 
 def folder(of_run: str | None = None) -> str:
     """Return the cache folder: $RAYREC_CACHE, else a run's if it exists and is writable, else ~/.cache/rayrec."""
-    chosen = os.environ.get("RAYREC_CACHE")
-    if chosen:
-        return chosen
+    path = os.environ.get("RAYREC_CACHE")
+    if path:
+        return path
     if of_run and storage.exists(of_run) and (storage.is_url(of_run) or os.access(of_run, os.W_OK)):
         return of_run
     return os.path.join(os.path.expanduser("~"), ".cache", "rayrec")
@@ -86,8 +86,8 @@ class ShardCache:
                         self._evict(self._sizes_bytes[name], self._limit_bytes)
                     file = open(local, "wb")  # noqa: SIM115  counted by other processes from now on
                 with file:
-                    for piece in read() if read else storage.read_stream(storage.join(self._source, name)):
-                        file.write(piece)
+                    for data in read() if read else storage.read_stream(storage.join(self._source, name)):
+                        file.write(data)
                 check(local)
             return self._sizes_bytes[name]
 
@@ -97,15 +97,15 @@ class ShardCache:
             os.remove(os.path.join(self.folder, name))
 
     def _evict(self, needed_bytes: int, limit_bytes: int) -> None:
-        here = []
+        cached = []
         total_bytes = needed_bytes
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
                 name = PARTIAL.sub("", entry.name)
                 total_bytes += self._sizes_bytes.get(name, 0)  # files in transfer count with their full size
                 if entry.name == name and name in self._sizes_bytes:
-                    here.append((entry.stat().st_mtime_ns, name))
-        for _, name in sorted(here):
+                    cached.append((entry.stat().st_mtime_ns, name))
+        for _, name in sorted(cached):
             if total_bytes <= limit_bytes:
                 break
             if _remove_unused(os.path.join(self.folder, name)):
@@ -147,12 +147,12 @@ def version_key(source: object, version: object) -> str:
     return digests[0][:KEY_DIGITS] + digests[1][: 16 - KEY_DIGITS]
 
 
-def remove_older(folder: str, kept: Iterable[str]) -> None:
-    """Remove files derived from older versions of the sources of the `kept` names from a folder; see `version_key`."""
-    kept = {name[:16] for name in kept}
-    sources = {name[:KEY_DIGITS] for name in kept}
+def remove_older(folder: str, current: Iterable[str]) -> None:
+    """Remove files derived from older versions of the sources of the `current` names from a folder; see `version_key`."""
+    current = {name[:16] for name in current}
+    sources = {name[:KEY_DIGITS] for name in current}
     for name in storage.list_folder(folder) if sources else []:
-        if name[:KEY_DIGITS] in sources and name[:16] not in kept:
+        if name[:KEY_DIGITS] in sources and name[:16] not in current:
             storage.remove_folder(storage.join(folder, name))
             storage.remove_file(storage.join(folder, name))
 
@@ -161,10 +161,10 @@ def head_of(path: str, size_bytes: int) -> bytes:
     """Return the first bytes of a file. Raises InputError if it is not readable."""
     head = np.zeros(size_bytes, np.uint8)
     try:
-        got = storage.read_into(path, 0, head)
+        num_read = storage.read_into(path, 0, head)
     except (PermissionError, IsADirectoryError) as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}). Check its permissions") from None
-    return head[:got].tobytes()
+    return head[:num_read].tobytes()
 
 
 def is_gzip(path: str) -> bool:
@@ -195,33 +195,33 @@ def unpack(file: storage.File, folder: str, progress: Callable[[int], None] | No
 
 def _decompressed(path: str, progress: Callable[[int], None] | None) -> Iterator[bytes]:
     try:
-        for piece in gunzip(storage.read_stream(path)):
-            yield piece
+        for data in gunzip(storage.read_stream(path)):
+            yield data
             if progress:
-                progress(len(piece))
+                progress(len(data))
     except zlib.error as error:
         raise InputError(f"{path}: damaged gzip file ({error}); fetch it again") from None
     except EOFError:
         raise InputError(f"{path}: the gzip file is truncated. Download it again") from None
 
 
-def gunzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Decompress gzip data into pieces of at most GUNZIP_BYTES, at any compression ratio. Raises zlib.error for damaged data,
     EOFError if it is truncated."""
     engine = zlib.decompressobj(wbits=31)
-    begun = False
-    for data in pieces:
+    is_started = False
+    for data in chunks:
         while data:
             if engine.eof:
                 data = data.lstrip(b"\0")  # padding after the last member, which gzip skips too
                 if not data:
                     break
                 engine = zlib.decompressobj(wbits=31)  # concatenated gzip members
-            begun = True
-            if piece := engine.decompress(data, GUNZIP_BYTES):
-                yield piece
+            is_started = True
+            if content := engine.decompress(data, GUNZIP_BYTES):
+                yield content
             data = engine.unused_data if engine.eof else engine.unconsumed_tail
-        while not engine.eof and (piece := engine.decompress(b"", GUNZIP_BYTES) if begun else b""):
-            yield piece
+        while not engine.eof and (content := engine.decompress(b"", GUNZIP_BYTES) if is_started else b""):
+            yield content
     if not engine.eof:
         raise EOFError

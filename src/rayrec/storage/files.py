@@ -61,7 +61,7 @@ def size_of(path: str) -> int | None:
 def info_of(path: str) -> arrow_fs.FileInfo:
     """Return type, size and time of the entry at a path."""
 
-    def asked(filesystem: arrow_fs.FileSystem, inner: str) -> arrow_fs.FileInfo:
+    def get_info(filesystem: arrow_fs.FileSystem, inner: str) -> arrow_fs.FileInfo:
         info = filesystem.get_file_info(inner)
         if info.type != arrow_fs.FileType.NotFound or not isinstance(filesystem, arrow_fs.AzureFileSystem):
             return info
@@ -69,14 +69,14 @@ def info_of(path: str) -> arrow_fs.FileInfo:
         inside = filesystem.get_file_info(arrow_fs.FileSelector(inner, allow_not_found=True))
         return arrow_fs.FileInfo(info.path, arrow_fs.FileType.Directory) if inside else info
 
-    return with_retries(path, asked)
+    return with_retries(path, get_info)
 
 
-def missing(path: str, what: str = "no such file") -> InputError:
+def missing(path: str, problem: str = "no such file") -> InputError:
     """Return the error for a path that does not exist, or for its bucket if that does not exist."""
     if in_object_store(path) and not exists(bucket_of(path) + split_options(path)[1]):
         return no_bucket(path, endpoint_hint(path))
-    return InputError(f"{path}: {what}")
+    return InputError(f"{path}: {problem}")
 
 
 def read_into(path: str, start: int, buffer: np.ndarray) -> int:
@@ -113,9 +113,9 @@ def read_stream(path: str) -> Iterator[bytes]:
             raise
 
     try:
-        while piece := with_retries(path, read):
-            position += len(piece)
-            yield piece
+        while data := with_retries(path, read):
+            position += len(data)
+            yield data
     except FileNotFoundError:
         raise missing(path) from None
     finally:
@@ -143,8 +143,8 @@ def read_json(path: str) -> Any:
     if local is not None and os.path.exists(local) and not os.path.isfile(local):
         raise InputError(f"{path}: damaged, not a regular file")
     data = bytearray()
-    for piece in read_stream(path):
-        data += piece
+    for chunk in read_stream(path):
+        data += chunk
         if len(data) > _MAX_JSON_BYTES:
             raise InputError(f"{path}: damaged, more than {_MAX_JSON_BYTES:,} bytes of JSON")
     try:
@@ -155,7 +155,7 @@ def read_json(path: str) -> Any:
         raise InputError(f"{path}: damaged, its JSON is nested too deeply") from None
 
 
-def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
+def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     """Write a file atomically from pieces, and return its size in bytes.
 
     A piece may be overwritten once the next one is requested. A URL needs no local disk, and at most about 100 MiB of memory. S3
@@ -163,26 +163,26 @@ def write_stream(path: str, pieces: Iterable[bytes | memoryview]) -> int:
     rule for incomplete uploads removes them. In Azure the file is first NAME.*.partial, which the store then copies, and which
     stays after a crash.
 
-    Raises the errors of `pieces`, OSError with its errno if a disk fails, OSError if a store is unavailable for too long
+    Raises the errors of `chunks`, OSError with its errno if a disk fails, OSError if a store is unavailable for too long
     (`OUTAGE_S` to twice that), and InputError if a store rejects the request for a reason that the user can fix.
     """
     local = local_path(path)
     if local is not None:
         with _appearing(local) as temporary, open(temporary, "wb", buffering=0) as file:
-            return sum(_write_all(file.write, piece) for piece in pieces)
+            return sum(_write_all(file.write, chunk) for chunk in chunks)
     try:
-        return _staged(path, pieces) if scheme_of(path) in _STAGED else _sent(path, pieces)
+        return _staged(path, chunks) if scheme_of(path) in _STAGED else _sent(path, chunks)
     except FileNotFoundError:  # Google's error for a missing bucket
         raise missing(path) from None
 
 
-def _sent(path: str, pieces: Iterable[bytes | memoryview]) -> int:
-    iterator = iter(pieces)
+def _sent(path: str, chunks: Iterable[bytes | memoryview]) -> int:
+    iterator = iter(chunks)
     head = bytearray()
-    for piece in iterator:
-        if len(head) + memoryview(piece).nbytes > _BUFFER_BYTES:
-            return _upload(path, itertools.chain([head, piece], iterator))
-        for part in _cut(piece):
+    for chunk in iterator:
+        if len(head) + memoryview(chunk).nbytes > _BUFFER_BYTES:
+            return _upload(path, itertools.chain([head, chunk], iterator))
+        for part in _cut(chunk):
             head += part
     failed = False
 
@@ -314,18 +314,18 @@ def sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _bytes_of(piece: bytes | memoryview | bytearray) -> memoryview:
-    view = memoryview(piece)
+def _bytes_of(data: bytes | memoryview | bytearray) -> memoryview:
+    view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")  # memoryviews with a 0 in their shape cannot be cast
 
 
-def _cut(piece: bytes | memoryview | bytearray) -> Iterator[memoryview]:
-    view = _bytes_of(piece)
+def _cut(data: bytes | memoryview | bytearray) -> Iterator[memoryview]:
+    view = _bytes_of(data)
     return (view[start : start + _BUFFER_BYTES] for start in range(0, len(view), _BUFFER_BYTES))
 
 
-def _write_all(write: Callable[[memoryview], int], piece: bytes | memoryview) -> int:
-    view = _bytes_of(piece)
+def _write_all(write: Callable[[memoryview], int], data: bytes | memoryview) -> int:
+    view = _bytes_of(data)
     done = 0
     while done < len(view):
         done += write(view[done:])
@@ -341,14 +341,14 @@ def _fill(stream: NativeFile, data: bytearray) -> None:
         raise
 
 
-def _staged(path: str, pieces: Iterable[bytes | memoryview]) -> int:
+def _staged(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     """Append pieces to a temporary object, section by section, which the store then copies to `path`."""
     temporary = partial_of(path)
     section = bytearray()
     sent_bytes = 0
     try:
-        for piece in pieces:
-            for part in _cut(piece):
+        for chunk in chunks:
+            for part in _cut(chunk):
                 section += part
                 if len(section) >= _SECTION_BYTES:
                     sent_bytes = _append(temporary, sent_bytes, section)
@@ -385,22 +385,22 @@ def _append(path: str, start: int, data: bytearray) -> int:
     return end
 
 
-def _upload(path: str, pieces: Iterable[bytes | memoryview | bytearray]) -> int:
+def _upload(path: str, chunks: Iterable[bytes | memoryview | bytearray]) -> int:
     """Upload pieces as one object. Cannot restart, unlike `_sent`, so it relies on the filesystem's own retries."""
     filesystem, inner = resolve(path)
     info_of(path)  # waits during an outage, because a failed stream keeps its memory
     with _explaining(path):
         stream = _opened(filesystem, inner)
     try:
-        ahead_bytes = 0
-        for piece in pieces:
-            for part in _cut(piece):
+        queued_bytes = 0
+        for chunk in chunks:
+            for part in _cut(chunk):
                 with _explaining(path):
                     stream.write(bytes(part))  # a copy, because it is sent later
-                    ahead_bytes += len(part)
-                    if ahead_bytes >= _MAX_QUEUED_BYTES:
+                    queued_bytes += len(part)
+                    if queued_bytes >= _MAX_QUEUED_BYTES:
                         stream.flush()
-                        ahead_bytes = 0
+                        queued_bytes = 0
         sent_bytes = stream.tell()
         with _explaining(path):
             stream.close()

@@ -59,15 +59,15 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
     files = _list_files(path, info)
     if not names or info.type != arrow_fs.FileType.Directory:
         return files
-    chosen = []
+    selected = []
     for name in names:
         matching = [file for file in files if _is_named(name_of(file.path), name)]
         if len(matching) != 1:
-            found = " and ".join(name_of(file.path) for file in matching)
-            what = f"contains {found}. Keep one of them" if matching else f"{name}, {name}.gz or {name}.parquet not found"
-            raise InputError(f"{path}: {what}")
-        chosen += matching
-    return chosen
+            duplicates = " and ".join(name_of(file.path) for file in matching)
+            problem = f"contains {duplicates}. Keep one of them" if matching else f"{name}, {name}.gz or {name}.parquet not found"
+            raise InputError(f"{path}: {problem}")
+        selected += matching
+    return selected
 
 
 def _is_named(base_name: str, name: str) -> bool:
@@ -92,12 +92,12 @@ def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
 
 def _infos_by_level(path: str) -> list[arrow_fs.FileInfo]:
     """List an Azure folder recursively, with parallel requests for each level. pyarrow would send them sequentially."""
-    found, folders = [], [path]
+    infos, folders = [], [path]
     while folders:
-        level = [info for infos in in_parallel(_infos, folders, of=path) for info in infos]
-        found += level
+        level = [info for of_folder in in_parallel(_infos, folders, of=path) for info in of_folder]
+        infos += level
         folders = [url_of(info.path, path) for info in level if info.type == arrow_fs.FileType.Directory]
-    return found
+    return infos
 
 
 def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
@@ -108,12 +108,12 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
     elif _GLOB.search(info.path):
         infos = _matching(info.path, path)
         if not any(map(_is_data, infos)):
-            folders = [found.path for found in infos if _is_partition(found)]
+            folders = [info.path for info in infos if _is_partition(info)]
             inside = in_parallel(lambda inner: _in_partitions(inner, path), folders, of=path)
-            infos = [found for of_folder in inside for found in of_folder]
+            infos = [info for of_folder in inside for info in of_folder]
     else:
         raise missing(path, "no such file or folder")
-    files = [_file(found, path) for found in infos if _is_data(found)]
+    files = [_file(info, path) for info in infos if _is_data(info)]
     if not files:
         raise InputError(f"{path}: contains no data files")
     return sorted(files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)])
@@ -133,9 +133,9 @@ def _is_partition(info: arrow_fs.FileInfo) -> bool:
 
 def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     """List the first level of a folder, and the folders named KEY=VALUE below it, in at most two requests."""
-    found = _infos(url_of(inner, path))
-    if not any(map(_is_partition, found)):
-        return found
+    infos = _infos(url_of(inner, path))
+    if not any(map(_is_partition, infos)):
+        return infos
     return [
         info
         for info in _infos(url_of(inner, path), recursive=True)
@@ -146,19 +146,19 @@ def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
 def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     """Expand a glob. `inner` is the path within the filesystem of `path`."""
     if not is_url(path):
-        return [arrow_fs.LocalFileSystem().get_file_info(found) for found in local_glob.glob(inner, recursive=True)]
+        return [arrow_fs.LocalFileSystem().get_file_info(match) for match in local_glob.glob(inner, recursive=True)]
     names = inner.split("/")
     first = next(number for number, name in enumerate(names) if _GLOB.search(name))
     folders = ["/".join(names[:first])]
     pattern = re.compile(_glob_pattern(names))
     if "**" in names:
         infos = _infos(url_of(folders[0], path), recursive=True)
-        return [found for found in infos if pattern.fullmatch(found.path)]
+        return [info for info in infos if pattern.fullmatch(info.path)]
     for number in range(first, len(names)):  # one request per folder, parallel on each level
         beginning = re.compile(_glob_pattern(names[: number + 1]))
         listed = in_parallel(lambda folder: _infos(url_of(folder, path)), folders, of=path)
-        infos = [found for of_folder in listed for found in of_folder if beginning.fullmatch(found.path)]
-        folders = [found.path for found in infos if found.type == arrow_fs.FileType.Directory]
+        infos = [info for of_folder in listed for info in of_folder if beginning.fullmatch(info.path)]
+        folders = [info.path for info in infos if info.type == arrow_fs.FileType.Directory]
     return infos
 
 
@@ -175,8 +175,8 @@ def _glob_pattern(names: Sequence[str]) -> str:
     return pattern
 
 
-def _glob_token(found: re.Match[str]) -> str:
-    token = found[0]
+def _glob_token(match: re.Match[str]) -> str:
+    token = match[0]
     if token[0] == "*":
         return "[^/]*"
     if token == "?":
@@ -189,23 +189,23 @@ def _glob_token(found: re.Match[str]) -> str:
 
 def find_files(paths: Sequence[str]) -> dict[str, File]:
     """Return the existing files among `paths`, by path. Lists folders with many of them once, with parallel requests."""
-    wanted: dict[str, list[str]] = {}
+    by_folder: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
-        wanted.setdefault(folder_of(path), []).append(path)
+        by_folder.setdefault(folder_of(path), []).append(path)
 
-    def found(folder: str) -> list[File]:
-        if len(wanted[folder]) < _LISTED_FILES:
-            infos = {path: info_of(path) for path in wanted[folder]}
+    def find_in(folder: str) -> list[File]:
+        if len(by_folder[folder]) < _LISTED_FILES:
+            infos = {path: info_of(path) for path in by_folder[folder]}
         else:
             listed = {info.base_name: info for info in _infos(folder)}
-            infos = {path: listed[name] for path in wanted[folder] if (name := name_of(path)) in listed}
+            infos = {path: listed[name] for path in by_folder[folder] if (name := name_of(path)) in listed}
         return [
             File(path, info.size or 0, info.mtime_ns or 0) for path, info in infos.items() if info.type == arrow_fs.FileType.File
         ]
 
-    if not wanted:
+    if not by_folder:
         return {}
-    return {file.path: file for files in in_parallel(found, list(wanted), of=paths[0]) for file in files}
+    return {file.path: file for files in in_parallel(find_in, list(by_folder), of=paths[0]) for file in files}
 
 
 def list_folder(path: str) -> list[str]:
@@ -245,13 +245,13 @@ def copy_files(source: str, target: str) -> None:
     if info.type != arrow_fs.FileType.Directory:
         raise missing(source, "no such folder")
     make_folder(target)
-    found = _infos(source, recursive=True)
-    names = {item.path: posixpath.relpath(item.path, info.path) for item in found}
-    for item in found:
+    infos = _infos(source, recursive=True)
+    names = {item.path: posixpath.relpath(item.path, info.path) for item in infos}
+    for item in infos:
         if item.type == arrow_fs.FileType.Directory:
             make_folder(join(target, names[item.path]))
-    chosen = [names[item.path] for item in found if item.type == arrow_fs.FileType.File]
-    _copy(source, target, chosen)
+    files = [names[item.path] for item in infos if item.type == arrow_fs.FileType.File]
+    _copy(source, target, files)
 
 
 def _copy(source: str, target: str, names: Sequence[str]) -> None:

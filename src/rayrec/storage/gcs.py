@@ -99,12 +99,12 @@ def first_level(infos: Sequence[arrow_fs.FileInfo], folder: str) -> list[arrow_f
 
     pyarrow's own single-level listing of a bucket lacks folders without an object, which uploads create.
     """
-    found: dict[str, arrow_fs.FileInfo] = {}
+    children: dict[str, arrow_fs.FileInfo] = {}
     for info in infos:
         name, deeper, _ = posixpath.relpath(info.path, folder).partition("/")
         path = posixpath.join(folder, name)
         if not deeper:
-            found[path] = info
+            children[path] = info
         else:
-            found.setdefault(path, arrow_fs.FileInfo(path, arrow_fs.FileType.Directory))
-    return list(found.values())
+            children.setdefault(path, arrow_fs.FileInfo(path, arrow_fs.FileType.Directory))
+    return list(children.values())

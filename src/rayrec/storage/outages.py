@@ -88,25 +88,25 @@ def outage_s() -> float:
 def classify_error(error: Exception) -> ErrorKind:
     """Classify an error of a remote file system by its text, because pyarrow provides nothing else."""
     text = str(error)
-    if found := _GOOGLE.search(text):
-        return _classify_google(found[1], text)
-    if found := _AZURE.search(text):
-        return _classify_azure(found[1], found[2] or "", text)
+    if match := _GOOGLE.search(text):
+        return _classify_google(match[1], text)
+    if match := _AZURE.search(text):
+        return _classify_azure(match[1], match[2] or "", text)
     if _AZURE_TOKEN.search(text):
         return "denied"
     if "PERMANENT_REDIRECT" in text or "HTTP status 301" in text:
         return "region"
-    found = _NAME.search(text)
-    if not found:  # a truncated body, or an unknown file system
-        known = isinstance(error, FileNotFoundError | PermissionError | pa.ArrowException) or getattr(error, "errno", None)
-        return "other" if known else "passing"
-    name, status = found[1], found[2] or ""
+    match = _NAME.search(text)
+    if not match:  # a truncated body, or an unknown file system
+        is_specific = isinstance(error, FileNotFoundError | PermissionError | pa.ArrowException) or getattr(error, "errno", None)
+        return "other" if is_specific else "passing"
+    name, status = match[1], match[2] or ""
     curl = _CURL.search(text)
     if curl and curl[1] in _CURL_CERTIFICATE:
         return "certificate"
     if name in _PASSING or _PASSING_STATUS.fullmatch(status):
         return "passing"
-    if name in _DENIED or (status in _DENIED_STATUS and _OF_CREDENTIALS.match(found[3] or "")):
+    if name in _DENIED or (status in _DENIED_STATUS and _OF_CREDENTIALS.match(match[3] or "")):
         return "denied"
     return "no bucket" if name == "NO_SUCH_BUCKET" else "other"
 
@@ -138,9 +138,9 @@ def cause_of(error: Exception) -> str:
     """Return the relevant words of an error: no keys, no request IDs, no line breaks."""
     text = str(error)
     if google := _GOOGLE.search(text):
-        curl, said = _GOOGLE_CURL.search(text), _GOOGLE_JSON.search(google[2])
+        curl, message = _GOOGLE_CURL.search(text), _GOOGLE_JSON.search(google[2])
         reason = google[2].partition("The underlying error message was: ")[2] or google[2]
-        words = said[1] if said else reason.partition("with a last message of ")[2] or reason
+        words = message[1] if message else reason.partition("with a last message of ")[2] or reason
         name = google[1].lower().replace("_", " ")
         cause = f"{curl[2][:1].lower()}{curl[2][1:]}" if curl else f"{name}: {words.partition(' error_info=')[0]}"
     elif azure := _AZURE.search(text):
@@ -150,9 +150,9 @@ def cause_of(error: Exception) -> str:
         cause = token[1]
     elif curl := _CURL.search(text):
         cause = f"{curl[2][:1].lower()}{curl[2][1:]}"
-    elif found := _NAME.search(text):
-        name = f"HTTP status {found[2]}" if found[2] else found[1].lower().replace("_", " ")
-        cause = f"{name}: " + re.sub(r"\(Request ID: [^)]*\)|No response body\.", "", found[3] or "")
+    elif match := _NAME.search(text):
+        name = f"HTTP status {match[2]}" if match[2] else match[1].lower().replace("_", " ")
+        cause = f"{name}: " + re.sub(r"\(Request ID: [^)]*\)|No response body\.", "", match[3] or "")
     else:
         cause = text
     return " ".join(_SECRET.sub("...", cause).split()).rstrip(": .")
@@ -180,8 +180,8 @@ def explained(path: str, error: Exception, *, waited_s: float, hint: str) -> Exc
 
 def no_bucket(path: str, hint: str) -> InputError:
     """Return the error for a missing bucket."""
-    what = "container" if _KINDS.get(scheme_of(path)) == "az" else "bucket"
-    return InputError(f"{bucket_of(path)}: {what} not found; create it or fix its name ({hint})")
+    kind = "container" if _KINDS.get(scheme_of(path)) == "az" else "bucket"
+    return InputError(f"{bucket_of(path)}: {kind} not found; create it or fix its name ({hint})")
 
 
 def retry(path: str, call: Callable[[], _Result], *, hint: Callable[[], str]) -> _Result:

@@ -91,10 +91,10 @@ def _read_at(file: NativeFile, start: int, buffer: np.ndarray) -> int:
 def _opened(filesystem: arrow_fs.FileSystem, inner: str) -> NativeFile:
     key = id(filesystem), inner
     with _lock:
-        known = _files.get(key)
-        if known is not None:
+        cached = _files.get(key)
+        if cached is not None:
             _files.move_to_end(key)
-            return known[1]
+            return cached[1]
     file = filesystem.open_input_file(inner)
     with _lock:
         _files[key] = filesystem, file

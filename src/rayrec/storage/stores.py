@@ -109,29 +109,29 @@ def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
     if local is not None:
         return arrow_fs.LocalFileSystem(), local
     if in_object_store(path):
-        place = location_of(path)
-        _reach(place.address())
-        return _connected(place, patient=patient), place.inner
+        location = location_of(path)
+        _reach(location.address())
+        return _connected(location, patient=patient), location.inner
     if scheme_of(path) not in _OTHER_SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in ("file", *_LOCATIONS, *sorted(_OTHER_SCHEMES)))
-        raise InputError(f"{path}: scheme is not supported ({known}). Use a local path or a URL such as s3://bucket/key")
+        supported = ", ".join(f"{scheme}://" for scheme in ("file", *_LOCATIONS, *sorted(_OTHER_SCHEMES)))
+        raise InputError(f"{path}: scheme is not supported ({supported}). Use a local path or a URL such as s3://bucket/key")
     try:
         return arrow_fs.FileSystem.from_uri(path)
     except (ValueError, OSError) as error:
         raise InputError(f"{path}: cannot be opened ({error}). Use a local path or a URL such as s3://bucket/key") from None
 
 
-def _connected(place: StoreLocation, *, patient: bool) -> arrow_fs.FileSystem:
+def _connected(location: StoreLocation, *, patient: bool) -> arrow_fs.FileSystem:
     """Return a filesystem, cached per process and store."""
     limit_s = outage_s() if patient else 0.0
-    key = (os.getpid(), type(place), limit_s, *place.connection())
+    key = (os.getpid(), type(location), limit_s, *location.connection())
     with _lock:
-        found = _opened.get(key)
-    if found is None:
-        found = place.open(limit_s)
+        filesystem = _opened.get(key)
+    if filesystem is None:
+        filesystem = location.open(limit_s)
         with _lock:
-            found = _opened.setdefault(key, found)
-    return found
+            filesystem = _opened.setdefault(key, filesystem)
+    return filesystem
 
 
 def _reach(address: tuple[str, int] | None) -> None:

@@ -80,11 +80,11 @@ def split_options(path: str) -> tuple[str, str]:
     return body, question + query
 
 
-def options_of(path: str, known: Sequence[str]) -> dict[str, str]:
+def options_of(path: str, supported: Sequence[str]) -> dict[str, str]:
     """Return the options of an object store's URL. Raises InputError for an unknown option."""
     options = dict(parse_qsl(split_options(path)[1].removeprefix("?")))
-    unknown = sorted(options.keys() - set(known))
+    unknown = sorted(options.keys() - set(supported))
     if unknown:
-        there_are = f"there are {', '.join(known)}" if known else "it has none"
-        raise InputError(f"{path}: {unknown[0]} is not an option of {_OBJECT_STORES[scheme_of(path)]} URL; {there_are}")
+        hint = f"there are {', '.join(supported)}" if supported else "it has none"
+        raise InputError(f"{path}: {unknown[0]} is not an option of {_OBJECT_STORES[scheme_of(path)]} URL; {hint}")
     return options
