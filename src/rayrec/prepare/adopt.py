@@ -39,7 +39,7 @@ from rayrec.data.text.text_blocks import PART_BYTES, sets_of_shards
 from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine, refuse_options
+from rayrec.prepare.config import PreparationConfig, engine, reject_options
 from rayrec.prepare.text import hash_of as hash_of_tokens
 
 _OF_SHARDS = ("tokenizer", "column", "token_dtype")
@@ -118,12 +118,12 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     if sets_of_shards(path):
         why = "an option for arrays of TorchRec's scripts, not for MDS shards"
-        refuse_options(config, AdoptionConfig(), why, but=_OF_SHARDS)
+        reject_options(config, AdoptionConfig(), why, but=_OF_SHARDS)
         return adopt_tokens(
             path, out=out, tokenizer=config.tokenizer, column=config.column, token_dtype=config.token_dtype, console=console
         )
     own = [name for name in vars(config) if name not in _OF_SHARDS]
-    refuse_options(config, AdoptionConfig(), "an option for MDS shards, not for arrays of TorchRec's scripts", but=own)
+    reject_options(config, AdoptionConfig(), "an option for MDS shards, not for arrays of TorchRec's scripts", but=own)
     folders = [path, *([config.sparse_path] if config.sparse_path else [])]
     for folder in folders:
         _check_folder(folder)

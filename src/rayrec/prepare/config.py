@@ -142,14 +142,14 @@ def raw_index(
     )
 
 
-def refuse_options(options: object, default: object, why: str, *, but: Sequence[str] = ()) -> None:
+def reject_options(options: object, default: object, why: str, *, but: Sequence[str] = ()) -> None:
     """Reject options that differ from their defaults, except those in `but`, which the command reads. Raises InputError."""
     for name, value in vars(options).items():
         if name not in but and value != getattr(default, name):
             raise InputError(f"--{name.replace('_', '-')}: {why}. Remove it")
 
 
-def given_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | None:
+def load_given_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | None:
     """Load the Preprocessor in a folder, if specified. Raises InputError if its schema differs from the log's."""
     given = Preprocessor.load(folder) if folder else None
     if given is not None and given.schema != schema:

@@ -17,16 +17,16 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.faults import Fault, Faults
 from rayrec.observe.console import Console
-from rayrec.prepare.log_statistics import TOP, Tally
+from rayrec.prepare.log_statistics import TOP, ColumnStats
 from rayrec.schema import Schema
 
 _PRIOR_ROWS = 10.0
 """Rows with the average click rate that are added to every group of values, as a prior."""
-_LEAST_OUTCOMES = 20
+_MIN_OUTCOMES = 20
 """Minimum number of held-out rows of either label for a column's AUROC."""
 
 
-def share(part: Any, whole: Any) -> float | None:
+def fraction(part: Any, whole: Any) -> float | None:
     return float(part) / float(whole) if whole else None
 
 
@@ -54,7 +54,7 @@ def total_variation(first: np.ndarray, second: np.ndarray) -> tuple[float, float
 
 
 def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
-    """Return mean and standard deviation of sign(x) ln(1 + |x|) from a row of `Tally.moments`, or None without values."""
+    """Return mean and standard deviation of sign(x) ln(1 + |x|) from a row of `ColumnStats.moments`, or None without values."""
     if not moments[0]:
         return None
     mean, variance = mean_and_variance(moments)
@@ -65,7 +65,7 @@ def auroc_of_rates(outcomes: np.ndarray) -> float | None:
     """Return the AUROC on held-out rows, scored by the click rate of their value among the other rows. None if few rows of a
     label are held out. `outcomes` counts by label + 2 * held out, int64 [values, 4]."""
     misses, clicks, held_misses, held_clicks = outcomes.T.astype(np.float64)
-    if min(held_misses.sum(), held_clicks.sum()) < _LEAST_OUTCOMES or not clicks.sum():
+    if min(held_misses.sum(), held_clicks.sum()) < _MIN_OUTCOMES or not clicks.sum():
         return None
     average = clicks.sum() / (misses.sum() + clicks.sum())
     rates = (clicks + _PRIOR_ROWS * average) / (misses + clicks + _PRIOR_ROWS)
@@ -85,11 +85,11 @@ def concentration(repeated: np.ndarray, distinct: int) -> dict[str, Any]:
     values = int(repeated.sum()) + once
     largest = np.sort(np.partition(repeated, len(repeated) - TOP)[-TOP:] if len(repeated) > TOP else repeated)[::-1]
     top = {n: int(largest[:n].sum()) + max(0, min(n - len(largest), once)) for n in (1, 10, 100)}
-    rates = {f"top_{n}_rate": share(rows, values) for n, rows in top.items()}
-    return {"values": values, "distinct": distinct, **rates, "once_rate": share(once, values)}
+    rates = {f"top_{n}_rate": fraction(rows, values) for n, rows in top.items()}
+    return {"values": values, "distinct": distinct, **rates, "once_rate": fraction(once, values)}
 
 
-def most_frequent(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def top_categories(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the tokens with the largest counts, the smallest first among equal counts, uint64 [at most TOP]."""
     if len(tokens) > TOP:
         least = np.partition(counts, len(counts) - TOP)[-TOP]
@@ -103,7 +103,7 @@ def unknown_rate(tokens: np.ndarray, counts: np.ndarray, vocabulary: np.ndarray)
     known = np.zeros(len(tokens), bool)
     inside = place < len(vocabulary)
     known[inside] = vocabulary[place[inside]] == tokens[inside]
-    return share(counts[~known].sum(), counts.sum())
+    return fraction(counts[~known].sum(), counts.sum())
 
 
 def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> float | None:
@@ -117,13 +117,13 @@ def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndar
         known = np.isin(column.looked_up(tokens), vocabulary)
         ids, counts = ids[known], counts[known]
     _, place, categories = np.unique(ids, return_inverse=True, return_counts=True)
-    return share(counts[categories[place] > 1].sum(), counts.sum())
+    return fraction(counts[categories[place] > 1].sum(), counts.sum())
 
 
 def duplicate_rate(hashes: np.ndarray) -> float | None:
     """Return the fraction of rows that repeat an earlier one, given their hashes, which are sorted in place."""
     hashes.sort()
-    return share(np.count_nonzero(hashes[1:] == hashes[:-1]), len(hashes))
+    return fraction(np.count_nonzero(hashes[1:] == hashes[:-1]), len(hashes))
 
 
 Drift = list[dict[str, tuple[float, float] | None]]
@@ -131,83 +131,85 @@ Drift = list[dict[str, tuple[float, float] | None]]
 slice."""
 
 
-def drift_of(tally: Tally, schema: Schema) -> Drift:
-    filled = np.flatnonzero(tally.rows)
+def drift_of(stats: ColumnStats, schema: Schema) -> Drift:
+    filled = np.flatnonzero(stats.rows)
     first = int(filled[0]) if len(filled) else 0
-    labels = np.stack([tally.rows - tally.clicks, tally.clicks], axis=1)
+    labels = np.stack([stats.rows - stats.clicks, stats.clicks], axis=1)
     columns = [(schema.label, labels)] if schema.label else []
-    columns += [(name, tally.dense_bins[:, d]) for d, name in enumerate(schema.dense)]
-    columns += [(name, tally.sparse_bins[:, s]) for s, name in enumerate(schema.sparse)]
+    columns += [(name, stats.dense_bins[:, d]) for d, name in enumerate(schema.dense)]
+    columns += [(name, stats.sparse_bins[:, s]) for s, name in enumerate(schema.sparse)]
     return [
         {name: total_variation(bins[first], bins[n]) for name, bins in columns} if n > first else {}
-        for n in range(len(tally.rows))
+        for n in range(len(stats.rows))
     ]
 
 
-def _largest(name: str, drift: Drift) -> dict[str, float | None]:
+def _max_drift(name: str, drift: Drift) -> dict[str, float | None]:
     """Return the largest distance of a column."""
     distance, by_chance = max((found for piece in drift if (found := piece.get(name))), default=(None, None))
     return {"drift": distance, "drift_by_chance": by_chance}
 
 
-def label_of(tally: Tally, name: str) -> dict[str, Any]:
-    rows, clicks = int(tally.rows.sum()), int(tally.clicks.sum())
+def label_of(stats: ColumnStats, name: str) -> dict[str, Any]:
+    rows, clicks = int(stats.rows.sum()), int(stats.clicks.sum())
     low, high = wilson_interval(clicks, rows) or (None, None)
-    return {"name": name, "clicks": clicks, "rate": share(clicks, rows), "low": low, "high": high}
+    return {"name": name, "clicks": clicks, "rate": fraction(clicks, rows), "low": low, "high": high}
 
 
-def weight_of(tally: Tally) -> dict[str, Any]:
-    low, high = _range(tally, -1)
-    return {"min": low, "max": high, "zero_rate": share(tally.signs[-1, 1], tally.rows.sum())}
+def weight_of(stats: ColumnStats) -> dict[str, Any]:
+    low, high = _range(stats, -1)
+    return {"min": low, "max": high, "zero_rate": fraction(stats.signs[-1, 1], stats.rows.sum())}
 
 
-def _range(tally: Tally, place: int) -> list[Any]:
+def _range(stats: ColumnStats, place: int) -> list[Any]:
     """Return the minimum and maximum, as ints if integral, or None without values."""
-    low, high = tally.limits[place, 0], -tally.limits[place, 1]
+    low, high = stats.limits[place, 0], -stats.limits[place, 1]
     return [int(x) if x == int(x) else float(x) for x in (low, high)] if low <= high else [None, None]
 
 
-def dense_columns(tally: Tally, schema: Schema, drift: Drift) -> dict[str, dict[str, Any]]:
+def dense_columns(stats: ColumnStats, schema: Schema, drift: Drift) -> dict[str, dict[str, Any]]:
     columns = {}
     for d, name in enumerate(schema.dense):
-        present = int(tally.moments[d, 0])
-        low, high = _range(tally, d)
-        mean, deviation = mean_and_deviation(tally.moments[d].tolist()) or (None, None)
+        present = int(stats.moments[d, 0])
+        low, high = _range(stats, d)
+        mean, deviation = mean_and_deviation(stats.moments[d].tolist()) or (None, None)
         columns[name] = {
-            "missing_rate": share(tally.missing[:, d].sum(), tally.rows.sum()),
+            "missing_rate": fraction(stats.missing[:, d].sum(), stats.rows.sum()),
             "min": low,
             "max": high,
-            "negative_rate": share(tally.signs[d, 0], present),
-            "zero_rate": share(tally.signs[d, 1], present),
+            "negative_rate": fraction(stats.signs[d, 0], present),
+            "zero_rate": fraction(stats.signs[d, 1], present),
             "log_mean": mean,
             "log_deviation": deviation,
-            **_largest(name, drift),
-            "auroc": auroc_of_rates(tally.dense_outcomes[d]) if schema.label else None,
+            **_max_drift(name, drift),
+            "auroc": auroc_of_rates(stats.dense_outcomes[d]) if schema.label else None,
         }
     return columns
 
 
-def sparse_columns(tally: Tally, schema: Schema, drift: Drift, counted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def sparse_columns(
+    stats: ColumnStats, schema: Schema, drift: Drift, counted: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """Build the report of each sparse column; `counted` has the figures from its category counts."""
     return {
         name: {
-            "missing_rate": share(tally.missing[:, len(schema.dense) + s].sum(), tally.rows.sum()),
+            "missing_rate": fraction(stats.missing[:, len(schema.dense) + s].sum(), stats.rows.sum()),
             **counted[name],
-            **_largest(name, drift),
-            "auroc": auroc_of_rates(tally.sparse_outcomes[s]) if schema.label else None,
+            **_max_drift(name, drift),
+            "auroc": auroc_of_rates(stats.sparse_outcomes[s]) if schema.label else None,
         }
         for s, name in enumerate(schema.sparse)
     }
 
 
-def slices_of(tally: Tally, schema: Schema, names: Sequence[str], drift: Drift) -> list[dict[str, Any]]:
+def slices_of(stats: ColumnStats, schema: Schema, names: Sequence[str], drift: Drift) -> list[dict[str, Any]]:
     columns = [*schema.dense, *schema.sparse]
     return [
         {
             "name": name,
-            "rows": int(tally.rows[n]),
-            "label_rate": share(tally.clicks[n], tally.rows[n]) if schema.label else None,
-            "missing_rate": {column: share(tally.missing[n, c], tally.rows[n]) for c, column in enumerate(columns)},
+            "rows": int(stats.rows[n]),
+            "label_rate": fraction(stats.clicks[n], stats.rows[n]) if schema.label else None,
+            "missing_rate": {column: fraction(stats.missing[n, c], stats.rows[n]) for c, column in enumerate(columns)},
             "drift": {column: found[0] for column, found in drift[n].items() if found},
         }
         for n, name in enumerate(names)
@@ -387,7 +389,9 @@ class Report:
         made = [_table(content["path"], [], _overview(content))]
         made.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
         for kind, heads in (("dense", _DENSE_HEADS), ("sparse", _SPARSE_HEADS)):
-            rows = [[name, *(_shown(column.get(key), key) for key in heads.values())] for name, column in content[kind].items()]
+            rows = [
+                [name, *(_format_value(column.get(key), key) for key in heads.values())] for name, column in content[kind].items()
+            ]
             made.append(_table(f"{kind} columns", [kind, *heads], rows))
         return [table for table in made if table.row_count]
 
@@ -428,7 +432,7 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> T
     return table
 
 
-def _shown(value: float | None, name: str = "") -> str:
+def _format_value(value: float | None, name: str = "") -> str:
     if value is None:
         return "-"
     if name.endswith("_rate"):
@@ -437,17 +441,17 @@ def _shown(value: float | None, name: str = "") -> str:
 
 
 def _slice_row(row: dict[str, Any]) -> list[str]:
-    cells = [row["name"], _shown(row["rows"]), _shown(row["label_rate"], "label_rate")]
+    cells = [row["name"], _format_value(row["rows"]), _format_value(row["label_rate"], "label_rate")]
     for key, rates in (("missing_rate", row["missing_rate"]), ("drift", row["drift"])):
         known = {name: value for name, value in rates.items() if value}
         name = max(known, key=lambda name: known[name], default=None)
-        cells += [name or "-", _shown(known[name] if name else None, key)]
+        cells += [name or "-", _format_value(known[name] if name else None, key)]
     return cells
 
 
 def _overview(content: dict[str, Any]) -> list[list[str]]:
     faults, label, duplicates = content["faults"], content["label"], content["duplicates"]
-    rows = [["rows", _shown(content["rows"])], ["faulty rows", f"{content['bad_rows']:,} ({content['bad_fraction']:.3%})"]]
+    rows = [["rows", _format_value(content["rows"])], ["faulty rows", f"{content['bad_rows']:,} ({content['bad_fraction']:.3%})"]]
     for kind, count in faults["by_kind"].items():
         columns = ", ".join(f"{column} {n:,}" for column, n in faults["by_column"].get(kind, {}).items())
         rows.append(["", f"{count:,} x {kind}" + (f": {columns}" if columns else "")])
@@ -458,7 +462,7 @@ def _overview(content: dict[str, Any]) -> list[list[str]]:
         sample = "" if duplicates["sampled"] == 1 else f" (of a sample of {duplicates['rows']:,} rows)"
         rows.append(["duplicate rows", f"{duplicates['rate']:.3%}{sample}"])
     if content["weight"]:
-        rows.append(["weight", ", ".join(f"{name} {_shown(value, name)}" for name, value in content["weight"].items())])
+        rows.append(["weight", ", ".join(f"{name} {_format_value(value, name)}" for name, value in content["weight"].items())])
     if content["unknown_to"]:
         rows.append(["unknown", f"to {content['unknown_to']}"])
     return rows

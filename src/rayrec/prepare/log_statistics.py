@@ -28,8 +28,8 @@ _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 
 
 @dataclass(frozen=True)
-class TallyJob:
-    """Parameters of a tally, sent to the tasks."""
+class StatsJob:
+    """Parameters of `ColumnStats`, sent to the tasks."""
 
     schema: Schema
     num_slices: int
@@ -42,7 +42,7 @@ class TallyJob:
 
 
 @dataclass
-class Tally:
+class ColumnStats:
     """Statistics of rows. A slice is a file, or another row range that is compared with others."""
 
     rows: np.ndarray
@@ -69,7 +69,7 @@ class Tally:
     """Row hashes in no particular order, uint64."""
 
     @classmethod
-    def empty(cls, job: TallyJob) -> Tally:
+    def empty(cls, job: StatsJob) -> ColumnStats:
         num_dense, num_sparse, slices = len(job.schema.dense), len(job.schema.sparse), job.num_slices
         return cls(
             rows=np.zeros(slices, np.int64),
@@ -101,7 +101,7 @@ class Tally:
                 mine += np.frombuffer(buffer, np.int64).reshape(mine.shape)
         return np.frombuffer(found["hashes"], np.uint64)
 
-    def count(self, block: RawBlock, job: TallyJob, slice_number: int, first_row: int) -> None:
+    def count(self, block: RawBlock, job: StatsJob, slice_number: int, first_row: int) -> None:
         """Add rows of one slice, starting at `first_row` of the log."""
         schema, labels = block.schema, block.labels.get(block.schema.label or "")
         outcome = np.zeros(block.rows, np.int64) if labels is None else labels.astype(np.int64)
@@ -127,7 +127,7 @@ class Tally:
             self.limits[place] = np.minimum(self.limits[place], (present.min(), -present.max()))
 
     def _count_dense(
-        self, d: int, values: np.ndarray, missing: np.ndarray, outcome: np.ndarray, job: TallyJob, number: int
+        self, d: int, values: np.ndarray, missing: np.ndarray, outcome: np.ndarray, job: StatsJob, number: int
     ) -> None:
         present = values[~missing]
         self.missing[number, d] += len(values) - len(present)
@@ -142,7 +142,7 @@ class Tally:
         self.dense_bins[number, d, DECILES] += by_code[-1]
 
     def _count_sparse(
-        self, s: int, column: np.ndarray | RawList, missing: np.ndarray, outcome: np.ndarray, job: TallyJob, number: int
+        self, s: int, column: np.ndarray | RawList, missing: np.ndarray, outcome: np.ndarray, job: StatsJob, number: int
     ) -> None:
         tokens = (column.categories if isinstance(column, RawList) else column).astype(np.uint64)
         self.missing[number, len(job.schema.dense) + s] += np.count_nonzero(missing)

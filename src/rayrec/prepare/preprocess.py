@@ -19,7 +19,7 @@ from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized import writer as writing
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine, given_preprocessor, raw_index, refuse_options
+from rayrec.prepare.config import PreparationConfig, engine, load_given_preprocessor, raw_index, reject_options
 from rayrec.prepare.text import TextConfig, preprocess_text
 
 if TYPE_CHECKING:
@@ -174,16 +174,16 @@ def preprocess(
     text = text or TextConfig()
     if rows.format == "mds":
         why = "an option for click logs, not for --format mds"
-        refuse_options(config, PreparationConfig(), why, but=("address", "files"))
-        refuse_options(rows, RowOutput(format="mds"), why)
+        reject_options(config, PreparationConfig(), why, but=("address", "files"))
+        reject_options(rows, RowOutput(format="mds"), why)
         return preprocess_text(path, out=out, text=text, config=config, console=console)
-    refuse_options(text, TextConfig(), f"an option for text (--format mds), not for --format {rows.format}")
+    reject_options(text, TextConfig(), f"an option for text (--format mds), not for --format {rows.format}")
     return _preprocess_log(path, out, rows, config, console)
 
 
 def _preprocess_log(path: str, out: str, output: RowOutput, config: PreparationConfig, console: Console) -> dict[str, Any]:
     config = config.adapted(path)
-    given = given_preprocessor(output.preprocessor, config.schema)
+    given = load_given_preprocessor(output.preprocessor, config.schema)
     if given is None:
         config.rules.check(config.schema)
     with (

@@ -26,7 +26,7 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine, raw_index, refuse_options
+from rayrec.prepare.config import PreparationConfig, engine, raw_index, reject_options
 from rayrec.prepare.events import DigitTask, UsersTask, count_digits, key_path, mark_last
 from rayrec.prepare.split_tasks import PARTS, By, SplitJob, SplitTask, cut_files, examine, table_tasks, text_tasks, time_of, write
 from rayrec.schema import Schema
@@ -37,10 +37,10 @@ _JOB_VERSION: Final = 3
 """Version of an unfinished folder."""
 _CUT_FILES: Final = 64
 """Number of tables that one task opens to cut them."""
-_LEAST_TASK_BYTES, _MOST_TASK_BYTES, _WANTED_TASKS = 32 << 20, 512 << 20, 256
+_MIN_TASK_BYTES, _MAX_TASK_BYTES, _TARGET_TASKS = 32 << 20, 512 << 20, 256
 _PARTITION_BYTES: Final = 64 << 20
-"""Log bytes per partition of the users. There are at most _MOST_PARTITIONS."""
-_MOST_PARTITIONS: Final = 256
+"""Log bytes per partition of the users. There are at most _MAX_PARTITIONS."""
+_MAX_PARTITIONS: Final = 256
 _READS: Final = ("address", "files", "engine", "spark", "schema", "max_bad_fraction", "block_bytes", "segments_per_block")
 """Fields of PreparationConfig used by a split."""
 
@@ -125,7 +125,7 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
     within a part, their order. Returns the content of split.json: rows, fraction and files of each part, invalid rows, and rows
     without a group. Raises InputError for an unusable log, an empty part, or if `out` exists.
     """
-    refuse_options(config, PreparationConfig(), "not an option of a split", but=_READS)
+    reject_options(config, PreparationConfig(), "not an option of a split", but=_READS)
     out = storage.absolute(out).rstrip("/")
     source = LogSource.at(path, config.files)
     source.require_raw()
@@ -168,8 +168,8 @@ class _Work:
         self.path, self.rows, self.config, self.files = path, rows, config, files
         self.running, self.engine, self.console = running, engine, console
         size_bytes = sum(file.size_bytes for file in files)
-        self.task_bytes = min(max(size_bytes // _WANTED_TASKS, _LEAST_TASK_BYTES), _MOST_TASK_BYTES)
-        partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MOST_PARTITIONS)
+        self.task_bytes = min(max(size_bytes // _TARGET_TASKS, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
+        partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MAX_PARTITIONS)
         test, held_out = (int(share * 2**64) for share in (rows.test, rows.test + rows.validation))
         self.job = SplitJob(running.folder, config.schema, rows.by, rows.seed, thresholds=(test, held_out), partitions=partitions)
         self.index = LogIndex((), Faults())
@@ -219,10 +219,10 @@ class _Work:
         task = functools.partial(examine, job=self.job)
         found = list(self._run("examine", task, tasks))
         for number, (before, item) in enumerate(pairwise(tasks), start=1):
-            if item.start_known or before.file != item.file:
+            if item.is_row_start or before.file != item.file:
                 continue
             start = found[number - 1]["end"]
-            tasks[number] = replace(item, start=start, start_known=True)
+            tasks[number] = replace(item, start=start, is_row_start=True)
             if found[number]["start"] != start:  # the line break at the cut was within a quoted field
                 (table,) = self.engine.run("examine", task, [tasks[number]], block_bytes=1 << 16)
                 found[number] = json_of(table)

@@ -52,7 +52,7 @@ class SplitTask:
     start: int = 0
     stop: int = 0
     """Range [start, stop) of row groups, or of byte positions where CSV rows start. 0, 0 is a full CSV file."""
-    start_known: bool = True
+    is_row_start: bool = True
     """Whether to start at `start`, the start of a row. If not, the task starts at the next line, which may be in a quoted field.
     """
     first_row: int = 0
@@ -141,8 +141,8 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
     """Count valid rows and faults in a table's range, and write the keys for `time` and `last-out`. Rows of faults count from the
     start of the range."""
     job.begin()
-    if not task.start_known:
-        task = replace(task, start=row_start(task.file, task.start), start_known=True)
+    if not task.is_row_start:
+        task = replace(task, start=row_start(task.file, task.start), is_row_start=True)
     rows, missing, faults, first = 0, 0, Faults(), 0
     with job.folder.disk_errors(), ExitStack() as opened:
         keys = None
@@ -387,6 +387,6 @@ def table_tasks(files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int
     """Return a task for each range of each file."""
     stretches = [(file.path, *stretch) for file, of_file in zip(files, cuts, strict=True) for stretch in of_file]
     return [
-        SplitTask(number, file=path, start=start, stop=stop, start_known=is_parquet(path) or not start)
+        SplitTask(number, file=path, start=start, stop=stop, is_row_start=is_parquet(path) or not start)
         for number, (path, start, stop) in enumerate(stretches)
     ]

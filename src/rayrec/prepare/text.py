@@ -81,7 +81,7 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
     begun = time.perf_counter()
     require("streaming", "tokenizers", extra="language")
     out = storage.absolute(out).rstrip("/")
-    given = None if text.tokenizer in ("bytes_bpe", "characters") else _given(text.tokenizer)
+    given = None if text.tokenizer in ("bytes_bpe", "characters") else _load_tokenizer(text.tokenizer)
     if text_blocks.sets_of_shards(path):
         raise InputError(
             f"{path}: must contain plain text, got MDS shards. Use `rayrec adopt {path} --tokenizer DIR` for "
@@ -106,7 +106,7 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
     return {"out": out, **{name: manifest[name] for name in names}, "bytes": size_bytes, "seconds": seconds}
 
 
-def _given(folder: str) -> Files:
+def _load_tokenizer(folder: str) -> Files:
     if not os.path.isdir(os.path.expanduser(folder)):
         raise InputError(
             f"tokenizer: {folder} not found. Use bytes_bpe, characters or the local folder of a HuggingFace tokenizer (no hub is "
@@ -142,11 +142,11 @@ class _Work:
         folder = storage.join(running.folder.path, "tokenizer")
         if not running.resumed:
             with running.folder.disk_errors():
-                write_tokenizer(given or self._made_tokenizer(), folder)
+                write_tokenizer(given or self._create_tokenizer(), folder)
         self.tokenizer = load_tokenizer(folder)
         self.job = TextJob(running.folder, self.tokenizer.hash, text.block_size)
 
-    def _made_tokenizer(self) -> Files:
+    def _create_tokenizer(self) -> Files:
         if self.text.tokenizer == "characters":
             found: set[str] = set()
             name = "find characters (parts of the text)"

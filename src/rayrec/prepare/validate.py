@@ -25,9 +25,9 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
 from rayrec.prepare import data_report
-from rayrec.prepare.config import PreparationConfig, engine, given_preprocessor, task_context
+from rayrec.prepare.config import PreparationConfig, engine, load_given_preprocessor, task_context
 from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
-from rayrec.prepare.log_statistics import Tally, TallyJob, quantile_edges
+from rayrec.prepare.log_statistics import ColumnStats, StatsJob, quantile_edges
 from rayrec.schema import Schema
 
 
@@ -77,9 +77,9 @@ def examine_categories(
         top = tuple(tokens for _, tokens in found)
         if given is not None:
             for s, name in enumerate(config.schema.sparse):
-                columns[name].update(_judged(given, counts, shift + s))
+                columns[name].update(_category_rates(given, counts, shift + s))
             names = config.schema.dense if buckets else ()
-            dense_unknown = {name: _judged(given, counts, d)["unknown_rate"] for d, name in enumerate(names)}
+            dense_unknown = {name: _category_rates(given, counts, d)["unknown_rate"] for d, name in enumerate(names)}
             return Categories(columns, dense_unknown, f"Preprocessor {given.hash()}", top)
         if not past:
             return Categories(columns, {}, None, top)
@@ -94,10 +94,10 @@ def examine_categories(
 def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
     tokens, amounts, _ = counts.kept(number, 2)
     column = {**data_report.concentration(amounts, counts.num_distinct(number)), "unknown_rate": None}
-    return column, data_report.most_frequent(tokens, amounts)
+    return column, data_report.top_categories(tokens, amounts)
 
 
-def _merged(tokens: np.ndarray, amounts: np.ndarray, modulo: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _merge_categories(tokens: np.ndarray, amounts: np.ndarray, modulo: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens in ascending order, after an optional modulo, and their counts."""
     tokens, amounts, _ = merged(tokens % tokens.dtype.type(modulo) if modulo else tokens, amounts)
     return tokens, amounts
@@ -105,22 +105,22 @@ def _merged(tokens: np.ndarray, amounts: np.ndarray, modulo: int | None) -> tupl
 
 def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Preset) -> float | None:
     """Return the fraction of the latest values whose category occurred fewer than min_count times before."""
-    tokens, amounts = _merged(*latest.kept(number)[:2], rules.token_modulo)
+    tokens, amounts = _merge_categories(*latest.kept(number)[:2], rules.token_modulo)
     # Fewer occurrences than min_count plus one cannot matter, unless the modulo merges categories.
     kept = counts.kept(number, 1 if rules.token_modulo else rules.min_count + 1)
-    all_tokens, all_amounts = _merged(*kept[:2], rules.token_modulo)
+    all_tokens, all_amounts = _merge_categories(*kept[:2], rules.token_modulo)
     both, here, there = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
     return data_report.unknown_rate(tokens, amounts, both[all_amounts[there] - amounts[here] >= rules.min_count])
 
 
-def _judged(given: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
+def _category_rates(given: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
     """Return the unknown and collision rates of a Preprocessor's column."""
     column = given.sparse[number]
     tokens, amounts, _ = counts.kept(number)
     vocabulary = given.vocabulary(number)
     found: dict[str, float | None] = {"unknown_rate": None}
     if column.num_tokens is not None:
-        looked_up = _merged(tokens, amounts, column.token_modulo)
+        looked_up = _merge_categories(tokens, amounts, column.token_modulo)
         found["unknown_rate"] = data_report.unknown_rate(*looked_up, np.sort(vocabulary))
     ids = column.first_id + (column.num_tokens or 0) + (column.gap is not None)
     if column.num_tokens is None or column.token_modulo or ids > column.num_embeddings:
@@ -133,7 +133,7 @@ _READ_ROWS = 100_000
 """Minimum number of rows that a task reads at a time; larger segments are read in full."""
 _EDGE_ROWS = 1 << 17
 """Rows of the first slice used for the quantiles of dense columns."""
-_EDGE_STRETCHES = 64
+_EDGE_RANGES = 64
 _HASH_BYTES = 1 << 30
 """Memory for row hashes without a configured limit."""
 
@@ -162,12 +162,12 @@ def _read(parts: Sequence[Part], schema: Schema) -> RawBlock:
     )  # only the first and last segment may be cut
 
 
-def _tally_task(batches: Sequence[Batch], *, job: TallyJob) -> pa.Table:
+def _stats_task(batches: Sequence[Batch], *, job: StatsJob) -> pa.Table:
     keep_freed_memory()
-    tally = Tally.empty(job)
+    stats = ColumnStats.empty(job)
     for number, parts in batches:
-        tally.count(_read(parts, job.schema), job, number, parts[0].segment.first_row + parts[0].start)
-    return tally.to_table()
+        stats.count(_read(parts, job.schema), job, number, parts[0].segment.first_row + parts[0].start)
+    return stats.to_table()
 
 
 def _values_task(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
@@ -194,8 +194,8 @@ def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.
     rows = first.stop - first.start
     stretches = [(first.start, first.stop)]
     if rows > _EDGE_ROWS:
-        length = _EDGE_ROWS // _EDGE_STRETCHES
-        starts = [first.start + (rows - length) * i // (_EDGE_STRETCHES - 1) for i in range(_EDGE_STRETCHES)]
+        length = _EDGE_ROWS // _EDGE_RANGES
+        starts = [first.start + (rows - length) * i // (_EDGE_RANGES - 1) for i in range(_EDGE_RANGES)]
         stretches = [(start, start + length) for start in starts]
     items = [tuple(index.parts(*stretch)) for stretch in stretches] if rows and schema.dense else []
     tables = list(engine.run("quantiles", functools.partial(_values_task, schema=schema), items))
@@ -206,16 +206,16 @@ def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.
     return quantile_edges(values)
 
 
-def _tally(
-    index: LogIndex, job: TallyJob, slices: Sequence[Slice], engine: Engine, progress: Callable[[int], None]
-) -> tuple[Tally, np.ndarray]:
+def _count_stats(
+    index: LogIndex, job: StatsJob, slices: Sequence[Slice], engine: Engine, progress: Callable[[int], None]
+) -> tuple[ColumnStats, np.ndarray]:
     items = [(n, part) for n, piece in enumerate(slices) for part in index.parts(piece.start, piece.stop)]
     limit = max(1, min(_TASK_ROWS, index.rows // 8))
     batches = _batches(items, min(limit, _READ_ROWS))
     tasks = filled(batches, [sum(part.stop - part.start for part in parts) for _, parts in batches], limit)
-    total = Tally.empty(job)
+    total = ColumnStats.empty(job)
     hashes = [np.zeros(0, np.uint64)]
-    for table in engine.run("examine", functools.partial(_tally_task, job=job), tasks):
+    for table in engine.run("examine", functools.partial(_stats_task, job=job), tasks):
         hashes.append(total.add(table).copy())
         progress(int(total.rows.sum()))
     return total, np.concatenate(hashes)
@@ -250,7 +250,7 @@ def validate(
     source = LogSource.at(path, config.files)
     source.require_raw()
     config = config.adapted(path)
-    given = given_preprocessor(preprocessor, config.schema)
+    given = load_given_preprocessor(preprocessor, config.schema)
     with console.preparing(), engine(config, console, paths=(path,)) as running:
         context = task_context(running, console)
         index = source.index(config.schema, segment_bytes=config.segment_bytes, context=context)
@@ -274,14 +274,14 @@ def examine(
     slices_by, slices = slices_of(index)
     categories = examine_categories(index, slices, config=config, given=given, engine=engine, progress=progress)
     first = next((piece for piece in slices if piece.stop > piece.start), Slice("", 0, 0))
-    job = TallyJob(
+    job = StatsJob(
         config.schema,
         num_slices=len(slices),
         edges=_edges(index, first, config.schema, engine),
         top=categories.top,
         hash_shift=_hash_shift(index.rows, config.memory_bytes),
     )
-    tally, hashes = _tally(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
+    stats, hashes = _count_stats(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
     content = {
         "path": path,
         "rows": index.rows,
@@ -293,7 +293,7 @@ def examine(
             "first": index.faults.to_dict()["first"],
             "labels": index.faults.labels,
         },
-        **_tallied(tally, job, [piece.name for piece in slices], categories),
+        **_sections(stats, job, [piece.name for piece in slices], categories),
         "slices_by": slices_by,
         "unknown_to": categories.unknown_to,
         "duplicates": {"rate": data_report.duplicate_rate(hashes), "rows": len(hashes), "sampled": 1 / (1 << job.hash_shift)},
@@ -302,19 +302,19 @@ def examine(
     return Report(content, tuple(warnings_of(content)), tuple(failures_of(content, gates)))
 
 
-def _tallied(tally: Tally, job: TallyJob, names: Sequence[str], categories: Categories) -> dict[str, Any]:
+def _sections(stats: ColumnStats, job: StatsJob, names: Sequence[str], categories: Categories) -> dict[str, Any]:
     """Return the report's sections on labels, slices and columns."""
     schema = job.schema
-    drift = data_report.drift_of(tally, schema)
-    dense = data_report.dense_columns(tally, schema, drift)
+    drift = data_report.drift_of(stats, schema)
+    dense = data_report.dense_columns(stats, schema, drift)
     for name, rate in categories.dense_unknown.items():
         dense[name]["unknown_rate"] = rate
     return {
-        "label": data_report.label_of(tally, schema.label) if schema.label else None,
-        "weight": data_report.weight_of(tally) if schema.weight else None,
-        "slices": data_report.slices_of(tally, schema, names, drift),
+        "label": data_report.label_of(stats, schema.label) if schema.label else None,
+        "weight": data_report.weight_of(stats) if schema.weight else None,
+        "slices": data_report.slices_of(stats, schema, names, drift),
         "dense": dense,
-        "sparse": data_report.sparse_columns(tally, schema, drift, categories.columns),
+        "sparse": data_report.sparse_columns(stats, schema, drift, categories.columns),
     }
 
 

@@ -19,7 +19,7 @@ from rayrec.data.logs.text_parser import TextParser, max_rows_in, padded, parse
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import murmur3
 from rayrec.prepare import data_report
-from rayrec.prepare.log_statistics import DECILES, TOP, Tally, TallyJob, quantile_edges, row_hashes
+from rayrec.prepare.log_statistics import DECILES, TOP, ColumnStats, StatsJob, quantile_edges, row_hashes
 from rayrec.schema import Schema
 
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s",))
@@ -46,9 +46,9 @@ def block_of_rows(rows: Sequence[Row]) -> RawBlock:
     return block_of(LISTS, {"a": a, "s": s, "tags": tags}, **others)
 
 
-def job_of(schema: Schema, num_slices: int = 1, *, top: Sequence[Sequence[int]], hash_shift: int = 0) -> TallyJob:
+def job_of(schema: Schema, num_slices: int = 1, *, top: Sequence[Sequence[int]], hash_shift: int = 0) -> StatsJob:
     edges = quantile_edges([np.arange(1.0, 41.0)] * len(schema.dense))  # 1, 2 ... 39
-    return TallyJob(schema, num_slices, edges, tuple(np.array(t, np.uint64) for t in top), hash_shift)
+    return StatsJob(schema, num_slices, edges, tuple(np.array(t, np.uint64) for t in top), hash_shift)
 
 
 JOB = job_of(LISTS, 2, top=[[3, 1], [2]])
@@ -58,7 +58,7 @@ JOB = job_of(LISTS, 2, top=[[3, 1], [2]])
 @given(ROWS, st.data())
 def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(rows)))
-    tally = Tally.empty(JOB)
+    tally = ColumnStats.empty(JOB)
     for number, part, first_row in ((0, rows[:cut], 0), (1, rows[cut:], cut)):
         if part:
             tally.count(block_of_rows(part), JOB, number, first_row)
@@ -90,17 +90,17 @@ def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.data())
 def test_a_tally_does_not_depend_on_the_division(rows: list[Row], data: st.DataObject) -> None:
-    whole = Tally.empty(JOB)
+    whole = ColumnStats.empty(JOB)
     whole.count(block_of_rows(rows), JOB, 0, 17)
-    total, hashes, start = Tally.empty(JOB), [], 0
+    total, hashes, start = ColumnStats.empty(JOB), [], 0
     while start < len(rows):
         stop = data.draw(st.integers(start + 1, len(rows)))
-        part = Tally.empty(JOB)
+        part = ColumnStats.empty(JOB)
         part.count(block_of_rows(rows[start:stop]), JOB, 0, 17 + start)
         hashes.append(total.add(part.to_table()))
         start = stop
     total.hashes = np.concatenate(hashes)
-    for field in fields(Tally):
+    for field in fields(ColumnStats):
         np.testing.assert_array_equal(getattr(total, field.name), getattr(whole, field.name), err_msg=field.name)
 
 
@@ -112,7 +112,7 @@ def test_text_and_columns_are_tallied_alike() -> None:
         labels={"y": np.array([1, 0, 0], np.float32)},
     )
     job = job_of(SCHEMA, top=[[10]])
-    one, other = Tally.empty(job), Tally.empty(job)
+    one, other = ColumnStats.empty(job), ColumnStats.empty(job)
     one.count(raw, job, 0, 0)
     other.count(columns, job, 0, 0)
     assert one.to_table() == other.to_table()
@@ -138,7 +138,7 @@ def test_a_value_is_not_hashed_like_the_same_one_elsewhere() -> None:
 def test_a_sample_of_hashes_keeps_all_copies_of_a_row() -> None:
     rows: list[Row] = [(0, float(i % 500), None, [], 1.0) for i in range(2000)]
     job = job_of(LISTS, top=[[], []], hash_shift=2)
-    tally = Tally.empty(job)
+    tally = ColumnStats.empty(job)
     tally.count(block_of_rows(rows), job, 0, 0)
     assert 300 < len(tally.hashes) < 700  # a quarter
     assert set(Counter(tally.hashes.tolist()).values()) == {4}
@@ -237,7 +237,7 @@ def test_the_most_frequent_are_the_same_in_any_order() -> None:
     expected = sorted(zip((-counts).tolist(), tokens.tolist(), strict=True))[:TOP]
     for _ in range(3):
         order = rng.permutation(1000)
-        found = data_report.most_frequent(tokens[order], counts[order])
+        found = data_report.top_categories(tokens[order], counts[order])
         assert found.dtype == np.uint64
         assert found.tolist() == [token for _, token in expected]
 

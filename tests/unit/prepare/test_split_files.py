@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "_LEAST_TASK_BYTES", 1 << 14)
+    monkeypatch.setattr(splitting, "_MIN_TASK_BYTES", 1 << 14)
     monkeypatch.setattr(splitting, "_PARTITION_BYTES", 1 << 13)
     monkeypatch.setattr(split_tasks, "GROUP_BYTES", 1 << 14)
     monkeypatch.setattr(split_tasks, "BATCH_ROWS", 64)
@@ -263,7 +263,7 @@ def test_large_csv_files_are_cut_between_rows(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(CONSOLE, "note", notes.append)
     found: dict[str, Any] = {}
     for name, size in (("cut", 1 << 12), ("whole", 1 << 20)):
-        monkeypatch.setattr(splitting, "_LEAST_TASK_BYTES", size)
+        monkeypatch.setattr(splitting, "_MIN_TASK_BYTES", size)
         for by in ("rows", "last-out"):
             examined.clear()
             split(str(tmp_path / "log"), tmp_path / f"{name}-{by}", by, schema=SCHEMA, max_bad_fraction=0.01)
