@@ -337,7 +337,7 @@ def join(
     for positions that leave gaps.
     """
     files = [_copied(path, number, *source) for number, source in enumerate(sources)]
-    shapes = {target.name: target.shape for _, places in sources for target in places.values()}
+    shapes = {target.name: target.shape for _, targets in sources for target in targets.values()}
     return commit(path, files, shapes=shapes, state=state, score=None, extra_files=describe_output(extra_files))
 
 

@@ -147,15 +147,15 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
     """
     module: Any = importlib.import_module("ray._private.parameter")
     node: Any = importlib.import_module("ray._private.node").Node
-    whole, start_api_server = module.RayParams, node.start_api_server
+    params, start_api_server = module.RayParams, node.start_api_server
     module.RayParams = functools.partial(
-        whole, setup_worker_path=worker_program, no_monitor=True, include_log_monitor=log_monitor, dashboard_agent_listen_port=0
+        params, setup_worker_path=worker_program, no_monitor=True, include_log_monitor=log_monitor, dashboard_agent_listen_port=0
     )
     node.start_api_server = lambda self, **settings: None
     try:
         yield
     finally:
-        module.RayParams, node.start_api_server = whole, start_api_server
+        module.RayParams, node.start_api_server = params, start_api_server
 
 
 # Public alpha APIs of Ray Serve, which may change. tests/integration/test_serve_config.py calls them.
@@ -184,16 +184,16 @@ def find_shared_actor(application: str, deployment: str, name: str) -> Any:
     """Return the handle of a shared actor in any process. Raises ValueError if it does not exist or restarts."""
     import ray
 
-    here = importlib.import_module(__name__)
-    identity = here.DeploymentID(deployment, application)
-    pattern = here.get_deployment_actor_name(identity, name, code_version="*")
-    for found in ray.util.list_named_actors(all_namespaces=True):
-        if found["namespace"] == here.SERVE_NAMESPACE and fnmatch.fnmatchcase(found["name"], pattern):
-            return ray.get_actor(found["name"], namespace=here.SERVE_NAMESPACE)
+    module = importlib.import_module(__name__)
+    identity = module.DeploymentID(deployment, application)
+    pattern = module.get_deployment_actor_name(identity, name, code_version="*")
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == module.SERVE_NAMESPACE and fnmatch.fnmatchcase(actor["name"], pattern):
+            return ray.get_actor(actor["name"], namespace=module.SERVE_NAMESPACE)
     raise ValueError(f"{application}: no actor {name}")
 
 
 def call_replicas(handle: Any, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
     """Call a method of all active replicas, and return their results or exceptions."""
-    found: list[Any] = handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True)
-    return found
+    results: list[Any] = handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True)
+    return results

@@ -56,10 +56,10 @@ def onednn_has_bfloat16() -> bool:
 
 def uncounted_operators(attention: Callable[..., int], linear: Callable[..., int]) -> dict[Any, Callable[..., int]]:
     """Return FLOP formulas for the CPU operators of attention and linear layers that torch's own table lacks."""
-    found: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
+    formulas: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
     if torch.backends.mkldnn.is_available():
-        found[torch.ops.mkldnn._linear_pointwise] = linear
-    return found
+        formulas[torch.ops.mkldnn._linear_pointwise] = linear
+    return formulas
 
 
 def operator_of(overload: Any) -> Any:

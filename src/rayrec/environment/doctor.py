@@ -114,12 +114,12 @@ def doctor(
     probes = probe_all(PROBED) if probes is None else probes
     machine = this_machine() if machine is None else machine
     kernels = kernels_fault()
-    own = {_name(each) for each in _own_requirements(installed)} - {"torch", "torchrec", *FBGEMM}
-    named = ("rayrec", *sorted(own), "torch", "torchrec", *FBGEMM)
+    requirements = {_name(each) for each in _own_requirements(installed)} - {"torch", "torchrec", *FBGEMM}
+    named = ("rayrec", *sorted(requirements), "torch", "torchrec", *FBGEMM)
     return Report(
         machine=machine,
         installed={name: _version_text(name, installed[name]) for name in named if name in installed},
-        extras={extra: f"{pip} install 'rayrec[{extra}]'" for extra in extras(installed, there=False)},
+        extras={extra: f"{pip} install 'rayrec[{extra}]'" for extra in extras(installed, present=False)},
         probes=dict(probes),
         kernels=kernels,
         findings=tuple(diagnose(installed, probes, machine, kernels=kernels, pip=pip)),
@@ -168,13 +168,13 @@ def closure(roots: Iterable[Requirement], installed: Mapping[str, Installed]) ->
                 waiting.append((name, inner))
 
 
-def extras(installed: Mapping[str, Installed], *, there: bool) -> list[str]:
+def extras(installed: Mapping[str, Installed], *, present: bool) -> list[str]:
     """Return rayrec's EXTRAS that are installed, or those that are not. Pure.
 
     An extra counts as installed if its first distribution is, which rayrec uses for nothing else.
     """
     named = {extra: _extra_requirements(installed, extra) for extra in EXTRAS}
-    return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == there]
+    return [extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == present]
 
 
 def _rayrec_findings(installed: Mapping[str, Installed], machine: Machine, kernels: str | None, pip: str) -> Iterator[Finding]:
@@ -229,18 +229,18 @@ def _fbgemm_findings(
 def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Iterator[Finding]:
     """Check all other direct and transitive requirements of rayrec and TorchRec for presence and version."""
     roots = _own_requirements(installed)
-    for extra in extras(installed, there=True):
+    for extra in extras(installed, present=True):
         roots += _extra_requirements(installed, extra)
-    asked: dict[str, set[tuple[str, str]]] = {}
+    unmet: dict[str, set[tuple[str, str]]] = {}
     for asker, requirement in closure(roots, installed):
         name, specifier = _name(requirement), str(requirement.specifier)
         if name != "torchrec" and name not in FBGEMM and not (name in installed and _fits(installed[name].version, specifier)):
-            asked.setdefault(name, set()).add((asker or "rayrec", specifier))
-    for name, askers in sorted(asked.items()):
+            unmet.setdefault(name, set()).add((asker or "rayrec", specifier))
+    for name, askers in sorted(unmet.items()):
         have = f"{name} is {installed[name].version}" if name in installed else f"not installed: {name}"
         needs = ", ".join(f"{asker} needs {name}{specifier}" for asker, specifier in sorted(askers))
-        wanted = name + ",".join(sorted({specifier for _, specifier in askers if specifier}))
-        yield Finding("problem", f"{have}; {needs}", (f"{pip} install {shlex.quote(wanted)}",))
+        requirement_text = name + ",".join(sorted({specifier for _, specifier in askers if specifier}))
+        yield Finding("problem", f"{have}; {needs}", (f"{pip} install {shlex.quote(requirement_text)}",))
 
 
 def _import_findings(
@@ -262,8 +262,8 @@ def _import_findings(
         yield Finding("note", f"torch {build} and sees none of this machine's CUDA devices ({len(machine.cuda_devices)})")
     for name, needs in (("torchrec", ("torch", "fbgemm_gpu")), ("ray", ())):
         if name in installed and all(_imports(probes, each) for each in needs) and not _imports(probes, name):
-            remedy = f"{pip} install --force-reinstall --no-deps {name}=={installed[name].version}"
-            yield Finding("problem", f"{name} does not import: {probes[name].error}", (remedy,))
+            command = f"{pip} install --force-reinstall --no-deps {name}=={installed[name].version}"
+            yield Finding("problem", f"{name} does not import: {probes[name].error}", (command,))
 
 
 def _machine_findings(machine: Machine) -> Iterator[Finding]:
@@ -344,5 +344,5 @@ def _version_text(name: str, installed: Installed) -> str:
 def _pip() -> str:
     """Return the user's command for this interpreter's pip."""
     on_path = shutil.which("pip")
-    mine = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
-    return "pip" if mine else f"{shlex.quote(sys.executable)} -m pip"
+    is_own = on_path is not None and Path(on_path).parent == Path(sys.executable).parent
+    return "pip" if is_own else f"{shlex.quote(sys.executable)} -m pip"

@@ -100,17 +100,17 @@ def installed_distributions() -> dict[str, Installed]:
     """Return the distributions of this interpreter by normalized name. Of duplicates, the importable one."""
     from packaging.utils import canonicalize_name
 
-    found: dict[str, Installed] = {}
+    distributions: dict[str, Installed] = {}
     for distribution in metadata.distributions():
-        told = distribution.metadata
-        name, *_ = told.get_all("Name") or [None]
-        if name is None or canonicalize_name(name) in found:  # a partly removed distribution has no name
+        fields = distribution.metadata
+        name, *_ = fields.get_all("Name") or [None]
+        if name is None or canonicalize_name(name) in distributions:  # a partly removed distribution has no name
             continue
         holds = canonicalize_name(name) in FBGEMM and any(path.parts[0] == "fbgemm_gpu" for path in distribution.files or ())
-        found[canonicalize_name(name)] = Installed(
+        distributions[canonicalize_name(name)] = Installed(
             version=distribution.version, requires=tuple(distribution.requires or ()), holds_fbgemm=holds
         )
-    return found
+    return distributions
 
 
 def probe_all(modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _PROBE_TIMEOUT_S) -> dict[str, Probe]:
@@ -126,8 +126,8 @@ def probe_all(modules: Sequence[str], *, python: str = sys.executable, timeout_s
             output, error = expired.stdout or b"", f"did not finish within {timeout_s:g} s"
         for line in output.decode(errors="replace").splitlines():
             if line.startswith('{"module": '):
-                found = json.loads(line)
-                probes[found["module"]] = Probe(ok=True, **found["facts"])
+                result = json.loads(line)
+                probes[result["module"]] = Probe(ok=True, **result["facts"])
         failed = next((name for name in waiting if name not in probes), None)
         if failed is not None:
             probes[failed] = Probe(ok=False, error=error)
@@ -138,8 +138,8 @@ def _ending(status: int, stderr: str) -> str:
     """Describe how a process ended: its signal, or the last line of its output."""
     if status < 0:
         return f"the process died of {signal.Signals(-status).name}"
-    said = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return said[-1] if said else f"the process ended with status {status}"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"the process ended with status {status}"
 
 
 def this_machine() -> Machine:
@@ -186,13 +186,13 @@ DISTRIBUTIONS = ("rayrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed DISTRIBUTIONS."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 _GIT_S = 5.0

@@ -113,7 +113,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     for a folder that is already adopted, missing, damaged or unsupported arrays, IDs outside [0, 2^40) without
     num_embeddings_per_feature, and more invalid rows than max_bad_fraction.
     """
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     if out is not None and storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     if sets_of_shards(path):
@@ -122,8 +122,8 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         return adopt_tokens(
             path, out=out, tokenizer=config.tokenizer, column=config.column, token_dtype=config.token_dtype, console=console
         )
-    own = [name for name in vars(config) if name not in _OF_SHARDS]
-    reject_options(config, AdoptionConfig(), "an option for MDS shards, not for arrays of TorchRec's scripts", but=own)
+    array_options = [name for name in vars(config) if name not in _OF_SHARDS]
+    reject_options(config, AdoptionConfig(), "an option for MDS shards, not for arrays of TorchRec's scripts", but=array_options)
     folders = [path, *([config.sparse_path] if config.sparse_path else [])]
     for folder in folders:
         _check_folder(folder)
@@ -131,16 +131,16 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         _check_new(path)
     if config.sparse_path and out is None:
         raise InputError("sparse_path: must be used with --out DIR, a new folder with links to both folders")
-    given = Preprocessor.load(preprocessor_folder(config.preprocessor)) if config.preprocessor else None
+    existing = Preprocessor.load(preprocessor_folder(config.preprocessor)) if config.preprocessor else None
     days = find_days(folders, ids=None if config.ids == "auto" else config.ids, names=config.files)
-    _check_columns(days[0], config, given)
+    _check_columns(days[0], config, existing)
     runs = PreparationConfig(engine=config.engine, address=config.address)
     with console.preparing(), engine(runs, console, paths=folders) as running:
         scanned = _scan(days, running, console)
-    preprocessor = given or preprocessor_of(
+    preprocessor = existing or preprocessor_of(
         days[0].matrices[0].columns, days[0].hotness, config.num_embeddings_per_feature or _sizes(scanned, path)
     )
-    if given is None and not config.num_embeddings_per_feature:
+    if existing is None and not config.num_embeddings_per_feature:
         _note_hashes(preprocessor, sum(day.rows for day in days), console)
     modulo = [
         number
@@ -152,7 +152,7 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
             f"{preprocessor.inputs.sparse[number]}: IDs from {scanned.lowest[number]:,} to {scanned.highest[number]:,} "
             f"are taken modulo {preprocessor.num_embeddings[number]:,}"
         )
-    with _target(path, out, days) as (folder, place):
+    with _target(path, out, days) as (folder, final_path):
         index = _index(folder, days, scanned, config.rows_per_segment)
         index.check(config.max_bad_fraction, path)
         if index.faults.total > MAX_FAULTY_ROWS:
@@ -164,9 +164,9 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         split = config.split_of(days)
         sets = split.rows(index) if split and scanned.labelled else {}
         manifest = _write(folder, days, scanned, index, preprocessor, modulo, sets)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_s
     return {
-        "out": place,
+        "out": final_path,
         "format": manifest["format"],
         "rows": index.rows,
         "bad_rows": index.faults.total,
@@ -194,24 +194,24 @@ def _check_new(path: str) -> None:
     """Reject a folder that runs can already read. Raises InputError."""
     dataset = LogSource.at(path).dataset()
     if dataset is not None:
-        remedy = (
+        fix = (
             "Remove its dataset.json to adopt it again, or use --out DIR"
             if dataset.adopted
             else "Train on it without adopting it"
         )
-        raise InputError(f"{path}: already has a dataset.json, so that runs can read it. {remedy}")
+        raise InputError(f"{path}: already has a dataset.json, so that runs can read it. {fix}")
 
 
-def _check_columns(day: Day, config: AdoptionConfig, given: Preprocessor | None) -> None:
+def _check_columns(day: Day, config: AdoptionConfig, preprocessor: Preprocessor | None) -> None:
     """Check table sizes and Preprocessor against the columns of the arrays. Raises InputError."""
     sizes, num_dense = config.num_embeddings_per_feature, day.matrices[0].columns
     if sizes and len(sizes) != len(day.hotness):
         raise InputError(
             f"num_embeddings_per_feature: must match the {len(day.hotness)} columns of {day.plans[2].name}, got {len(sizes)}"
         )
-    if given is None:
+    if preprocessor is None:
         return
-    if given.schema != preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
+    if preprocessor.schema != preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema:
         raise InputError(
             f"{config.preprocessor}: must be a Preprocessor for the columns of these arrays, without raw values. Use the one "
             "of adopted data"
@@ -224,10 +224,10 @@ def _scan(days: Sequence[Day], running: Engine, console: Console) -> Scanned:
     def results() -> Iterator[dict[str, Any]]:
         nonlocal done
         for table in running.run("adopt", partial(scan, days=days), stretches(days), block_bytes=1 << 16):
-            found = json_of(table)
-            done += found["rows"]
+            summary = json_of(table)
+            done += summary["rows"]
             console.progress("adopt (rows)", done, total)
-            yield found
+            yield summary
 
     return Scanned.of(days, results())
 
@@ -286,8 +286,8 @@ def _target(path: str, out: str | None, days: Sequence[Day]) -> Iterator[tuple[s
     """Yield the folder to write to and its final path: the folder of the arrays, or a new folder with links to them, created
     atomically."""
     if out is None:
-        place = storage.absolute(path).rstrip("/")
-        yield place, place
+        target = storage.absolute(path).rstrip("/")
+        yield target, target
         return
     with storage.writing_folder(out) as folder:
         for day in days:
@@ -357,7 +357,7 @@ def adopt_tokens(
     Raises InputError for `out` with a URL, a set without a token column, rows of different lengths, IDs unknown to the tokenizer,
     damaged shards, and a folder that already has a manifest.
     """
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     require("tokenizers", extra="language")
     if tokenizer is None:
         raise InputError(f"{path}: contains MDS shards. Specify the tokenizer of their tokens with --tokenizer DIR")
@@ -369,14 +369,14 @@ def adopt_tokens(
     if out is None and storage.exists(storage.join(path, "tokenizer")):
         raise InputError(f"{path}: already has a folder tokenizer. Use --out DIR")
     files = read_tokenizer(os.path.expanduser(tokenizer))
-    known = TextTokenizer(files, tokenizer)
+    text_tokenizer = TextTokenizer(files, tokenizer)
     sets, described, shards = text_blocks.sets_of_shards(path), {}, {}
     for name, folder in sets.items():
         described[name], shards[name] = _scan_shards(
-            storage.join(path, folder) if folder else path, known, column, token_dtype, console
+            storage.join(path, folder) if folder else path, text_tokenizer, column, token_dtype, console
         )
         described[name]["folder"] = folder
-    sizes = {name: found["column"]["block_size"] for name, found in described.items()}
+    sizes = {name: info["column"]["block_size"] for name, info in described.items()}
     if len(set(sizes.values())) > 1:
         raise InputError(
             f"{path}: row lengths of train and validation must match, got {sizes['train']} and {sizes['validation']} tokens"
@@ -386,26 +386,26 @@ def adopt_tokens(
         "version": text_blocks.VERSION,
         "block_size": sizes["train"],
         "part_bytes": PART_BYTES,
-        "vocabulary_size": known.vocabulary_size,
-        "tokenizer": known.hash,
-        "end_token": known.end_token,
+        "vocabulary_size": text_tokenizer.vocabulary_size,
+        "tokenizer": text_tokenizer.hash,
+        "end_token": text_tokenizer.end_token,
         "sets": described,
         "tokens_left_out": 0,
         "source": [],
-        "hash": hash_of_tokens([known.hash, shards]),
+        "hash": hash_of_tokens([text_tokenizer.hash, shards]),
     }
     if out is None:
         _write_tokens(path, manifest, files)
     else:
         with storage.writing_folder(out) as target:
-            for found in described.values():
-                link = found["folder"] or "train"
-                os.symlink(storage.join(path, found["folder"]) if found["folder"] else path, storage.join(target, link))
-                found["folder"] = link
+            for info in described.values():
+                link = info["folder"] or "train"
+                os.symlink(storage.join(path, info["folder"]) if info["folder"] else path, storage.join(target, link))
+                info["folder"] = link
             _write_tokens(target, manifest, files)
     names = ("format", "block_size", "vocabulary_size", "tokenizer", "end_token", "sets", "hash")
-    place = path if out is None else storage.absolute(out).rstrip("/")
-    return {"out": place, **{name: manifest[name] for name in names}, "seconds": time.perf_counter() - begun}
+    final_path = path if out is None else storage.absolute(out).rstrip("/")
+    return {"out": final_path, **{name: manifest[name] for name in names}, "seconds": time.perf_counter() - start_s}
 
 
 def _write_tokens(folder: str, manifest: dict[str, Any], files: Mapping[str, bytes]) -> None:
@@ -427,7 +427,7 @@ def _scan_shards(
     name, encoding = index.find_column(column, index_path)
     if encoding != "bytes" and token_dtype != "int64":
         raise InputError(f"token_dtype: the type {encoding} of column {name} determines it. Remove this option")
-    chosen: TokenColumn | None = None
+    token_column: TokenColumn | None = None
     rows = sum(shard.rows for shard in index.shards)
     done = 0
     for shard in index.shards:
@@ -439,26 +439,26 @@ def _scan_shards(
             if shard.packed or storage.is_url(path):
                 local = os.path.join(scratch, shard.name)
                 with open(local, "wb") as file:
-                    for piece in mds.shard_content(folder, shard):
-                        file.write(piece)
+                    for data in mds.shard_content(folder, shard):
+                        file.write(data)
             content = mds.map_shard(local, shard)
-            chosen = chosen or index.measure(content, name, token_dtype, path)
-            found = index.rows(content, shard, chosen, path)
-            lowest, highest = int(found.min()), int(found.max())
-        if lowest < 0 or highest >= tokenizer.vocabulary_size:
+            token_column = token_column or index.measure(content, name, token_dtype, path)
+            rows_read = index.rows(content, shard, token_column, path)
+            min_id, max_id = int(rows_read.min()), int(rows_read.max())
+        if min_id < 0 or max_id >= tokenizer.vocabulary_size:
             raise InputError(
                 f"{path}: tokens must be below {tokenizer.vocabulary_size:,}, the size of the tokenizer, got "
-                f"{lowest:,} to {highest:,}. Use the tokenizer that created them"
+                f"{min_id:,} to {max_id:,}. Use the tokenizer that created them"
                 + (", or another --token-dtype" if encoding == "bytes" else "")
             )
         done += shard.rows
         console.progress("adopt (rows)", done, rows)
-    assert chosen is not None
+    assert token_column is not None
     described = {
         "blocks": rows,
-        "tokens": rows * chosen.block_size,
+        "tokens": rows * token_column.block_size,
         "tokens_left_out": 0,
         "bytes": sum(shard.size_bytes for shard in index.shards),
-        "column": vars(chosen),
+        "column": vars(token_column),
     }
     return described, [[shard.name, shard.rows, shard.size_bytes, shard.checksum] for shard in index.shards]

@@ -149,12 +149,12 @@ def reject_options(options: object, default: object, why: str, *, but: Sequence[
             raise InputError(f"--{name.replace('_', '-')}: {why}. Remove it")
 
 
-def load_given_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | None:
+def load_matching_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | None:
     """Load the Preprocessor in a folder, if specified. Raises InputError if its schema differs from the log's."""
-    given = Preprocessor.load(folder) if folder else None
-    if given is not None and given.schema != schema:
-        raise InputError(f"{folder}: columns must match those of the log, {schema.columns}, got {given.schema.columns}")
-    return given
+    preprocessor = Preprocessor.load(folder) if folder else None
+    if preprocessor is not None and preprocessor.schema != schema:
+        raise InputError(f"{folder}: columns must match those of the log, {schema.columns}, got {preprocessor.schema.columns}")
+    return preprocessor
 
 
 def task_context(engine: Engine, console: Console) -> TaskContext:

@@ -26,8 +26,8 @@ _MIN_OUTCOMES = 20
 """Minimum number of held-out rows of either label for a column's AUROC."""
 
 
-def fraction(part: Any, whole: Any) -> float | None:
-    return float(part) / float(whole) if whole else None
+def fraction(part: Any, total: Any) -> float | None:
+    return float(part) / float(total) if total else None
 
 
 def wilson_interval(hits: int, rows: int) -> tuple[float, float] | None:
@@ -64,14 +64,14 @@ def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
 def auroc_of_rates(outcomes: np.ndarray) -> float | None:
     """Return the AUROC on held-out rows, scored by the click rate of their value among the other rows. None if few rows of a
     label are held out. `outcomes` counts by label + 2 * held out, int64 [values, 4]."""
-    misses, clicks, held_misses, held_clicks = outcomes.T.astype(np.float64)
-    if min(held_misses.sum(), held_clicks.sum()) < _MIN_OUTCOMES or not clicks.sum():
+    misses, clicks, test_misses, test_clicks = outcomes.T.astype(np.float64)
+    if min(test_misses.sum(), test_clicks.sum()) < _MIN_OUTCOMES or not clicks.sum():
         return None
     average = clicks.sum() / (misses.sum() + clicks.sum())
     rates = (clicks + _PRIOR_ROWS * average) / (misses + clicks + _PRIOR_ROWS)
-    distinct, place = np.unique(rates, return_inverse=True)
-    misses_at = np.bincount(place, held_misses, len(distinct))
-    clicks_at = np.bincount(place, held_clicks, len(distinct))
+    distinct, index = np.unique(rates, return_inverse=True)
+    misses_at = np.bincount(index, test_misses, len(distinct))
+    clicks_at = np.bincount(index, test_clicks, len(distinct))
     below = np.cumsum(misses_at) - misses_at / 2  # equal scores count half
     return float((clicks_at * below).sum() / (clicks_at.sum() * misses_at.sum()))
 
@@ -92,18 +92,18 @@ def concentration(repeated: np.ndarray, distinct: int) -> dict[str, Any]:
 def top_categories(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the tokens with the largest counts, the smallest first among equal counts, uint64 [at most TOP]."""
     if len(tokens) > TOP:
-        least = np.partition(counts, len(counts) - TOP)[-TOP]
-        tokens, counts = tokens[counts >= least], counts[counts >= least]
+        min_count = np.partition(counts, len(counts) - TOP)[-TOP]
+        tokens, counts = tokens[counts >= min_count], counts[counts >= min_count]
     return tokens[np.lexsort((tokens, -counts))[:TOP]].astype(np.uint64)
 
 
 def unknown_rate(tokens: np.ndarray, counts: np.ndarray, vocabulary: np.ndarray) -> float | None:
     """Return the fraction of values whose token is not in the vocabulary, which must be sorted."""
-    place = np.searchsorted(vocabulary, tokens)
-    known = np.zeros(len(tokens), bool)
-    inside = place < len(vocabulary)
-    known[inside] = vocabulary[place[inside]] == tokens[inside]
-    return fraction(counts[~known].sum(), counts.sum())
+    index = np.searchsorted(vocabulary, tokens)
+    in_vocabulary = np.zeros(len(tokens), bool)
+    inside = index < len(vocabulary)
+    in_vocabulary[inside] = vocabulary[index[inside]] == tokens[inside]
+    return fraction(counts[~in_vocabulary].sum(), counts.sum())
 
 
 def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> float | None:
@@ -114,10 +114,10 @@ def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndar
     encoder = Preprocessor("report", schema, (), (column,), vocabulary).encoder
     ids = encoder.ids(tokens, 0)
     if column.num_tokens is not None:
-        known = np.isin(column.looked_up(tokens), vocabulary)
-        ids, counts = ids[known], counts[known]
-    _, place, categories = np.unique(ids, return_inverse=True, return_counts=True)
-    return fraction(counts[categories[place] > 1].sum(), counts.sum())
+        in_vocabulary = np.isin(column.looked_up(tokens), vocabulary)
+        ids, counts = ids[in_vocabulary], counts[in_vocabulary]
+    _, index, categories = np.unique(ids, return_inverse=True, return_counts=True)
+    return fraction(counts[categories[index] > 1].sum(), counts.sum())
 
 
 def duplicate_rate(hashes: np.ndarray) -> float | None:
@@ -146,7 +146,7 @@ def drift_of(stats: ColumnStats, schema: Schema) -> Drift:
 
 def _max_drift(name: str, drift: Drift) -> dict[str, float | None]:
     """Return the largest distance of a column."""
-    distance, by_chance = max((found for piece in drift if (found := piece.get(name))), default=(None, None))
+    distance, by_chance = max((distances for slice_drift in drift if (distances := slice_drift.get(name))), default=(None, None))
     return {"drift": distance, "drift_by_chance": by_chance}
 
 
@@ -161,9 +161,9 @@ def weight_of(stats: ColumnStats) -> dict[str, Any]:
     return {"min": low, "max": high, "zero_rate": fraction(stats.signs[-1, 1], stats.rows.sum())}
 
 
-def _range(stats: ColumnStats, place: int) -> list[Any]:
+def _range(stats: ColumnStats, index: int) -> list[Any]:
     """Return the minimum and maximum, as ints if integral, or None without values."""
-    low, high = stats.limits[place, 0], -stats.limits[place, 1]
+    low, high = stats.limits[index, 0], -stats.limits[index, 1]
     return [int(x) if x == int(x) else float(x) for x in (low, high)] if low <= high else [None, None]
 
 
@@ -210,7 +210,7 @@ def slices_of(stats: ColumnStats, schema: Schema, names: Sequence[str], drift: D
             "rows": int(stats.rows[n]),
             "label_rate": fraction(stats.clicks[n], stats.rows[n]) if schema.label else None,
             "missing_rate": {column: fraction(stats.missing[n, c], stats.rows[n]) for c, column in enumerate(columns)},
-            "drift": {column: found[0] for column, found in drift[n].items() if found},
+            "drift": {column: distances[0] for column, distances in drift[n].items() if distances},
         }
         for n, name in enumerate(names)
     ]
@@ -273,12 +273,12 @@ _Value = tuple[float | None, str, str | None]
 def constant_columns(content: dict[str, Any]) -> list[str]:
     """Return the columns with a single value in all rows, or no values, including the label."""
     label = content["label"]
-    found = [label["name"]] if label and label["rate"] in (0.0, 1.0) else []
+    names = [label["name"]] if label and label["rate"] in (0.0, 1.0) else []
     for name, column in _columns(content).items():
         one = column["distinct"] == 1 if "distinct" in column else column["min"] == column["max"]
         if column["missing_rate"] == 1 or (column["missing_rate"] == 0 and one):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _columns(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -336,7 +336,7 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
         ),
     ]
     failures = [
-        failure for gate, values, what, remedy in checks if (failure := _check(gate, getattr(gates, gate), values, what, remedy))
+        failure for gate, values, text, fix in checks if (failure := _check(gate, getattr(gates, gate), values, text, fix))
     ]
     constant = constant_columns(content)
     if constant and not gates.allow_constant_columns:
@@ -346,21 +346,19 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     return failures
 
 
-def _check(gate: str, limit: float, values: Sequence[_Value], what: str, remedy: str) -> Failure | None:
+def _check(gate: str, limit: float, values: Sequence[_Value], text: str, fix: str) -> Failure | None:
     """Return the gate's failure at its worst value, or None if it passes."""
     sign = -1 if gate.startswith("min_") else 1
-    failing = [(value, where, column) for value, where, column in values if value is not None and sign * value > sign * limit]
+    failing = [(value, path, column) for value, path, column in values if value is not None and sign * value > sign * limit]
     if not failing:
         return None
-    value, where, column = max(failing, key=lambda item: sign * item[0])
-    others = len({column for *_, column in failing}) - 1
-    named = f", column {column}" + (f" (and {others} more columns)" if others else "") if column else ""
+    value, path, column = max(failing, key=lambda item: sign * item[0])
+    num_more = len({column for *_, column in failing}) - 1
+    named = f", column {column}" + (f" (and {num_more} more columns)" if num_more else "") if column else ""
     side, change = ("below", "lower") if sign < 0 else ("above", "raise")
     shown = f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
-    message = (
-        f"{where}{named}: {what.format(value)}, {side} {gate} {shown}; {remedy}, or {change} --gates.{gate.replace('_', '-')}"
-    )
-    return Failure(gate, where, column, value, limit, message)
+    message = f"{path}{named}: {text.format(value)}, {side} {gate} {shown}; {fix}, or {change} --gates.{gate.replace('_', '-')}"
+    return Failure(gate, path, column, value, limit, message)
 
 
 @dataclass(frozen=True)
@@ -386,14 +384,14 @@ class Report:
     def tables(self) -> list[Table]:
         """Build the tables of the report, without warnings and failures."""
         content = self.content
-        made = [_table(content["path"], [], _overview(content))]
-        made.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
+        tables = [_table(content["path"], [], _overview(content))]
+        tables.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
         for kind, heads in (("dense", _DENSE_HEADS), ("sparse", _SPARSE_HEADS)):
             rows = [
                 [name, *(_format_value(column.get(key), key) for key in heads.values())] for name, column in content[kind].items()
             ]
-            made.append(_table(f"{kind} columns", [kind, *heads], rows))
-        return [table for table in made if table.row_count]
+            tables.append(_table(f"{kind} columns", [kind, *heads], rows))
+        return [table for table in tables if table.row_count]
 
     def lines(self, width: int = 120) -> list[str]:
         """Format the report as plain text."""
@@ -443,9 +441,9 @@ def _format_value(value: float | None, name: str = "") -> str:
 def _slice_row(row: dict[str, Any]) -> list[str]:
     cells = [row["name"], _format_value(row["rows"]), _format_value(row["label_rate"], "label_rate")]
     for key, rates in (("missing_rate", row["missing_rate"]), ("drift", row["drift"])):
-        known = {name: value for name, value in rates.items() if value}
-        name = max(known, key=lambda name: known[name], default=None)
-        cells += [name or "-", _format_value(known[name] if name else None, key)]
+        nonzero = {name: value for name, value in rates.items() if value}
+        name = max(nonzero, key=lambda name: nonzero[name], default=None)
+        cells += [name or "-", _format_value(nonzero[name] if name else None, key)]
     return cells
 
 

@@ -98,8 +98,8 @@ def count_digits(task: DigitTask) -> pa.Table:
         times = read_array(task.path, np.dtype(np.int64), start, min(CHUNK_ROWS, task.rows - start))
         bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # preserves the order of the times
         for of_prefix, prefix in zip(counts, task.prefixes, strict=True):
-            chosen = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
-            digits = (chosen >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF
+            selected = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
+            digits = (selected >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF
             of_prefix += np.bincount(digits, minlength=1 << 16)
     return pa.table({"counts": counts.reshape(-1)})
 
@@ -119,12 +119,12 @@ def mark_last(task: UsersTask, *, folder: JobFolder) -> pa.Table:
     """Write the marks of each user's last row (test) and second last row (validation), sorted by row."""
     keep_freed_memory()
     folder.require()
-    pieces = [np.empty(0, EVENT)]
+    chunks = [np.empty(0, EVENT)]
     for path, start, count, first_row in task.events:
-        piece = read_array(path, EVENT, start, count).copy()
-        piece["row"] += first_row
-        pieces.append(piece)
-    events = np.concatenate(pieces)
+        chunk = read_array(path, EVENT, start, count).copy()
+        chunk["row"] += first_row
+        chunks.append(chunk)
+    events = np.concatenate(chunks)
     marks = last_rows(events["user"], events["time"], events["row"])
     edges = np.searchsorted(marks["row"], [*task.starts, np.iinfo(np.int64).max]).tolist()
     with folder.disk_errors():

@@ -92,14 +92,14 @@ class ColumnStats:
 
     def add(self, table: pa.Table) -> np.ndarray:
         """Add statistics of other rows from `to_table`, except for their hashes (uint64), which are returned."""
-        found = {name: table.column(name)[0].as_buffer() for name in table.column_names}
-        for name, buffer in found.items():
-            mine = getattr(self, name)
+        buffers = {name: table.column(name)[0].as_buffer() for name in table.column_names}
+        for name, buffer in buffers.items():
+            array = getattr(self, name)
             if name == "limits":
-                np.minimum(mine, np.frombuffer(buffer, np.float64).reshape(mine.shape), out=mine)
+                np.minimum(array, np.frombuffer(buffer, np.float64).reshape(array.shape), out=array)
             elif name != "hashes":
-                mine += np.frombuffer(buffer, np.int64).reshape(mine.shape)
-        return np.frombuffer(found["hashes"], np.uint64)
+                array += np.frombuffer(buffer, np.int64).reshape(array.shape)
+        return np.frombuffer(buffers["hashes"], np.uint64)
 
     def count(self, block: RawBlock, job: StatsJob, slice_number: int, first_row: int) -> None:
         """Add rows of one slice, starting at `first_row` of the log."""
@@ -121,10 +121,10 @@ class ColumnStats:
             hashes = hashes[hashes >> np.uint64(64 - job.hash_shift) == 0]
         self.hashes = np.concatenate([self.hashes, hashes])
 
-    def _count_range(self, place: int, present: np.ndarray) -> None:
+    def _count_range(self, index: int, present: np.ndarray) -> None:
         if len(present):
-            self.signs[place] += np.count_nonzero(present < 0), np.count_nonzero(present == 0)
-            self.limits[place] = np.minimum(self.limits[place], (present.min(), -present.max()))
+            self.signs[index] += np.count_nonzero(present < 0), np.count_nonzero(present == 0)
+            self.limits[index] = np.minimum(self.limits[index], (present.min(), -present.max()))
 
     def _count_dense(
         self, d: int, values: np.ndarray, missing: np.ndarray, outcome: np.ndarray, job: StatsJob, number: int
@@ -204,8 +204,8 @@ def row_hashes(block: RawBlock) -> np.ndarray:
             continue
         ends = np.cumsum(column.lengths, dtype=np.int64)
         starts = ends - column.lengths
-        place = np.arange(len(column.categories), dtype=np.int64) - np.repeat(starts, column.lengths)
-        values = np.concatenate([[np.uint64(0)], np.cumsum(_mixed(column.categories ^ _mixed(place.view(np.uint64) + _MIX[1])))])
+        index = np.arange(len(column.categories), dtype=np.int64) - np.repeat(starts, column.lengths)
+        values = np.concatenate([[np.uint64(0)], np.cumsum(_mixed(column.categories ^ _mixed(index.view(np.uint64) + _MIX[1])))])
         add(values[ends] - values[starts], missing)
     label = block.labels.get(block.schema.label or "")
     if label is not None:
@@ -218,6 +218,6 @@ def row_hashes(block: RawBlock) -> np.ndarray:
 def quantile_edges(columns: Sequence[np.ndarray]) -> np.ndarray:
     """Return quantiles of each column's present values, ascending, every _FINER-th a decile, 0 without values, float64
     [num_dense, DECILES * _FINER - 1]."""
-    shares = np.arange(1, DECILES * _FINER) / (DECILES * _FINER)
-    edges = [np.quantile(x, shares, method="inverted_cdf") if len(x) else np.zeros(len(shares)) for x in columns]
-    return np.array(edges, np.float64).reshape(-1, len(shares))
+    fractions = np.arange(1, DECILES * _FINER) / (DECILES * _FINER)
+    edges = [np.quantile(x, fractions, method="inverted_cdf") if len(x) else np.zeros(len(fractions)) for x in columns]
+    return np.array(edges, np.float64).reshape(-1, len(fractions))

@@ -19,7 +19,7 @@ from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized import writer as writing
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine, load_given_preprocessor, raw_index, reject_options
+from rayrec.prepare.config import PreparationConfig, engine, load_matching_preprocessor, raw_index, reject_options
 from rayrec.prepare.text import TextConfig, preprocess_text
 
 if TYPE_CHECKING:
@@ -183,8 +183,8 @@ def preprocess(
 
 def _preprocess_log(path: str, out: str, output: RowOutput, config: PreparationConfig, console: Console) -> dict[str, Any]:
     config = config.adapted(path)
-    given = load_given_preprocessor(output.preprocessor, config.schema)
-    if given is None:
+    preprocessor = load_matching_preprocessor(output.preprocessor, config.schema)
+    if preprocessor is None:
         config.rules.check(config.schema)
     with (
         console.preparing(),
@@ -192,14 +192,14 @@ def _preprocess_log(path: str, out: str, output: RowOutput, config: PreparationC
         counting_indexer(config, config.rules) as counting,
     ):
         labelled = LogSource.at(path, config.files).is_labelled(config.schema)
-        if not labelled and given is None:
+        if not labelled and preprocessor is None:
             raise InputError(
                 f"{path}: must have labels to count categories. Specify the training log's Preprocessor with --preprocessor"
             )
-        index_text = counting.index if given is None else index_log
+        index_text = counting.index if preprocessor is None else index_log
         index = raw_index(path, config, running, console, labelled=labelled, index_text=index_text)
         sets = sets_of(index, config)
-        used = given or count(index, counting, config, running, console)
+        used = preprocessor or count(index, counting, config, running, console)
         result = writing.preprocess(
             index,
             preprocessor=used,

@@ -132,7 +132,7 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
     schema = rows.columns_of(config.adapted(path).schema)
     files = source.raw_files()
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
-    made_of = {
+    job_inputs = {
         "version": _JOB_VERSION,
         "log": hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16],
         "schema": schema.to_dict(),
@@ -140,15 +140,15 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
         **rows.to_dict(),
     }
     with (
-        resumable_job(out, made_of, last_file=MANIFEST) as running,
+        resumable_job(out, job_inputs, last_file=MANIFEST) as running,
         console.preparing(),
         engine(config, console, paths=(path, out)) as data_engine,
     ):
         if running.resumed:
             console.note(f"Resuming {running.folder.path}")
         work = _Work(path, rows, config.replace(schema=schema), files, running, data_engine, console)
-        found = work.finish(work.write(work.choose(work.tasks())))
-    return {"out": out, **found}
+        result = work.finish(work.write(work.choose(work.tasks())))
+    return {"out": out, **result}
 
 
 @final
@@ -170,8 +170,8 @@ class _Work:
         size_bytes = sum(file.size_bytes for file in files)
         self.task_bytes = min(max(size_bytes // _TARGET_TASKS, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MAX_PARTITIONS)
-        test, held_out = (int(share * 2**64) for share in (rows.test, rows.test + rows.validation))
-        self.job = SplitJob(running.folder, config.schema, rows.by, rows.seed, thresholds=(test, held_out), partitions=partitions)
+        test, holdout = (int(fraction * 2**64) for fraction in (rows.test, rows.test + rows.validation))
+        self.job = SplitJob(running.folder, config.schema, rows.by, rows.seed, thresholds=(test, holdout), partitions=partitions)
         self.index = LogIndex((), Faults())
         self.missing = 0
 
@@ -183,50 +183,50 @@ class _Work:
                 self.job = replace(self.job, schema=self.config.schema.unlabelled())
             self.index = raw_index(self.path, self.config, self.engine, self.console, labelled=labelled)
             return text_tasks(self.index.segments, self.task_bytes)
-        tasks, found = self._examined(table_tasks(self.files, self._cuts()))
+        tasks, markers = self._examined(table_tasks(self.files, self._cuts()))
         faults, first = Faults(), dict.fromkeys((file.path for file in self.files), 0)
-        for task, marker in zip(tasks, found, strict=True):
+        for task, marker in zip(tasks, markers, strict=True):
             of_task = Faults.from_dict(marker["faults"])
             of_task.first = [replace(fault, row=(fault.row or 0) + first[task.file]) for fault in of_task.first]
             faults.add(of_task)
             first[task.file] += marker["lines"]
-        entries = [(task.file, 0, 0, marker["rows"]) for task, marker in zip(tasks, found, strict=True)]
+        entries = [(task.file, 0, 0, marker["rows"]) for task, marker in zip(tasks, markers, strict=True)]
         self.index = LogIndex(numbered(entries, "table"), faults)
         self.index.check(self.config.max_bad_fraction, self.path)
         if faults.total:
             self.console.note(f"{self.path}: {faults.describe()}; they are left out")
-        self.missing = sum(marker["missing"] for marker in found)
+        self.missing = sum(marker["missing"] for marker in markers)
         tasks = [
             replace(task, first_row=segment.first_row, rows=segment.rows)
             for task, segment in zip(tasks, self.index.segments, strict=True)
         ]
-        return self._marked(tasks, [marker["sizes"] for marker in found]) if self.rows.by == "last-out" else tasks
+        return self._marked(tasks, [marker["sizes"] for marker in markers]) if self.rows.by == "last-out" else tasks
 
     def _cuts(self) -> list[list[tuple[int, int]]]:
         """Return the row ranges of each table, from an earlier call if there was one."""
-        place = self.running.folder.aid("cuts.json")
-        if storage.exists(place):
-            return storage.read_json(place)
+        path = self.running.folder.aid("cuts.json")
+        if storage.exists(path):
+            return storage.read_json(path)
         groups = [self.files[start : start + _CUT_FILES] for start in range(0, len(self.files), _CUT_FILES)]
         cut = functools.partial(cut_files, task_bytes=self.task_bytes)
         cuts = [of_file for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16) for of_file in json_of(table)]
         with self.running.folder.disk_errors():
-            storage.write_json(place, cuts)
+            storage.write_json(path, cuts)
         return cuts
 
     def _examined(self, tasks: list[SplitTask]) -> tuple[list[SplitTask], list[dict[str, Any]]]:
         """Return the results of `examine` and the tasks, adjusted to start at the end of the previous one in the same file."""
         task = functools.partial(examine, job=self.job)
-        found = list(self._run("examine", task, tasks))
+        markers = list(self._run("examine", task, tasks))
         for number, (before, item) in enumerate(pairwise(tasks), start=1):
             if item.is_row_start or before.file != item.file:
                 continue
-            start = found[number - 1]["end"]
+            start = markers[number - 1]["end"]
             tasks[number] = replace(item, start=start, is_row_start=True)
-            if found[number]["start"] != start:  # the line break at the cut was within a quoted field
+            if markers[number]["start"] != start:  # the line break at the cut was within a quoted field
                 (table,) = self.engine.run("examine", task, [tasks[number]], block_bytes=1 << 16)
-                found[number] = json_of(table)
-        return tasks, found
+                markers[number] = json_of(table)
+        return tasks, markers
 
     def _marked(self, tasks: list[SplitTask], sizes: list[list[list[int]]]) -> list[SplitTask]:
         """Return the tasks with the positions of their users' last rows. `sizes`: event counts by task, chunk and partition."""
@@ -240,10 +240,10 @@ class _Work:
                         of_partition.append((key_path(self.job.folder, "keys", task.number), begin, count, task.first_row))
                     begin += count
         users = [UsersTask(number, tuple(each), starts) for number, each in enumerate(events)]
-        found = self._run("marks", functools.partial(mark_last, folder=self.job.folder), users)
-        edges = [marker["edges"] for marker in found]
+        markers = self._run("marks", functools.partial(mark_last, folder=self.job.folder), users)
+        edges = [marker["edges"] for marker in markers]
         return [
-            replace(task, marks=tuple((of[place], of[place + 1] - of[place]) for of in edges)) for place, task in enumerate(tasks)
+            replace(task, marks=tuple((of[index], of[index + 1] - of[index]) for of in edges)) for index, task in enumerate(tasks)
         ]
 
     def choose(self, tasks: list[SplitTask]) -> list[SplitTask]:
@@ -253,28 +253,28 @@ class _Work:
         total = sum(task.rows for task in tasks)
         starts = self.rows.starts
         if starts is None:
-            test, held_out = (round(total * share) for share in (self.rows.test, self.rows.test + self.rows.validation))
-            wanted = [min(total - held_out, total - 1), *([min(total - test, total - 1)] if test else [])]
-            times = self._times(tasks, wanted)
+            test, holdout = (round(total * fraction) for fraction in (self.rows.test, self.rows.test + self.rows.validation))
+            positions = [min(total - holdout, total - 1), *([min(total - test, total - 1)] if test else [])]
+            times = self._times(tasks, positions)
             starts = times[0], times[1] if test else None
         self.job = replace(self.job, times=starts)
         return tasks
 
-    def _times(self, tasks: Sequence[SplitTask], wanted: Sequence[int]) -> list[int]:
+    def _times(self, tasks: Sequence[SplitTask], positions: Sequence[int]) -> list[int]:
         """Return the times at these positions in time order, counted from 0, by a radix search with 16 bits per pass."""
-        prefixes, places = [0] * len(wanted), list(wanted)
+        prefixes, remaining = [0] * len(positions), list(positions)
         for shift in (48, 32, 16, 0):
             items = [
                 DigitTask(key_path(self.job.folder, "keys", task.number), task.rows, tuple(prefixes), shift)
                 for task in tasks
                 if task.rows
             ]
-            counts = np.zeros((len(wanted), 1 << 16), np.int64)
-            for table in self.engine.run("times", count_digits, items, block_bytes=len(wanted) << 19):
+            counts = np.zeros((len(positions), 1 << 16), np.int64)
+            for table in self.engine.run("times", count_digits, items, block_bytes=len(positions) << 19):
                 counts += numpy_of(table.column("counts")).reshape(counts.shape)
             for number, of_prefix in enumerate(np.cumsum(counts, axis=1)):
-                digit = int(np.searchsorted(of_prefix, places[number], side="right"))
-                places[number] -= int(of_prefix[digit - 1]) if digit else 0
+                digit = int(np.searchsorted(of_prefix, remaining[number], side="right"))
+                remaining[number] -= int(of_prefix[digit - 1]) if digit else 0
                 prefixes[number] = prefixes[number] << 16 | digit
         return [prefix - (1 << 63) for prefix in prefixes]
 
@@ -285,7 +285,7 @@ class _Work:
             rows += marker["rows"]
             files += marker["files"]
             self.missing += marker["missing"]
-        found = {
+        parts = {
             name: {
                 "rows": int(count),
                 "share": round(int(count) / int(rows.sum()), 6),
@@ -293,30 +293,30 @@ class _Work:
             }
             for name, count in zip(PARTS, rows.tolist(), strict=True)
         }
-        empty = [name for name, part in found.items() if not part["rows"] and not (name == "test" and self._no_test)]
+        empty = [name for name, part in parts.items() if not part["rows"] and not (name == "test" and self._no_test)]
         if empty:
             storage.remove_folder(self.running.folder.path)
             raise InputError(f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}. Choose other parts")
-        return {name: part for name, part in found.items() if part["rows"]}
+        return {name: part for name, part in parts.items() if part["rows"]}
 
     @property
     def _no_test(self) -> bool:
-        by_shares = self.rows.by != "last-out" and self.rows.validation_from is None
-        return self.rows.test == 0 if by_shares else self.rows.by == "time" and self.rows.test_from is None
+        by_fractions = self.rows.by != "last-out" and self.rows.validation_from is None
+        return self.rows.test == 0 if by_fractions else self.rows.by == "time" and self.rows.test_from is None
 
     def finish(self, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        found = {
+        result = {
             "by": self.rows.by,
             "rows": self.index.rows,
             "bad_rows": self.index.faults.total,
             "parts": parts,
             **({"rows_without_group": self.missing} if self.rows.by in ("group", "last-out") else {}),
         }
-        manifest = {**found, "options": self.rows.to_dict(), "version": VERSION}
+        manifest = {**result, "options": self.rows.to_dict(), "version": VERSION}
         folder = self.running.folder
         with folder.disk_errors():
             storage.write_json(storage.join(folder.path, MANIFEST), manifest)
-        return {**found, "parts": {name: {**part, "files": len(part["files"])} for name, part in parts.items()}}
+        return {**result, "parts": {name: {**part, "files": len(part["files"])} for name, part in parts.items()}}
 
     def _run(self, kind: str, task: Callable[[_Item], pa.Table], items: Sequence[_Item]) -> Iterator[dict[str, Any]]:
         report = functools.partial(self.console.progress, f"{kind} (parts of the log)")

@@ -110,15 +110,15 @@ class Tables:
         task, schema = self._task, self._schema
         stored = csv_columns(task.file, schema)
         elsewhere = set(partitions_of(task.file)) - set(stored)
-        whole = schema.replace(
+        full_schema = schema.replace(
             dense=tuple(name for name in schema.dense if name not in elsewhere),
             sparse=(
                 *(name for name in schema.sparse if name not in elsewhere),
                 *(name for name in stored if name not in schema.columns),
             ),
         )
-        part = CsvRange(task.file, whole, task.start, task.stop)
-        for table in part if task.stop else read_csv(task.file, whole):
+        part = CsvRange(task.file, full_schema, task.start, task.stop)
+        for table in part if task.stop else read_csv(task.file, full_schema):
             yield table.select([*stored, FAULT])
         self.end = part.end
 
@@ -161,7 +161,7 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
             rows += raw.rows
         if keys is not None:
             keys.flush()
-    found = {
+    result = {
         "rows": rows,
         "missing": missing,
         "faults": faults.to_dict(),
@@ -170,15 +170,15 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
         "start": task.start,
         "end": tables.end,
     }
-    return job.folder.done("examine", task.number, found)
+    return job.folder.done("examine", task.number, result)
 
 
 def part_of_hash(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[np.uint8]:
     """Return the part of each value, as an index into PARTS, by a hash of the value and the seed."""
     seed = mix64(np.array([job.seed], np.int64).view(np.uint64) + np.uint64(GOLDEN))
     hashes = mix64(mix64(values + seed) ^ seed)
-    test, held_out = (np.uint64(threshold) for threshold in job.thresholds)
-    return np.where(hashes < test, 2, np.where(hashes < held_out, 1, 0)).astype(np.uint8)
+    test, holdout = (np.uint64(threshold) for threshold in job.thresholds)
+    return np.where(hashes < test, 2, np.where(hashes < holdout, 1, 0)).astype(np.uint8)
 
 
 class _Chooser:
@@ -223,12 +223,12 @@ def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
     missing = 0
     with job.folder.disk_errors(), ExitStack() as opened:
         writer = _TextFiles(task, job, opened) if task.segments else _ParquetFiles(task, job, opened)
-        for raw, piece in _pieces(task, job.schema):
+        for raw, data in _blocks(task, job.schema):
             parts = chooser(raw)
             if task.segments and job.by == "group":
                 missing += int(np.count_nonzero(raw.group_keys() == 0))
             rows += np.bincount(parts, minlength=len(PARTS))
-            writer.add(piece, parts)
+            writer.add(data, parts)
         writer.finish()
     if rows.sum() != task.rows:
         raise InputError(f"{task.file or task.segments[0].path}: changed during the split. Split it again")
@@ -244,7 +244,7 @@ class _Lines:
     stops: Numbers
 
 
-def _pieces(task: SplitTask, schema: Schema) -> Iterator[tuple[RawBlock, pa.Table | _Lines]]:
+def _blocks(task: SplitTask, schema: Schema) -> Iterator[tuple[RawBlock, pa.Table | _Lines]]:
     for segment in task.segments:
         yield _lines(segment, schema)
     if task.segments:
@@ -275,21 +275,21 @@ class _TextFiles:
         self._task, self._job, self._opened = task, job, opened
         self.files: dict[str, IO[bytes]] = {}
 
-    def add(self, piece: pa.Table | _Lines, parts: npt.NDArray[np.uint8]) -> None:
-        assert isinstance(piece, _Lines)
-        text, starts, stops = piece.text, piece.starts, piece.stops
-        for place, name in enumerate(PARTS):
-            chosen = np.flatnonzero(parts == place)
-            if not len(chosen):
+    def add(self, data: pa.Table | _Lines, parts: npt.NDArray[np.uint8]) -> None:
+        assert isinstance(data, _Lines)
+        text, starts, stops = data.text, data.starts, data.stops
+        for index, name in enumerate(PARTS):
+            selected = np.flatnonzero(parts == index)
+            if not len(selected):
                 continue
             file = self._file(f"{name}-{self._task.number:05d}.txt")
             # Adjacent lines of one part are written together.
-            breaks = np.flatnonzero(starts[chosen[1:]] != stops[chosen[:-1]]) + 1
-            first, last = np.append(0, breaks), np.append(breaks, len(chosen)) - 1
+            breaks = np.flatnonzero(starts[selected[1:]] != stops[selected[:-1]]) + 1
+            first, last = np.append(0, breaks), np.append(breaks, len(selected)) - 1
             view = text.data
-            for start, stop in zip(starts[chosen[first]].tolist(), stops[chosen[last]].tolist(), strict=True):
+            for start, stop in zip(starts[selected[first]].tolist(), stops[selected[last]].tolist(), strict=True):
                 file.write(view[start:stop])
-            if text[stops[chosen[-1]] - 1] != ord("\n"):
+            if text[stops[selected[-1]] - 1] != ord("\n"):
                 file.write(b"\n")
 
     def _file(self, name: str) -> IO[bytes]:
@@ -310,13 +310,13 @@ class _ParquetFiles:
         self.files: dict[str, pq.ParquetWriter] = {}
         self._waiting: dict[str, list[pa.Table]] = {}
 
-    def add(self, piece: pa.Table | _Lines, parts: npt.NDArray[np.uint8]) -> None:
-        assert isinstance(piece, pa.Table)
-        for place, name in enumerate(PARTS):
-            chosen = np.flatnonzero(parts == place)
-            if len(chosen):
+    def add(self, data: pa.Table | _Lines, parts: npt.NDArray[np.uint8]) -> None:
+        assert isinstance(data, pa.Table)
+        for index, name in enumerate(PARTS):
+            selected = np.flatnonzero(parts == index)
+            if len(selected):
                 waiting = self._waiting.setdefault(f"{name}-{self._task.number:05d}.parquet", [])
-                waiting.append(piece.take(chosen))
+                waiting.append(data.take(selected))
                 if sum(table.nbytes for table in waiting) >= GROUP_BYTES:
                     self._write(f"{name}-{self._task.number:05d}.parquet")
 
@@ -366,10 +366,10 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
 
     def cut(file: storage.File) -> list[tuple[int, int]]:
         if not is_parquet(file.path):
-            whole = file.size_bytes <= task_bytes or is_gzip(file.path)
-            count = 1 if whole else -(-file.size_bytes // task_bytes)
+            is_full = file.size_bytes <= task_bytes or is_gzip(file.path)
+            count = 1 if is_full else -(-file.size_bytes // task_bytes)
             edges = [file.size_bytes * number // count for number in range(count + 1)]
-            return [(0, 0)] if whole else list(pairwise(edges))
+            return [(0, 0)] if is_full else list(pairwise(edges))
         with open_parquet(file.path) as parquet:
             sizes = [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.metadata.num_row_groups)]
         edges, total = [0], 0
@@ -385,8 +385,8 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int) -> pa.Table:
 
 def table_tasks(files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]) -> list[SplitTask]:
     """Return a task for each range of each file."""
-    stretches = [(file.path, *stretch) for file, of_file in zip(files, cuts, strict=True) for stretch in of_file]
+    ranges = [(file.path, *file_range) for file, of_file in zip(files, cuts, strict=True) for file_range in of_file]
     return [
         SplitTask(number, file=path, start=start, stop=stop, is_row_start=is_parquet(path) or not start)
-        for number, (path, start, stop) in enumerate(stretches)
+        for number, (path, start, stop) in enumerate(ranges)
     ]

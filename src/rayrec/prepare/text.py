@@ -78,10 +78,10 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
     Reads only `files` and engine options of `config`. Returns the sets of the manifest, bytes and seconds. Raises InputError for
     text that is not UTF-8 or shorter than a row, an unusable tokenizer, or if `out` exists.
     """
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     require("streaming", "tokenizers", extra="language")
     out = storage.absolute(out).rstrip("/")
-    given = None if text.tokenizer in ("bytes_bpe", "characters") else _load_tokenizer(text.tokenizer)
+    existing_files = None if text.tokenizer in ("bytes_bpe", "characters") else _load_tokenizer(text.tokenizer)
     if text_blocks.sets_of_shards(path):
         raise InputError(
             f"{path}: must contain plain text, got MDS shards. Use `rayrec adopt {path} --tokenizer DIR` for "
@@ -89,20 +89,20 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
         )
     files = storage.list_files(path, names=config.files)
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
-    options = {**text.to_dict(), "tokenizer": hash_of(given) if given else text.tokenizer}
-    made_of = {"version": text_blocks.VERSION, "format": text_blocks.FORMAT, "text": hash_of(identity), **options}
+    options = {**text.to_dict(), "tokenizer": hash_of(existing_files) if existing_files else text.tokenizer}
+    job_inputs = {"version": text_blocks.VERSION, "format": text_blocks.FORMAT, "text": hash_of(identity), **options}
     with (
-        resumable_job(out, made_of, last_file=text_blocks.MANIFEST) as running,
+        resumable_job(out, job_inputs, last_file=text_blocks.MANIFEST) as running,
         console.preparing(),
         engine(config, console, paths=(path, out)) as data_engine,
     ):
         if running.resumed:
             console.note(f"Resuming {running.folder.path}")
-        work = _Work(text, given, _sources(files, data_engine, console), running, data_engine, console)
+        work = _Work(text, existing_files, _sources(files, data_engine, console), running, data_engine, console)
         manifest = work.finish(files, work.write_shards(work.tokenize()))
     size_bytes = sum(described["bytes"] for described in manifest["sets"].values())
     names = ("format", "block_size", "vocabulary_size", "tokenizer", "end_token", "sets", "tokens_left_out", "hash")
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_s
     return {"out": out, **{name: manifest[name] for name in names}, "bytes": size_bytes, "seconds": seconds}
 
 
@@ -119,7 +119,7 @@ def _load_tokenizer(folder: str) -> Files:
 
 def _sources(files: Sequence[storage.File], engine: Engine, console: Console) -> list[Source]:
     plain = plain_files(files, task_context(engine, console))
-    return [Source(here.path, file.path, here.size_bytes) for file, here in zip(files, plain, strict=True)]
+    return [Source(plain_file.path, file.path, plain_file.size_bytes) for file, plain_file in zip(files, plain, strict=True)]
 
 
 @final
@@ -129,7 +129,7 @@ class _Work:
     def __init__(
         self,
         text: TextConfig,
-        given: Files | None,
+        tokenizer_files: Files | None,
         sources: list[Source],
         running: ResumableJob,
         engine: Engine,
@@ -142,19 +142,19 @@ class _Work:
         folder = storage.join(running.folder.path, "tokenizer")
         if not running.resumed:
             with running.folder.disk_errors():
-                write_tokenizer(given or self._create_tokenizer(), folder)
+                write_tokenizer(tokenizer_files or self._create_tokenizer(), folder)
         self.tokenizer = load_tokenizer(folder)
         self.job = TextJob(running.folder, self.tokenizer.hash, text.block_size)
 
     def _create_tokenizer(self) -> Files:
         if self.text.tokenizer == "characters":
-            found: set[str] = set()
+            distinct: set[str] = set()
             name = "find characters (parts of the text)"
             tables = self.engine.run(name, find_characters, self.parts, block_bytes=1 << 16)
             for number, table in enumerate(tables, start=1):
-                found.update(table.column("characters")[0].as_py())
+                distinct.update(table.column("characters")[0].as_py())
                 self.console.progress(name, number, len(self.parts))
-            return characters(found)
+            return characters(distinct)
         training = [part for part in self.parts if part.set == "train"]
         every = max(1, -(-sum(part.stop - part.start for part in training) // BPE_SAMPLE_BYTES))
         size = self.text.vocabulary_size or DEFAULT_VOCABULARY_SIZE
@@ -164,8 +164,8 @@ class _Work:
     def tokenize(self) -> dict[int, int]:
         """Tokenize all parts and return their token counts."""
         task = functools.partial(tokenize, job=self.job)
-        found = self._run("tokenize", "parts of the text", task, self.parts)
-        return {part.number: of_part["tokens"] for part, of_part in zip(self.parts, found, strict=True)}
+        results = self._run("tokenize", "parts of the text", task, self.parts)
+        return {part.number: of_part["tokens"] for part, of_part in zip(self.parts, results, strict=True)}
 
     def write_shards(self, tokens_of: dict[int, int]) -> dict[str, dict[str, Any]]:
         """Write the shards. Return the manifest entry of each set, and its index entries as `shards`."""
@@ -191,9 +191,9 @@ class _Work:
                 "bytes": 0,
                 "shards": [],
             }
-        for found in self._run("write", "shards", functools.partial(write_shard, job=self.job), shards):
-            sets[found["set"]]["bytes"] += found["info"]["raw_data"]["bytes"]
-            sets[found["set"]]["shards"].append(found["info"])
+        for result in self._run("write", "shards", functools.partial(write_shard, job=self.job), shards):
+            sets[result["set"]]["bytes"] += result["info"]["raw_data"]["bytes"]
+            sets[result["set"]]["shards"].append(result["info"])
         return sets
 
     def finish(self, files: Sequence[storage.File], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -301,16 +301,16 @@ def plan_shards(
     shards: list[ShardTask] = []
     for row in range(0, rows, rows_per_shard):
         needed = min(rows_per_shard, rows - row) * block_size
-        pieces = []
+        ranges = []
         while needed:
             part, start, left = waiting.pop()
-            taken = min(left, needed)
-            if taken:
-                pieces.append((part, start, taken))
-            if taken < left:
-                waiting.append((part, start + taken, left - taken))
-            needed -= taken
-        shards.append(ShardTask(first + len(shards), name, f"shard.{len(shards):05d}.mds", tuple(pieces)))
+            count = min(left, needed)
+            if count:
+                ranges.append((part, start, count))
+            if count < left:
+                waiting.append((part, start + count, left - count))
+            needed -= count
+        shards.append(ShardTask(first + len(shards), name, f"shard.{len(shards):05d}.mds", tuple(ranges)))
     return shards
 
 

@@ -25,7 +25,7 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
 from rayrec.prepare import data_report
-from rayrec.prepare.config import PreparationConfig, engine, load_given_preprocessor, task_context
+from rayrec.prepare.config import PreparationConfig, engine, load_matching_preprocessor, task_context
 from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
 from rayrec.prepare.log_statistics import ColumnStats, StatsJob, quantile_edges
 from rayrec.schema import Schema
@@ -50,45 +50,45 @@ def examine_categories(
     slices: Sequence[Slice],
     *,
     config: PreparationConfig,
-    given: Preprocessor | None,
+    preprocessor: Preprocessor | None,
     engine: Engine,
     progress: Callable[[str, int, int | None], None],
 ) -> Categories:
     """Count the categories of the full log and, without a Preprocessor, of its last slice: the difference is the past's
     vocabulary. Memory is bounded as for `rayrec vocabulary`, except for the categories of one column at a time."""
-    buckets = given is not None and given.integer_buckets
+    buckets = preprocessor is not None and preprocessor.integer_buckets
     # Count each column separately, even if columns share a vocabulary.
     job = replace(RAYREC.counting(config.schema.unshared()), derivation=Derivation(buckets=buckets))
     shift = len(config.schema.dense) if buckets else 0  # dense columns come first among the counted columns
 
-    def count(start: int, what: str) -> Counts:
+    def count(start: int, label: str) -> Counts:
         return count_log(
             job,
             list(index.parts(start, index.rows)),
             engine=engine,
             memory_bytes=config.memory_bytes,
-            progress=lambda rows: progress(what, rows, index.rows - start),
+            progress=lambda rows: progress(label, rows, index.rows - start),
         )
 
-    past = next((piece.start for piece in reversed(slices) if piece.stop > piece.start), 0)
+    past = next((slice_.start for slice_ in reversed(slices) if slice_.stop > slice_.start), 0)
     with count(0, "categories (rows)") as counts:
-        found = [_column(counts, shift + s) for s in range(len(config.schema.sparse))]
-        columns = dict(zip(config.schema.sparse, (column for column, _ in found), strict=True))
-        top = tuple(tokens for _, tokens in found)
-        if given is not None:
+        results = [_column(counts, shift + s) for s in range(len(config.schema.sparse))]
+        columns = dict(zip(config.schema.sparse, (column for column, _ in results), strict=True))
+        top = tuple(tokens for _, tokens in results)
+        if preprocessor is not None:
             for s, name in enumerate(config.schema.sparse):
-                columns[name].update(_category_rates(given, counts, shift + s))
+                columns[name].update(_category_rates(preprocessor, counts, shift + s))
             names = config.schema.dense if buckets else ()
-            dense_unknown = {name: _category_rates(given, counts, d)["unknown_rate"] for d, name in enumerate(names)}
-            return Categories(columns, dense_unknown, f"Preprocessor {given.hash()}", top)
+            dense_unknown = {name: _category_rates(preprocessor, counts, d)["unknown_rate"] for d, name in enumerate(names)}
+            return Categories(columns, dense_unknown, f"Preprocessor {preprocessor.hash()}", top)
         if not past:
             return Categories(columns, {}, None, top)
-        last = next(piece.name for piece in slices if piece.start == past and piece.stop > past)
+        last = next(slice_.name for slice_ in slices if slice_.start == past and slice_.stop > past)
         with count(past, f"categories of {last} (rows)") as latest:
             for s, name in enumerate(config.schema.sparse):
                 columns[name]["unknown_rate"] = _unknown_to_the_past(counts, latest, s, config.rules)
-    known = f"what comes before {last}, categories seen {config.rules.min_count} times or more (rates are of {last})"
-    return Categories(columns, {}, known, top)
+    vocabulary = f"what comes before {last}, categories seen {config.rules.min_count} times or more (rates are of {last})"
+    return Categories(columns, {}, vocabulary, top)
 
 
 def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
@@ -107,25 +107,25 @@ def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Pre
     """Return the fraction of the latest values whose category occurred fewer than min_count times before."""
     tokens, amounts = _merge_categories(*latest.kept(number)[:2], rules.token_modulo)
     # Fewer occurrences than min_count plus one cannot matter, unless the modulo merges categories.
-    kept = counts.kept(number, 1 if rules.token_modulo else rules.min_count + 1)
-    all_tokens, all_amounts = _merge_categories(*kept[:2], rules.token_modulo)
-    both, here, there = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
-    return data_report.unknown_rate(tokens, amounts, both[all_amounts[there] - amounts[here] >= rules.min_count])
+    counted = counts.kept(number, 1 if rules.token_modulo else rules.min_count + 1)
+    all_tokens, all_amounts = _merge_categories(*counted[:2], rules.token_modulo)
+    both, latest_index, index = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
+    return data_report.unknown_rate(tokens, amounts, both[all_amounts[index] - amounts[latest_index] >= rules.min_count])
 
 
-def _category_rates(given: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
+def _category_rates(preprocessor: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
     """Return the unknown and collision rates of a Preprocessor's column."""
-    column = given.sparse[number]
+    column = preprocessor.sparse[number]
     tokens, amounts, _ = counts.kept(number)
-    vocabulary = given.vocabulary(number)
-    found: dict[str, float | None] = {"unknown_rate": None}
+    vocabulary = preprocessor.vocabulary(number)
+    rates: dict[str, float | None] = {"unknown_rate": None}
     if column.num_tokens is not None:
-        looked_up = _merge_categories(tokens, amounts, column.token_modulo)
-        found["unknown_rate"] = data_report.unknown_rate(*looked_up, np.sort(vocabulary))
+        merged_counts = _merge_categories(tokens, amounts, column.token_modulo)
+        rates["unknown_rate"] = data_report.unknown_rate(*merged_counts, np.sort(vocabulary))
     ids = column.first_id + (column.num_tokens or 0) + (column.gap is not None)
     if column.num_tokens is None or column.token_modulo or ids > column.num_embeddings:
-        found["collision_rate"] = data_report.collision_rate(column, vocabulary, tokens, amounts)
-    return found
+        rates["collision_rate"] = data_report.collision_rate(column, vocabulary, tokens, amounts)
+    return rates
 
 
 _TASK_ROWS = 500_000
@@ -180,24 +180,24 @@ def _values_task(parts: Sequence[Part], *, schema: Schema) -> pa.Table:
 
 
 def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
-    found = Counter[tuple[str, str]]()
+    counter = Counter[tuple[str, str]]()
     for segment in segments:
         size = segment.stop - segment.start
         faults = TextParser(schema, max_rows_in(schema, size)).parse(read_text(segment), size, most_faults=size)
-        found.update((fault.kind, fault.column) for fault in faults.first)
-    return json_reply([[*place, rows] for place, rows in found.items()])
+        counter.update((fault.kind, fault.column) for fault in faults.first)
+    return json_reply([[*key, rows] for key, rows in counter.items()])
 
 
 def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.ndarray:
     """Return quantiles of up to _EDGE_ROWS rows, evenly spread over the first slice. Depends on row numbers only, not on how the
     log is divided."""
     rows = first.stop - first.start
-    stretches = [(first.start, first.stop)]
+    ranges = [(first.start, first.stop)]
     if rows > _EDGE_ROWS:
         length = _EDGE_ROWS // _EDGE_RANGES
         starts = [first.start + (rows - length) * i // (_EDGE_RANGES - 1) for i in range(_EDGE_RANGES)]
-        stretches = [(start, start + length) for start in starts]
-    items = [tuple(index.parts(*stretch)) for stretch in stretches] if rows and schema.dense else []
+        ranges = [(start, start + length) for start in starts]
+    items = [tuple(index.parts(*row_range)) for row_range in ranges] if rows and schema.dense else []
     tables = list(engine.run("quantiles", functools.partial(_values_task, schema=schema), items))
     values = [
         np.concatenate([numpy_of(table.column(name).drop_null()) for table in tables]) if tables else np.zeros(0)
@@ -209,7 +209,7 @@ def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.
 def _count_stats(
     index: LogIndex, job: StatsJob, slices: Sequence[Slice], engine: Engine, progress: Callable[[int], None]
 ) -> tuple[ColumnStats, np.ndarray]:
-    items = [(n, part) for n, piece in enumerate(slices) for part in index.parts(piece.start, piece.stop)]
+    items = [(n, part) for n, slice_ in enumerate(slices) for part in index.parts(slice_.start, slice_.stop)]
     limit = max(1, min(_TASK_ROWS, index.rows // 8))
     batches = _batches(items, min(limit, _READ_ROWS))
     tasks = filled(batches, [sum(part.stop - part.start for part in parts) for _, parts in batches], limit)
@@ -223,16 +223,16 @@ def _count_stats(
 
 def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[str, dict[str, int]]:
     """Count rejected lines by kind and column. For tables only the first few, because their index has no more."""
-    found = Counter[tuple[str, str]]()
+    counter = Counter[tuple[str, str]]()
     if index.faults.total and index.format == "text":
         size = max(1, len(index.segments) // 64)
         items = [index.segments[i : i + size] for i in range(0, len(index.segments), size)]
         for table in engine.run("faults", functools.partial(_faults_task, schema=schema), items, block_bytes=1 << 16):
-            found.update({(kind, column): rows for kind, column, rows in json_of(table)})
+            counter.update({(kind, column): rows for kind, column, rows in json_of(table)})
     else:
-        found.update((fault.kind, fault.column) for fault in index.faults.first)
+        counter.update((fault.kind, fault.column) for fault in index.faults.first)
     by_kind: dict[str, dict[str, int]] = {}
-    for (kind, column), rows in sorted(found.items()):
+    for (kind, column), rows in sorted(counter.items()):
         if column:
             by_kind.setdefault(kind, {})[column] = rows
     return by_kind
@@ -250,11 +250,13 @@ def validate(
     source = LogSource.at(path, config.files)
     source.require_raw()
     config = config.adapted(path)
-    given = load_given_preprocessor(preprocessor, config.schema)
+    existing = load_matching_preprocessor(preprocessor, config.schema)
     with console.preparing(), engine(config, console, paths=(path,)) as running:
         context = task_context(running, console)
         index = source.index(config.schema, segment_bytes=config.segment_bytes, context=context)
-        return examine(index, path=path, config=config, gates=gates, given=given, engine=running, progress=console.progress)
+        return examine(
+            index, path=path, config=config, gates=gates, preprocessor=existing, engine=running, progress=console.progress
+        )
 
 
 def examine(
@@ -263,7 +265,7 @@ def examine(
     path: str,
     config: PreparationConfig,
     gates: Gates,
-    given: Preprocessor | None,
+    preprocessor: Preprocessor | None,
     engine: Engine,
     progress: Callable[[str, int, int | None], None],
 ) -> Report:
@@ -272,8 +274,8 @@ def examine(
     if gates.max_bad_fraction is None:
         gates = gates.replace(max_bad_fraction=config.max_bad_fraction)
     slices_by, slices = slices_of(index)
-    categories = examine_categories(index, slices, config=config, given=given, engine=engine, progress=progress)
-    first = next((piece for piece in slices if piece.stop > piece.start), Slice("", 0, 0))
+    categories = examine_categories(index, slices, config=config, preprocessor=preprocessor, engine=engine, progress=progress)
+    first = next((slice_ for slice_ in slices if slice_.stop > slice_.start), Slice("", 0, 0))
     job = StatsJob(
         config.schema,
         num_slices=len(slices),
@@ -293,7 +295,7 @@ def examine(
             "first": index.faults.to_dict()["first"],
             "labels": index.faults.labels,
         },
-        **_sections(stats, job, [piece.name for piece in slices], categories),
+        **_sections(stats, job, [slice_.name for slice_ in slices], categories),
         "slices_by": slices_by,
         "unknown_to": categories.unknown_to,
         "duplicates": {"rate": data_report.duplicate_rate(hashes), "rows": len(hashes), "sampled": 1 / (1 << job.hash_shift)},
@@ -320,5 +322,5 @@ def _sections(stats: ColumnStats, job: StatsJob, names: Sequence[str], categorie
 
 def _hash_shift(rows: int, memory_bytes: int | None) -> int:
     """Return the shift for which one in 2^shift row hashes, stored twice while they are collected, fits the memory."""
-    room = (memory_bytes or _HASH_BYTES) // 16
-    return max(0, (-(-rows // room) - 1).bit_length()) if rows else 0
+    max_hashes = (memory_bytes or _HASH_BYTES) // 16
+    return max(0, (-(-rows // max_hashes) - 1).bit_length()) if rows else 0
