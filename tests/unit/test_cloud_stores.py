@@ -48,7 +48,7 @@ def folder(store: cloud_stores.CloudStore, request: pytest.FixtureRequest) -> st
     return f"{store.bucket}/{request.node.name.partition('[')[0]}"
 
 
-def test_files_and_folders_are_as_locally(folder: str, tmp_path: Path) -> None:
+def test_cloud_files_and_folders_match_local(folder: str, tmp_path: Path) -> None:
     assert not storage.exists(folder)
     assert storage.list_folder(folder) == []
     storage.make_folder(folder)
@@ -81,7 +81,7 @@ def test_files_and_folders_are_as_locally(folder: str, tmp_path: Path) -> None:
         storage.read_bytes(f"{folder}/a.txt")
 
 
-def test_globs_and_partitions_list_files_at_all_depths(folder: str) -> None:
+def test_cloud_globs_and_partitions_list_all_depths(folder: str) -> None:
     names = ["day=1/part-0", "day=1/part-1", "day=2/part-0", "day=10/part-0"]
     for name in names:
         storage.write_bytes(f"{folder}/{name}", b"x")
@@ -97,7 +97,7 @@ def test_globs_and_partitions_list_files_at_all_depths(folder: str) -> None:
     assert not storage.exists(f"{folder}/da")
 
 
-def test_a_large_file_appears_whole_or_not_at_all(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BUFFER_BYTES", MIB // 4)
     monkeypatch.setattr(files, "_SECTION_BYTES", MIB)
     data = np.arange(5 * MIB // 8, dtype=np.int32)
@@ -122,7 +122,7 @@ def test_a_large_file_appears_whole_or_not_at_all(folder: str, monkeypatch: pyte
     assert storage.list_folder(folder) == ["large"]
 
 
-def test_an_outage_is_waited_out(store: cloud_stores.CloudStore, folder: str) -> None:
+def test_cloud_outage_is_waited_out(store: cloud_stores.CloudStore, folder: str) -> None:
     storage.write_bytes(f"{folder}/a", b"abc")
     store.kill()
     back = threading.Timer(0.5, store.start)
@@ -135,7 +135,7 @@ def test_an_outage_is_waited_out(store: cloud_stores.CloudStore, folder: str) ->
     assert storage.read_bytes(f"{folder}/a") == b"new"
 
 
-def test_a_store_that_is_not_there_is_one_line_at_once(
+def test_missing_store_raises_one_line_at_once(
     store: cloud_stores.CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in store.environment.items():
@@ -150,7 +150,7 @@ def test_a_store_that_is_not_there_is_one_line_at_once(
     assert "\n" not in str(raised.value)
 
 
-def test_a_bucket_that_is_not_there_is_one_line(store: cloud_stores.CloudStore) -> None:
+def test_missing_bucket_raises_one_line(store: cloud_stores.CloudStore) -> None:
     other = store.bucket.replace("logs", "none")
     for call in (lambda: storage.write_bytes(f"{other}/a", b"x"), lambda: storage.read_bytes(f"{other}/a"),
                  lambda: storage.list_files(f"{other}/a")):  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_bucket_that_is_not_there_is_one_line(store: cloud_stores.CloudStore) 
             call()
 
 
-def test_a_checkpoint_is_saved_and_read(folder: str) -> None:
+def test_checkpoint_round_trips_through_cloud(folder: str) -> None:
     values = {"model.a": torch.arange(100.0), "model.b": torch.ones(2, 2, dtype=torch.int64)}
     saver = Saver(
         folder,
@@ -183,14 +183,14 @@ def test_a_checkpoint_is_saved_and_read(folder: str) -> None:
     checkpoint.verify(found)
 
 
-def test_a_log_is_read(folder: str, click_log: Path, tmp_path: Path) -> None:
+def test_cloud_log_is_read(folder: str, click_log: Path, tmp_path: Path) -> None:
     log = f"{folder}/train.txt"
     storage.write_bytes(log, b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2_000]))
     made = rayrec.vocabulary(log, out=str(tmp_path / "out"), console=Console(quiet=True), engine="threads")
     assert made["rows"] == 2_000
 
 
-def test_wrong_credentials_are_one_line(store: cloud_stores.CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_raise_one_line(store: cloud_stores.CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
     if store.bucket.startswith("gs://"):
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
         monkeypatch.delenv("STORAGE_EMULATOR_HOST")

@@ -27,7 +27,7 @@ def sweep(folder: Path) -> list[str]:
         return [str(path) for path in folder.iterdir() if str(path) != own]
 
 
-def test_a_killed_process_leaves_no_folder_for_long(tmp_path: Path) -> None:
+def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
     others = [tmp_path / name for name in ("rayrec-attempt-1fwd5mbt", "rayrec-00000000-attempt-of_another_machine")]
     for other in others:
         other.mkdir()
@@ -44,7 +44,7 @@ def test_a_killed_process_leaves_no_folder_for_long(tmp_path: Path) -> None:
     assert sorted(sweep(tmp_path)) == kept
 
 
-def test_a_folder_taken_for_abandoned_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_removed_as_abandoned_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another process, between its making and its locking."""
     make, made = tempfile.mkdtemp, []
 
@@ -60,7 +60,7 @@ def test_a_folder_taken_for_abandoned_is_replaced(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
-def test_all_temporary_folders_are_of_this_kind() -> None:
+def test_all_temporary_folders_use_scratch() -> None:
     source = Path(rayrec.__file__).parent
     own = {
         path.relative_to(source).as_posix()

@@ -23,7 +23,7 @@ from rayrec.storage.gcs import GcsLocation
 from rayrec.storage.s3 import S3Location
 
 
-def test_folders_list_data_files_in_numeric_order(tmp_path: Path) -> None:
+def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
     for name in ("day_10", "day_2", "day_1", "truth.json", ".hidden", "_SUCCESS", "day_3.0a.partial"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "sub").mkdir()
@@ -35,7 +35,7 @@ def test_folders_list_data_files_in_numeric_order(tmp_path: Path) -> None:
     assert [file.path for file in storage.list_files(f"{tmp_path}/truth.json")] == [f"{tmp_path}/truth.json"]
 
 
-def test_digits_of_any_script_sort(tmp_path: Path) -> None:
+def test_list_files_sorts_digits_of_any_script(tmp_path: Path) -> None:
     for name in ("a1²3", "a²", "a2"):
         (tmp_path / name).write_bytes(b"x")
     assert len(storage.list_files(str(tmp_path))) == 3
@@ -55,13 +55,13 @@ def test_digits_of_any_script_sort(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_nothing_there_is_said(tmp_path: Path, call: Callable[[str], object], why: str) -> None:
+def test_listing_missing_path_raises(tmp_path: Path, call: Callable[[str], object], why: str) -> None:
     (tmp_path / "only.json").write_bytes(b"{}")
     with pytest.raises(InputError, match=why):
         call(str(tmp_path))
 
 
-def test_urls_name_the_same_files(tmp_path: Path) -> None:
+def test_file_urls_match_paths(tmp_path: Path) -> None:
     (tmp_path / "day_1").write_bytes(b"abc")
     url = f"file://{tmp_path}"
     assert [file.path for file in storage.list_files(url)] == [f"{url}/day_1"]
@@ -74,7 +74,7 @@ def test_urls_name_the_same_files(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "inside").read_bytes() == b"1"
 
 
-def test_ranges_are_read_up_to_the_end(tmp_path: Path) -> None:
+def test_read_into_stops_at_end_of_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(100)))
     buffer = np.zeros(30, np.uint8)
@@ -91,7 +91,7 @@ def half_written(path: str) -> None:
         raise RuntimeError
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
     storage.write_bytes(str(path), b"old")
     with pytest.raises(RuntimeError):
@@ -102,7 +102,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new"
 
 
-def test_folders_appear_whole_and_are_never_overwritten(tmp_path: Path) -> None:
+def test_writing_folder_is_atomic_and_never_overwrites(tmp_path: Path) -> None:
     target = str(tmp_path / "folder")
 
     def fail() -> None:
@@ -121,7 +121,7 @@ def test_folders_appear_whole_and_are_never_overwritten(tmp_path: Path) -> None:
         pass
 
 
-def test_json_round_trip_and_damage(tmp_path: Path) -> None:
+def test_json_round_trips_and_detects_damage(tmp_path: Path) -> None:
     path = str(tmp_path / "value.json")
     storage.write_json(path, {"ä": [1, None]})
     assert storage.read_json(path) == {"ä": [1, None]}
@@ -134,7 +134,7 @@ def test_json_round_trip_and_damage(tmp_path: Path) -> None:
 # Streams -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_write_stream_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
 
     def pieces(*, fails: bool) -> Iterator[bytes | memoryview]:
@@ -159,7 +159,7 @@ def test_a_stream_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(storage.read_stream(str(path))) == []
 
 
-def test_a_full_disk_keeps_its_number(tmp_path: Path) -> None:
+def test_full_disk_error_keeps_errno(tmp_path: Path) -> None:
     code = (
         "import errno, resource, sys; from rayrec import storage\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
@@ -205,7 +205,7 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
 @pytest.mark.parametrize("replaced", [0, 1])
-def test_a_write_replaces_one_of_two_linked_files(tmp_path: Path, prefix: str, replaced: int) -> None:
+def test_write_replaces_only_one_linked_file(tmp_path: Path, prefix: str, replaced: int) -> None:
     (tmp_path / "other").write_bytes(b"other")
     names = ["a", "new/b"]
     urls = [f"{prefix}{tmp_path}/{name}" for name in names]
@@ -300,7 +300,7 @@ _SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http
         ("az://logs/a", pa.ArrowException("AuthenticationExceptionE: Failed to get token."), "denied", "Failed to get token"),
     ],
 )  # fmt: skip
-def test_trouble_is_told_by_its_text(url: str, error: Exception, expected: str, cause: str | None) -> None:
+def test_errors_are_classified_by_text(url: str, error: Exception, expected: str, cause: str | None) -> None:
     assert outages.classify_error(error) == expected
     assert cause is None or outages.cause_of(error) == cause
     raised = outages.explained(url, error, waited_s=60, hint="somewhere")
@@ -310,7 +310,7 @@ def test_trouble_is_told_by_its_text(url: str, error: Exception, expected: str, 
     assert str(raised).startswith(url.removesuffix("/a"))
 
 
-def test_persistence_ends_with_the_limit() -> None:
+def test_retries_end_at_limit() -> None:
     calls = []
 
     def call() -> int:
@@ -327,7 +327,7 @@ def test_persistence_ends_with_the_limit() -> None:
     assert len(calls) == 1
 
 
-def test_the_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outage_limit_reads_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outages.outage_s() == storage.OUTAGE_S
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "2.5")
     assert outages.outage_s() == 2.5
@@ -349,13 +349,13 @@ def test_the_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         ("abfs://user:hush@a/key", "credentials"),
     ],
 )
-def test_secrets_in_urls_are_refused_and_not_repeated(url: str, why: str) -> None:
+def test_secrets_in_urls_are_rejected_and_not_printed(url: str, why: str) -> None:
     with pytest.raises(InputError, match=why) as raised:
         storage.resolve(url)
     assert "hush" not in str(raised.value)
 
 
-def test_google_and_azure_places_are_found_as_their_tools_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
     assert GcsLocation.of("gs://bucket/a%20b/") == GcsLocation("bucket/a%20b", None, anonymous=False)
@@ -379,7 +379,7 @@ def test_google_and_azure_places_are_found_as_their_tools_find_them(monkeypatch:
     assert "hush" not in str(raised.value)
 
 
-def test_an_s3_place_is_found_as_aws_tools_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_location_matches_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "config"
@@ -402,7 +402,7 @@ def test_an_s3_place_is_found_as_aws_tools_find_it(tmp_path: Path, monkeypatch: 
         S3Location.of("s3://bucket")
 
 
-def test_options_of_an_s3_url_stay_at_its_end() -> None:
+def test_s3_url_options_stay_at_end() -> None:
     url = "s3://bucket/runs?region=x&scheme=http"
     assert storage.join(url, "demo", "events.jsonl") == "s3://bucket/runs/demo/events.jsonl?region=x&scheme=http"
     assert storage.join("s3://bucket?region=x", "a") == "s3://bucket/a?region=x"
@@ -414,7 +414,7 @@ def test_options_of_an_s3_url_stay_at_its_end() -> None:
     assert (storage.folder_of("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
 
 
-def test_listed_files_keep_the_options_of_their_url(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:
     infos = [fs.FileInfo(f"bucket/log/day_{number}", type=fs.FileType.File, size=1) for number in (10, 9)]
 
     class Store:
@@ -433,12 +433,12 @@ def test_listed_files_keep_the_options_of_their_url(monkeypatch: pytest.MonkeyPa
     assert sorted(file.path for file in storage.files_in("s3://bucket/log?region=x")) == sorted(expected)
 
 
-def test_importing_loads_neither_torch_nor_ray() -> None:
+def test_storage_imports_neither_torch_nor_ray() -> None:
     code = "import sys, rayrec.storage; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_store_copies_within_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another endpoint has other objects under the same name, or none."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a:1")
     other = "?endpoint_override=b:1&scheme=http"
@@ -449,7 +449,7 @@ def test_a_store_copies_within_itself_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert not files.same_store("/one/x", "s3://one/x")
 
 
-def test_json_knows_no_nan(tmp_path: Path) -> None:
+def test_json_writes_nan_as_null(tmp_path: Path) -> None:
     value = {"auroc": math.nan, "rows": 3, "nested": [1.5, (math.inf, -math.inf), {"text": "NaN"}]}
     path = str(tmp_path / "a.json")
     storage.write_json(path, value)
@@ -483,9 +483,7 @@ class StoreThatIsOut:
 
 
 @pytest.mark.parametrize(("size_mib", "answers", "streams"), [(1, 0, 1), (1, 1, 2), (20, 0, 0), (20, 1, 1)])
-def test_an_outage_leaves_one_stream_behind_and_not_one_a_retry(
-    monkeypatch: pytest.MonkeyPatch, size_mib: int, answers: int, streams: int
-) -> None:
+def test_outage_leaks_only_one_stream(monkeypatch: pytest.MonkeyPatch, size_mib: int, answers: int, streams: int) -> None:
     store = StoreThatIsOut(answers=answers)
     monkeypatch.setattr(stores, "_resolve", lambda path, *, patient: (store, path))
     monkeypatch.setattr(outages, "_FIRST_WAIT_S", 0.001)
@@ -511,7 +509,7 @@ def test_an_outage_leaves_one_stream_behind_and_not_one_a_retry(
         ("[dx]*/er/day_[0-9]", ["deep/er/day_3"]),
     ],
 )
-def test_a_glob_matches_the_same_locally_and_at_a_url(tmp_path: Path, glob: str, expected: list[str]) -> None:
+def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path, glob: str, expected: list[str]) -> None:
     for name in ("day_1", "day_2", "day_old/day_9", "deep/er/day_3", "deep/a.txt", ".hidden/day_4"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"x")

@@ -16,7 +16,7 @@ from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint, folder_of, reader
 
 
-def test_from_two_ranks_to_one_to_three_to_two(tmp_path: Path) -> None:
+def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
     folder = str(tmp_path)
     one, two, three = (Checkpoint(folder_of(folder, step)) for step in (1, 2, 3))
     run_ranks("save", 2, folder)
@@ -49,7 +49,7 @@ def test_two_ranks_agree(tmp_path: Path, what: str) -> None:
     run_ranks(what, 2, str(tmp_path))
 
 
-def test_a_rank_killed_while_it_saves(tmp_path: Path) -> None:
+def test_rank_killed_during_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     run_ranks("die_saving", 2, str(tmp_path), killed=1)
     with closing(Run(tmp_path)) as run:
         assert list(run.path(2).glob("*.partial"))

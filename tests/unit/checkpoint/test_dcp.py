@@ -18,7 +18,7 @@ def _zeros() -> dict[str, Any]:
     return {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
 
 
-def test_what_either_saves_the_other_loads(tmp_path: Path) -> None:
+def test_dcp_and_rayrec_checkpoints_are_interchangeable(tmp_path: Path) -> None:
     ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
     checkpoint.save(ours, whole(), state={})
     dcp.save(whole(), storage_writer=CheckpointWriter(theirs, state={"step": 3}))
@@ -31,7 +31,7 @@ def test_what_either_saves_the_other_loads(tmp_path: Path) -> None:
     assert same(restored, whole())
 
 
-def test_names_may_be_nested_and_chosen(tmp_path: Path) -> None:
+def test_dcp_loads_nested_and_selected_names(tmp_path: Path) -> None:
     path = tmp_path / "nested"
     dcp.save({"model": {"a": torch.arange(4.0), "b": torch.ones(2)}}, storage_writer=CheckpointWriter(path))
     assert set(Checkpoint(str(path)).manifest()["tensors"]) == {"model.a", "model.b"}
@@ -40,7 +40,7 @@ def test_names_may_be_nested_and_chosen(tmp_path: Path) -> None:
     assert found["model"]["a"].tolist() == [0, 1, 2, 3]
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_dcp_rejects_invalid_values_and_folders(tmp_path: Path) -> None:
     path = str(tmp_path / "one")
     with pytest.raises(CheckpointException, match="step is no tensor; plain state belongs into the manifest"):
         dcp.save({"step": "three"}, storage_writer=CheckpointWriter(path))
@@ -68,7 +68,7 @@ def ranks(folder: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_tensors_of_several_ranks(tmp_path: Path) -> None:
+def test_dcp_loads_sharded_tensors_of_several_ranks(tmp_path: Path) -> None:
     run_ranks(ranks, 2, str(tmp_path))
     plain = _zeros()
     restore(Checkpoint(str(tmp_path / "step")), plain)

@@ -48,7 +48,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_tensors_come_back(tmp_path: Path) -> None:
+def test_restore_returns_saved_tensors(tmp_path: Path) -> None:
     saved = save(tmp_path, 12, state={"position": [1, None], "ä": 0.1})
     target = zeros()
     checkpoint.restore(saved, target)
@@ -61,7 +61,7 @@ def test_tensors_come_back(tmp_path: Path) -> None:
     assert torch.equal(part, tensors()["model.weight"])
 
 
-def test_a_metric_that_is_not_defined_does_not_damage_a_checkpoint(tmp_path: Path) -> None:
+def test_undefined_metric_keeps_checkpoint_valid(tmp_path: Path) -> None:
     """As AUROC over rows of one class: JSON has no NaN."""
     progress = {"step": 12, "metrics": {"auroc": float("nan"), "logloss": 0.5}, "best_metrics": {}}
     saved = save(tmp_path, 12, state={"progress": progress})
@@ -72,7 +72,7 @@ def test_a_metric_that_is_not_defined_does_not_damage_a_checkpoint(tmp_path: Pat
     assert (restored.step, restored.metrics) == (12, {"logloss": 0.5})
 
 
-def test_files_are_safetensors_and_nothing_is_pickled(tmp_path: Path) -> None:
+def test_files_are_safetensors_without_pickles(tmp_path: Path) -> None:
     constant = {"a": torch.ones(4, 3), "b": torch.tensor(5)}
     saved = save(tmp_path, tensors=constant)
     assert sorted(os.listdir(saved.path)) == ["data_00000.safetensors", "manifest.json"]
@@ -95,7 +95,7 @@ def test_files_are_safetensors_and_nothing_is_pickled(tmp_path: Path) -> None:
     assert body[start:stop] == torch.ones(4, 3).numpy().tobytes()
 
 
-def test_the_size_is_that_of_the_files(tmp_path: Path) -> None:
+def test_save_returns_file_size(tmp_path: Path) -> None:
     folder = tmp_path / "step_1"
     size = checkpoint.save(str(folder), tensors(), state={}, extra_files=extra)
     assert size == sum(file.stat().st_size for file in folder.rglob("*.*") if file.name != "manifest.json")
@@ -109,7 +109,7 @@ def extra(folder: str) -> None:
     storage.write_bytes(storage.join(folder, "more", "words.txt"), b"x" * 100)
 
 
-def test_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever dies on the way leaves no checkpoint behind, and the one before is still the latest."""
     before = save(tmp_path, 1)
 
@@ -130,7 +130,7 @@ def test_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert checkpoint.latest(str(tmp_path)) == again
 
 
-def test_failures_are_raised_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "write_json", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path)
@@ -138,7 +138,7 @@ def test_failures_are_raised_as_they_are(tmp_path: Path, monkeypatch: pytest.Mon
         save(tmp_path, tensors={"rates": [1, 2]})
 
 
-def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     assert checkpoint.latest(str(tmp_path)) is None
     with pytest.raises(InputError, match=r"contains no complete checkpoint \(no manifest\.json\)"):
         checkpoint.open_checkpoint(str(tmp_path))
@@ -157,7 +157,7 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone", "empty"])
 @pytest.mark.parametrize("name", ["data_00000.safetensors", "config.yaml", "more/words.txt", "manifest.json"])
-def test_damage_is_found_by_name(tmp_path: Path, name: str, how: str) -> None:
+def test_damage_error_names_file(tmp_path: Path, name: str, how: str) -> None:
     good = save(tmp_path, 1, tensors={"model.weight": torch.zeros(40, 10)}, extra_files=extra)
     saved = save(tmp_path, 2, tensors={"model.weight": torch.randn(40, 10)}, extra_files=extra)
     path = Path(saved.path, name)
@@ -197,7 +197,7 @@ def harm(path: Path, how: str) -> None:
         os.truncate(path, path.stat().st_size - 3 if how == "cut" else 0)
 
 
-def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+def test_manifest_checksum_detects_every_flipped_bit(tmp_path: Path) -> None:
     saved = save(tmp_path, tensors={"a": torch.zeros(1)})
     path = Path(saved.path, "manifest.json")
     intact = path.read_bytes()
@@ -212,7 +212,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
             assert str(path) in str(error)  # noqa: PT017
 
 
-def test_damage_is_told_once(tmp_path: Path) -> None:
+def test_damage_is_logged_once(tmp_path: Path) -> None:
     """A second look, after a restore has found damage that the first did not see, does not report the first's again."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step, tensors={"a": torch.zeros(1)})
@@ -235,7 +235,7 @@ def test_damage_is_told_once(tmp_path: Path) -> None:
     assert checkpoint.latest_valid_checkpoint(str(tmp_path / "none"), log=lambda *_: None) is None
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_restore_rejects_another_model(tmp_path: Path) -> None:
     saved = save(tmp_path)
     with pytest.raises(InputError, match=r"model\.weight must have the model's shape \[5, 4\], got \[5, 3\]"):
         checkpoint.restore(saved, {"model.weight": torch.zeros(5, 4)})
@@ -244,7 +244,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
+def test_manifest_rejects_another_version(tmp_path: Path, version: int) -> None:
     """It is no damage: to go back, or to the start, would be to throw away what another rayrec can read."""
     saved = save(tmp_path)
     manifest = {**saved.manifest(), "version": version}
@@ -256,7 +256,7 @@ def test_another_version_is_refused(tmp_path: Path, version: int) -> None:
         assert not isinstance(caught.value, DamagedError)
 
 
-def test_weights_hash_stays_and_reads_bounded_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_hash_is_stable_and_reads_bounded_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {**tensors(), "model.large": torch.randn(1000, 7), "model.none": torch.zeros(0, 4)}
     weights["model.number"] = torch.tensor(7)
     saved = save(tmp_path, tensors=weights)
@@ -281,7 +281,7 @@ def test_weights_hash_stays_and_reads_bounded_parts(tmp_path: Path, monkeypatch:
     assert sum(sizes) == sum(weights[name].nbytes for name in weights if name.startswith("model."))
 
 
-def test_the_weights_hash(tmp_path: Path) -> None:
+def test_weights_hash_changes_only_with_weights(tmp_path: Path) -> None:
     base = checkpoint.weights_sha256(save(tmp_path, 1))
     assert checkpoint.weights_sha256(save(tmp_path, 2)) == base
     shuffled = dict(reversed(tensors().items()))

@@ -36,7 +36,9 @@ STEPS = [10, 20, 30, 40, 50]
         ([None] * 5, Retention(num_to_keep=1, keep_every=100), [], [10, 20, 30, 40]),
     ],
 )
-def test_what_is_removed(scores: list[float | None], retention: Retention, in_use: list[int], removed: list[int]) -> None:
+def test_retention_removes_expected_steps(
+    scores: list[float | None], retention: Retention, in_use: list[int], removed: list[int]
+) -> None:
     saved = list(zip(STEPS, scores, strict=True))
     assert to_remove(saved, retention, in_use=in_use) == removed
     assert to_remove(saved[::-1], retention, in_use=in_use) == removed
@@ -57,7 +59,7 @@ def test_what_is_removed(scores: list[float | None], retention: Retention, in_us
         ([((0, 0), (4, 3)), ((0, 0), (4, 3))], 24),
     ],
 )
-def test_the_parts_of_a_tensor_make_it_up_exactly_once(boxes: list[Box], covered: int) -> None:
+def test_parts_cover_each_tensor_exactly_once(boxes: list[Box], covered: int) -> None:
     shapes = {"scalar": (), "empty": (0, 4), "table": (4, 3)}
     written = {"scalar": [((), ())], "table": boxes}
     refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
@@ -71,7 +73,7 @@ def test_the_parts_of_a_tensor_make_it_up_exactly_once(boxes: list[Box], covered
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_the_latest_claim_owns_the_run(tmp_path: Path, scheme: str) -> None:
+def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
     run = f"{scheme}{tmp_path}"
     first = acquire_lease(run)
     assert first.valid()
@@ -84,13 +86,13 @@ def test_the_latest_claim_owns_the_run(tmp_path: Path, scheme: str) -> None:
         first.check()
 
 
-def test_of_two_claims_at_once_one_owns_the_run(tmp_path: Path) -> None:
+def test_one_of_two_simultaneous_leases_is_valid(tmp_path: Path) -> None:
     mine = acquire_lease(str(tmp_path))
     (tmp_path / "claims" / ("000001-" + "f" * 32)).touch()
     assert not mine.valid()
 
 
-def test_other_files_are_no_claims(tmp_path: Path) -> None:
+def test_other_files_are_not_leases(tmp_path: Path) -> None:
     mine = acquire_lease(str(tmp_path))
     for name in ("zzz", "000009-" + "f" * 32 + ".abc.partial", "9-x"):
         (tmp_path / "claims" / name).touch()
@@ -98,7 +100,7 @@ def test_other_files_are_no_claims(tmp_path: Path) -> None:
     assert acquire_lease(str(tmp_path)).name.startswith("000002-")
 
 
-def test_old_claims_go_and_numbers_go_on(tmp_path: Path) -> None:
+def test_old_leases_are_removed_and_numbering_continues(tmp_path: Path) -> None:
     (tmp_path / "claims").mkdir()
     (tmp_path / "claims" / ("999999-" + "f" * 32)).touch()
     names = [acquire_lease(str(tmp_path)).name for _ in range(12)]
@@ -118,7 +120,7 @@ class Source:
 
 
 @pytest.mark.parametrize(("code", "unpinned"), [(0, 1), (2, 0)])
-def test_memory_that_cannot_be_pinned_is_reported_and_used(
+def test_unpinnable_memory_is_logged_and_used(
     code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[tuple[str, int]] = []

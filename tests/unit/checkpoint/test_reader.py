@@ -52,7 +52,7 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     range_bytes=st.sampled_from([1, 12, 100, 300, 10_000]),
     scheme=st.sampled_from(["", "file://"]),
 )
-def test_any_rows(
+def test_reader_returns_any_rows(
     saved: tuple[str, torch.Tensor], first: int, count: int, columns: tuple[int, int], range_bytes: int, scheme: str
 ) -> None:
     folder, values = saved
@@ -62,7 +62,7 @@ def test_any_rows(
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_damage_elsewhere_is_not_seen_and_not_read(saved: tuple[str, torch.Tensor], scheme: str) -> None:
+def test_unread_damage_is_ignored(saved: tuple[str, torch.Tensor], scheme: str) -> None:
     folder, values = saved
     (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
     assert len(chunk["sha256"]) == 10
@@ -77,7 +77,7 @@ def test_damage_elsewhere_is_not_seen_and_not_read(saved: tuple[str, torch.Tenso
         flip(*place)
 
 
-def test_blocks_are_read_once_where_rows_fit_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aligned_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "BLOCK_BYTES", 1024)
     monkeypatch.setattr(reader_module, "_RANGE_BYTES", 4096)
     values = torch.randn(512, 8)  # 16 KiB
@@ -99,7 +99,7 @@ def test_blocks_are_read_once_where_rows_fit_them(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("name", ["data_00000.safetensors", "config.yaml", "manifest.json"])
-def test_what_a_disk_gives_no_more_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
     """An earlier checkpoint helps; a store that is out is another matter."""
     first, second = (Checkpoint(checkpoint.folder_of(str(tmp_path), step)) for step in (1, 2))
     for saved in (first, second):
@@ -135,9 +135,7 @@ def test_what_a_disk_gives_no_more_is_damage(tmp_path: Path, monkeypatch: pytest
         checkpoint.restore(second, target)
 
 
-def test_where_nothing_else_is_left_what_cannot_be_read_is_no_reason_to_begin_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(checkpoint.folder_of(str(tmp_path), 1), {"a": torch.ones(3)}, state={})
     monkeypatch.setattr(storage, "read_json", raising(OSError(errno.EIO, "Input/output error")))
     nothing = r"cannot be read .* there is no other checkpoint to resume from; fix the storage"
@@ -145,7 +143,7 @@ def test_where_nothing_else_is_left_what_cannot_be_read_is_no_reason_to_begin_an
         checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: None)
 
 
-def test_a_cut_file_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+def test_truncated_file_raises_instead_of_crashing(tmp_path: Path) -> None:
     """Cut while it is read, which a memory map would answer with SIGBUS."""
     path = str(tmp_path / "step_00000001")
     checkpoint.save(path, {"a": torch.ones(100_000)}, state={})
@@ -178,7 +176,7 @@ def permuted() -> RowMap:
 
 @pytest.mark.parametrize("row_map", [permuted(), RowMap(ROWS, STORED)])
 @pytest.mark.parametrize("window_bytes", [1 << 20, 5 * COLUMNS * 4])
-def test_parts_of_any_plan_get_the_rows_of_the_whole(
+def test_restore_rows_matches_full_table_under_any_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_map: RowMap, window_bytes: int
 ) -> None:
     monkeypatch.setattr(reader_module, "_WINDOW_BYTES", window_bytes)
@@ -199,7 +197,7 @@ def test_parts_of_any_plan_get_the_rows_of_the_whole(
         assert torch.equal(part, expected[slice(*rows), slice(*columns)])
 
 
-def test_only_ranges_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_rows_reads_only_needed_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "_WINDOW_BYTES", 5 * COLUMNS * 4)
     saved, _ = stored(tmp_path)
     read: list[tuple[int, int]] = []
@@ -216,7 +214,7 @@ def test_only_ranges_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytes
     assert read == [(12, 13), (31, 34)]
 
 
-def test_another_shape_is_refused(tmp_path: Path) -> None:
+def test_restore_rows_rejects_another_shape(tmp_path: Path) -> None:
     saved, _ = stored(tmp_path)
     with pytest.raises(InputError, match=r"model\.a must have shape \[40, 6\], got \[40, 12\]"):
         restore_rows(saved, {"model.a": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})

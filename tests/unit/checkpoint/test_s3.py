@@ -26,7 +26,7 @@ def values(factor: float) -> dict[str, torch.Tensor]:
 SETTINGS: dict[str, Any] = {"retention": Retention(num_to_keep=1), "extra_files": {"more/words.txt": b"abc"}}
 
 
-def test_saves_restores_and_removes(bucket: str) -> None:
+def test_s3_saver_saves_restores_and_removes(bucket: str) -> None:
     run = Run(f"{bucket}/one")
     assert run.newest() is None
     saver = run.saver(**SETTINGS)
@@ -56,7 +56,7 @@ def test_saves_restores_and_removes(bucket: str) -> None:
     assert not saver._lease.valid()  # type: ignore[union-attr]
 
 
-def test_an_outage(s3_server: S3Store, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "PATIENCE_S", 0.5)
     monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.5)
     run = Run(f"{bucket}/two")

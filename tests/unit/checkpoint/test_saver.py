@@ -46,7 +46,7 @@ def restored(saved: Checkpoint | None) -> dict[str, torch.Tensor]:
     return target
 
 
-def test_what_changes_after_begin_is_not_saved(run: Run) -> None:
+def test_saver_ignores_changes_after_begin(run: Run) -> None:
     saver, live, gate, state = run.saver(), values(), threading.Event(), {"rows": [1]}
     with writes(gate.wait):
         assert saver.begin(5, live, state=state, score=0.25)
@@ -62,7 +62,7 @@ def test_what_changes_after_begin_is_not_saved(run: Run) -> None:
     assert (manifest["state"], manifest["score"]) == ({"rows": [1]}, 0.25)
 
 
-def test_a_save_is_late_while_the_one_before_is_under_way(run: Run) -> None:
+def test_begin_returns_false_during_another_save(run: Run) -> None:
     saver, gate = run.saver(), threading.Event()
     with writes(gate.wait):
         assert saver.begin(1, values(), state={}, score=None)
@@ -73,7 +73,7 @@ def test_a_save_is_late_while_the_one_before_is_under_way(run: Run) -> None:
     assert run.steps() == [1, 4]
 
 
-def test_events_and_the_stall(run: Run) -> None:
+def test_saver_logs_events_and_stall(run: Run) -> None:
     saver, gate = run.saver(), threading.Event()
 
     def open_late() -> None:
@@ -102,7 +102,7 @@ def test_events_and_the_stall(run: Run) -> None:
     assert first["stall_s"] + second["stall_s"] <= saver.stalled_s
 
 
-def test_the_plan_is_made_once_and_again_where_tensors_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saver_replans_only_if_tensors_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     make_plan = saver.make_plan
     monkeypatch.setattr(saver, "make_plan", lambda *arguments: made.append(1) or make_plan(*arguments))
@@ -112,7 +112,7 @@ def test_the_plan_is_made_once_and_again_where_tensors_change(run: Run, monkeypa
         assert len(made) == [1, 1, 2, 3][step - 1]
 
 
-def test_what_belongs_with_the_weights(run: Run) -> None:
+def test_saver_writes_extra_files_and_removes_stale_data(run: Run) -> None:
     folder, of_a_successor = run.path(1), "data_00000-000009-aaaaaaaa-0001.safetensors"
     left = ["data_00000.safetensors", "data_00007-000000-aaaaaaaa-0001.safetensors", "data_00001.safetensors.ab.partial"]
     folder.mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_what_belongs_with_the_weights(run: Run) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_what_retention_does_not_keep_goes(tmp_path: Path, scheme: str) -> None:
+def test_saver_applies_retention(tmp_path: Path, scheme: str) -> None:
     run, kept = Run(f"{scheme}{tmp_path}"), []
     for step, score in ((1, 0.5), (2, 0.9), (3, None), (4, 0.8), (5, None), (6, 0.9), (7, None), (8, 0.1)):
         # A saver for each, so that the cleaning is over, and the next attempt learns the scores again.
@@ -140,7 +140,7 @@ def test_what_retention_does_not_keep_goes(tmp_path: Path, scheme: str) -> None:
     assert same(restored(run.at(6)), values(6))
 
 
-def test_damaged_ones_do_not_take_the_place_of_good_ones(run: Run) -> None:
+def test_damaged_checkpoints_do_not_count_for_retention(run: Run) -> None:
     save_all(run.saver(), 1, 2, 3)
     for step in (2, 3):
         manifest = run.path(step, "manifest.json")
@@ -155,7 +155,7 @@ def test_damaged_ones_do_not_take_the_place_of_good_ones(run: Run) -> None:
     assert same(restored(saver.last), values(5))
 
 
-def test_the_same_step_again(run: Run) -> None:
+def test_saver_overwrites_same_step(run: Run) -> None:
     """By one process and by the next: there is a checkpoint all the time, and nothing of the older is left."""
     for _ in range(2):
         saver, gate = run.saver(), threading.Event()
@@ -174,7 +174,7 @@ def test_the_same_step_again(run: Run) -> None:
         assert len(os.listdir(run.path(1))) == 2
 
 
-def test_a_run_that_was_taken_over_commits_nothing_more(run: Run) -> None:
+def test_saver_without_lease_cannot_commit(run: Run) -> None:
     zombie, gate = run.saver(), threading.Event()
     save(zombie, 1, values(1))
     with writes(gate.wait):
@@ -198,7 +198,7 @@ def test_a_run_that_was_taken_over_commits_nothing_more(run: Run) -> None:
     assert len(os.listdir(run.path(2))) == 2
 
 
-def test_the_claim_is_looked_at_last_of_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_is_checked_right_before_commit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_bytes = storage.write_bytes
 
     def write_and_lose(path: str, data: bytes) -> None:
@@ -211,7 +211,7 @@ def test_the_claim_is_looked_at_last_of_all(run: Run, monkeypatch: pytest.Monkey
     assert run.steps() == []
 
 
-def test_torn_saves_are_swept(run: Run) -> None:
+def test_uncommitted_saves_are_removed(run: Run) -> None:
     save_all(run.saver(), 1, 3)
     for step in (2, 4):
         run.path(step).mkdir()
@@ -226,7 +226,7 @@ def test_torn_saves_are_swept(run: Run) -> None:
     assert sorted(os.listdir(run.path(1).parent)) == ["step_00000001", "step_00000003"]
 
 
-def test_what_cannot_be_saved_is_refused_at_once(run: Run) -> None:
+def test_begin_rejects_invalid_values(run: Run) -> None:
     saver = run.saver()
     for tensors, state, message in (
         ({"rates": [1.0]}, {}, "rates: must be a tensor"),
@@ -239,7 +239,7 @@ def test_what_cannot_be_saved_is_refused_at_once(run: Run) -> None:
     assert run.steps() == [1]
 
 
-def test_what_a_save_has_written_is_counted_while_it_is_under_way(run: Run) -> None:
+def test_byte_count_grows_during_save(run: Run) -> None:
     saver, gate = run.saver(), threading.Event()
     block = checkpoint.writer.BLOCK_BYTES
     with writes(gate.wait):
@@ -252,13 +252,13 @@ def test_what_a_save_has_written_is_counted_while_it_is_under_way(run: Run) -> N
     assert saver.write_s > 0
 
 
-def test_nothing_to_save(run: Run) -> None:
+def test_saver_saves_empty_model(run: Run) -> None:
     saved = save(run.saver(), 1, {}, a=1)
     assert os.listdir(saved.path) == ["manifest.json"]
     assert saved.manifest()["state"] == {"a": 1}
 
 
-def test_training_draws_the_same_numbers_with_and_without_saves(run: Run) -> None:
+def test_saves_do_not_change_random_state(run: Run) -> None:
     drawn = []
     for saves in (False, True):
         torch.manual_seed(1)
@@ -270,7 +270,7 @@ def test_training_draws_the_same_numbers_with_and_without_saves(run: Run) -> Non
     assert drawn[0] == drawn[1]
 
 
-def test_closing(run: Run) -> None:
+def test_close_waits_for_current_save(run: Run) -> None:
     run.saver().close()
     saver, gate = run.saver(), threading.Event()
     with writes(gate.wait):
@@ -281,7 +281,7 @@ def test_closing(run: Run) -> None:
     saver.close()
 
 
-def test_what_a_start_passed_over_goes_first_and_stands_in_for_no_good_one(run: Run) -> None:
+def test_skipped_checkpoints_are_removed_first(run: Run) -> None:
     save_all(run.saver(retention=Retention(num_to_keep=10, keep_best=0)), 1, 2, 3, 4)
     save_all(run.saver(retention=Retention(num_to_keep=2, keep_best=0, keep_every=2), damaged={2, 3, 4}), 3)
     # 1 is kept, where 2 would have taken its place; 3 was written again, 4 is yet to be.
@@ -290,7 +290,7 @@ def test_what_a_start_passed_over_goes_first_and_stands_in_for_no_good_one(run: 
     assert run.steps() == [3, 5]
 
 
-def test_what_cannot_be_read_just_now_is_not_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_checkpoints_are_not_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(run.saver(), 1)
     read_bytes, place = storage.read_bytes, run.at(1).path
 
@@ -318,7 +318,7 @@ def inode(run: Run, step: int, name: str = "words.txt") -> int:
     return run.path(step, name).stat().st_ino
 
 
-def test_files_are_hashed_where_they_come_from_and_once(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_files_are_hashed_once(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed: list[str] = []
     read_stream, copy_file = storage.read_stream, storage.copy_file
 
@@ -344,7 +344,7 @@ def test_files_are_hashed_where_they_come_from_and_once(run: Run, source: Path, 
     assert run.kinds() == ["checkpoint"] * 3
 
 
-def test_later_checkpoints_share_the_files_of_the_first_but_not_the_source(run: Run, source: Path) -> None:
+def test_later_checkpoints_link_extra_files(run: Run, source: Path) -> None:
     name, files = "more/words.txt", {"more/words.txt": str(source), "config.yaml": b"a: 1"}
     saver = run.saver(extra_files=files)
     for step in (1, 2, 3, 3, 4):  # a step may be saved twice
@@ -365,7 +365,7 @@ def test_later_checkpoints_share_the_files_of_the_first_but_not_the_source(run: 
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])
-def test_without_hard_links_files_are_copied(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_extra_files_are_copied_without_hard_links(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     refused = []
 
     def link(*paths: str) -> None:
@@ -381,9 +381,7 @@ def test_without_hard_links_files_are_copied(run: Run, source: Path, monkeypatch
 
 
 @pytest.mark.parametrize("largest", [1 << 30, 2])
-def test_a_store_copies_files_from_the_checkpoint_before_itself(
-    source: Path, monkeypatch: pytest.MonkeyPatch, largest: int
-) -> None:
+def test_store_copies_extra_files_internally(source: Path, monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
     """But not files that are too long for it; these come from their source again."""
     store = SlowStore(latency_s=0).installed(monkeypatch)
     monkeypatch.setattr(storage.files, "same_store", lambda *urls: all(url.startswith("slow://") for url in urls))
@@ -397,7 +395,7 @@ def test_a_store_copies_files_from_the_checkpoint_before_itself(
             checkpoint.verify(saved)
 
 
-def test_a_disk_that_fails_at_a_link_makes_the_save_late(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_link_delays_save(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", at_first([OSError(errno.EIO, "Input/output error")], os.link))
     save_all(run.saver(extra_files={"words.txt": str(source)}), 1, 2)
     assert run.kinds() == ["checkpoint", "checkpoint_late", "checkpoint"]
@@ -410,18 +408,14 @@ def test_a_disk_that_fails_at_a_link_makes_the_save_late(run: Run, source: Path,
      lambda saved: storage.remove_folder(str(saved))],
     ids=["cut short", "removed by hand", "removed by retention"],
 )  # fmt: skip
-def test_a_file_that_the_checkpoint_before_lacks_is_copied_from_its_source(
-    run: Run, source: Path, harm: Callable[[Path], None]
-) -> None:
+def test_missing_extra_file_is_copied_from_source(run: Run, source: Path, harm: Callable[[Path], None]) -> None:
     saver = run.saver(extra_files={"words.txt": str(source)})
     save(saver, 1, values())
     harm(run.path(1))
     checkpoint.verify(save(saver, 2, values()))
 
 
-def test_a_save_at_a_step_that_is_saved_leaves_its_checkpoint_whole_until_the_manifest(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwriting_save_keeps_checkpoint_valid_until_commit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a run was stopped before an evaluation, and resumes with another --checkpoint.every."""
     save_all(run.saver(extra_files={"config.yaml": b"every: 5"}), 1)
     saved, stored = run.at(1), run.path(1, "config.yaml")
@@ -442,7 +436,7 @@ def test_a_save_at_a_step_that_is_saved_leaves_its_checkpoint_whole_until_the_ma
     assert stored.read_bytes() == b"every: 7"
 
 
-def test_a_copy_of_another_length_is_made_again(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_of_wrong_size_is_repeated(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_file, lengths = storage.copy_file, [2, 3]
 
     def copy(path: str, target: str) -> None:

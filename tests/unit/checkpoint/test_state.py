@@ -21,7 +21,7 @@ def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
     return model, data_parallel_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
 
 
-def test_names_are_of_parameter_and_state() -> None:
+def test_state_names_have_parameter_and_state() -> None:
     model, optimizer = table()
     assert {name: tuple(tensor.shape) for name, tensor in all_tensors(model, optimizer).items()} == {
         "model.weight": (3, 8),
@@ -30,7 +30,7 @@ def test_names_are_of_parameter_and_state() -> None:
     assert set(optimizer_tensors(table("sgd")[1])) == set()
 
 
-def test_the_same_columns_are_read_in_place() -> None:
+def test_equal_columns_are_restored_directly() -> None:
     model, optimizer = table()
     targets = Targets(model, optimizer, stored=["model.weight", NAME, f"{NAME}.columns_0_4"])
     assert targets.tensors.keys() == {"model.weight", NAME}
@@ -39,7 +39,7 @@ def test_the_same_columns_are_read_in_place() -> None:
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.full((3,), 5.0))
 
 
-def test_parts_count_by_their_width() -> None:
+def test_parts_are_weighted_by_width() -> None:
     model, optimizer = table()
     parts = [f"{NAME}.columns_0_6", f"{NAME}.columns_6_8"]
     targets = Targets(model, optimizer, stored=["model.weight", *parts, "optimizer.weights.momentum1.columns_0_8"])
@@ -50,13 +50,13 @@ def test_parts_count_by_their_width() -> None:
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.tensor([2.0, 0.1, 3.0]))
 
 
-def test_what_is_not_stored_is_asked_for_by_its_own_name() -> None:
+def test_missing_state_is_requested_by_name() -> None:
     model, optimizer = table()
     for stored in (["model.weight"], [f"{NAME}.columns_0_4"], [f"{NAME}.columns_0_2", f"{NAME}.columns_4_8"]):
         assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
 
 
-def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_restore_rejects_another_optimizer(tmp_path: Path) -> None:
     """Restoring the rest would drop it without a word."""
     model = torch.nn.Linear(8, 3)
     adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
@@ -74,7 +74,7 @@ def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         restore_all(saved, smaller, sgd)
 
 
-def test_state_is_made_once() -> None:
+def test_make_state_runs_once() -> None:
     model = torch.nn.Linear(8, 3)
     optimizer = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
     assert not optimizer_tensors(optimizer)
@@ -87,7 +87,7 @@ def test_state_is_made_once() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in optimizer_tensors(optimizer).items())
 
 
-def test_caches_of_tables_forget_what_was_restored_under_them(tmp_path: Path) -> None:
+def test_restore_clears_table_caches(tmp_path: Path) -> None:
     purged = []
 
     class Lookup:

@@ -16,7 +16,7 @@ from ranks.checkpoint import full, writes
 
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import folder_of, save_retry
-from rayrec.checkpoint.communicator import Ranks
+from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.save_retry import delay
 from rayrec.config import InputError
 
@@ -40,7 +40,7 @@ def assert_good(run: Run, step: int) -> None:
     checkpoint.verify(found)
 
 
-def test_delays_double_and_differ_between_ranks() -> None:
+def test_retry_delays_double_and_differ_between_ranks() -> None:
     delays = [delay(attempt, seed="a") for attempt in range(20)]
     assert all(0.25 * 2**attempt < delays[attempt] <= 0.5 * 2**attempt for attempt in range(5))
     assert all(7.5 < seconds <= 15 for seconds in delays[5:])
@@ -48,7 +48,7 @@ def test_delays_double_and_differ_between_ranks() -> None:
     assert delays[0] != delay(0, seed="b")
 
 
-def test_trouble_that_passes_is_told_once(run: Run) -> None:
+def test_transient_write_error_is_logged_once(run: Run) -> None:
     saver = run.saver()
     with writes(at_first([OSError("store\nis out"), OSError("still"), OSError("still")])):
         save(saver, 1, values())
@@ -61,7 +61,7 @@ def test_trouble_that_passes_is_told_once(run: Run) -> None:
 
 
 @pytest.mark.parametrize("of", ["config.yaml", "manifest.json"])
-def test_trouble_of_the_commit_passes_too(run: Run, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+def test_transient_commit_error_is_retried(run: Run, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
     write = at_first([OSError("out"), OSError("out")], storage.write_stream, end=of)
     for module in (storage, storage.files):
         monkeypatch.setattr(module, "write_stream", write)
@@ -70,7 +70,7 @@ def test_trouble_of_the_commit_passes_too(run: Run, monkeypatch: pytest.MonkeyPa
     assert run.kinds() == ["checkpoint_late", "checkpoint"]
 
 
-def test_an_outage_that_is_too_long_ends_the_run(run: Run) -> None:
+def test_long_outage_raises(run: Run) -> None:
     saver = run.saver(max_outage_s=0.5)
     save(saver, 1, values())
     with writes(raising(OSError("the store was out"))):
@@ -96,7 +96,7 @@ def test_an_outage_that_is_too_long_ends_the_run(run: Run) -> None:
 
 
 @pytest.mark.parametrize("error", [InputError("s3://bucket: access denied"), ValueError("a defect"), KeyError("odd")])
-def test_what_no_waiting_mends_is_raised_at_once(run: Run, error: Exception) -> None:
+def test_permanent_error_raises_at_once(run: Run, error: Exception) -> None:
     saver = run.saver()
     with (
         writes(raising(error)),
@@ -107,7 +107,7 @@ def test_what_no_waiting_mends_is_raised_at_once(run: Run, error: Exception) -> 
     saver.wait()  # it was told
 
 
-def test_closing_in_an_outage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_returns_during_outage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 100.0)
     monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 100.0)
     saver = run.saver(max_outage_s=1000)
@@ -132,7 +132,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk(run: Run, small_disk: Path) -> None:
+def test_full_disk_delays_save_then_raises(run: Run, small_disk: Path) -> None:
     run.folder = str(small_disk)
     saver = run.saver()
     save(saver, 1, values(1))  # 1.2 MB each
@@ -155,7 +155,7 @@ def test_a_full_disk(run: Run, small_disk: Path) -> None:
     assert_good(run, 2)
 
 
-def test_files_that_may_not_grow(run: Run) -> None:
+def test_file_size_limit_delays_save(run: Run) -> None:
     """As a quota does: the write itself fails, midway."""
     saver = run.saver()
     save(saver, 1, values(1, num=10_000))
@@ -172,18 +172,18 @@ def test_files_that_may_not_grow(run: Run) -> None:
     assert_good(run, 2)
 
 
-def test_an_attempt_waits_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
     no_space = OSError(28, "No space left on device")
     monkeypatch.setattr(storage, "write_bytes", at_first([no_space] * 2, storage.write_bytes))
-    checkpoint.check_shared(checkpoint.write_token(str(tmp_path), max_outage_s=30.0), Ranks.all())
+    checkpoint.check_shared(checkpoint.write_token(str(tmp_path), max_outage_s=30.0), Communicator.all())
     assert os.listdir(tmp_path) == []
     monkeypatch.setattr(storage, "write_bytes", raising(no_space))
     with pytest.raises(InputError, match=r"no space left\. Free some"):
         checkpoint.write_token(str(tmp_path), max_outage_s=0.1)
 
 
-def test_a_save_at_once_is_not_tried_again(tmp_path: Path) -> None:
+def test_synchronous_save_is_not_retried(tmp_path: Path) -> None:
     path = folder_of(str(tmp_path), 1)
     with writes(full), pytest.raises(OSError, match="No space left"):
         checkpoint.save(path, values(), state={})

@@ -20,7 +20,7 @@ def _get(library: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("library", "name"), ALL)
-def test_a_private_name_exists_and_says_why(library: str, name: str) -> None:
+def test_private_name_exists_with_reason(library: str, name: str) -> None:
     entry = ALL[library, name]
     found = _get(library, name)
     assert isinstance(found, ModuleType) == (entry.attribute is None)
@@ -58,12 +58,12 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_private_function_takes_the_arguments(call: str) -> None:
+def test_private_function_accepts_arguments(call: str) -> None:
     function, arguments, named = CALLS[call]
     inspect.signature(function()).bind(*arguments, **named)
 
 
-def test_requests_that_ray_answers_without_a_public_function() -> None:
+def test_ray_answers_private_requests() -> None:
     request = ray_compat.node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
         language=ray_compat.common_pb2.PYTHON,  # type: ignore[attr-defined]
         job_id=b"1",
@@ -77,13 +77,13 @@ def test_requests_that_ray_answers_without_a_public_function() -> None:
     assert hasattr(ray_compat.gcs_service_pb2_grpc, "NodeInfoGcsServiceStub")
 
 
-def test_callbacks_of_ray_train_that_an_attempt_replaces() -> None:
+def test_ray_train_callbacks_can_be_replaced() -> None:
     for name in ("DataParallelTrainer", "PlacementGroupCleanerCallback", "DatasetsCallback"):
         assert hasattr(ray_compat.data_parallel_trainer, name)
     assert ray_compat.WorkerGroupCallback is not ray_compat.ControllerCallback
 
 
-def test_constants_of_ray() -> None:
+def test_ray_constants_match() -> None:
     from ray._private import ray_constants, worker
 
     assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE
@@ -95,7 +95,7 @@ def test_constants_of_ray() -> None:
     assert isinstance(ray_compat.ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, str)
 
 
-def test_private_attributes_of_torch() -> None:
+def test_torch_private_attributes_exist() -> None:
     found = torch_compat.uncounted_operators(lambda: 0, lambda: 0)
     overload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert torch_compat.operator_of(overload) in found
@@ -109,13 +109,13 @@ def test_private_attributes_of_torch() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
-def test_one_product_by_onednn() -> None:
+def test_onednn_linear_matches_torch() -> None:
     inputs, weight, bias = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4)
     expected = torch.nn.functional.linear(inputs, weight, bias).relu()
     torch.testing.assert_close(torch_compat.linear_pointwise(inputs, weight, bias, "relu"), expected)
 
 
-def test_private_attributes_of_torchrec() -> None:
+def test_torchrec_private_attributes_exist() -> None:
     from torchrec.distributed import DistributedModelParallel, embedding, embedding_lookup, embeddingbag
 
     assert "_dmp_wrapped_module" in inspect.getsource(DistributedModelParallel)
@@ -126,7 +126,7 @@ def test_private_attributes_of_torchrec() -> None:
     assert "self._emb_modules" in inspect.getsource(embedding_lookup)
 
 
-def test_a_name_that_a_version_lacks() -> None:
+def test_missing_private_name_raises() -> None:
     with pytest.raises(ImportError, match="cannot import name 'no_such_name' from 'torch'"):
         resolve({"gone": PrivateName("torch", "no_such_name", "For this test.")}, "gone", "rayrec.compat.torch_compat")
     with pytest.raises(AttributeError, match="has no attribute 'never_listed'"):

@@ -72,12 +72,12 @@ def _only(findings: list[Finding]) -> Finding:
     return findings[0]
 
 
-def test_what_fits_has_no_findings() -> None:
+def test_valid_installation_has_no_findings() -> None:
     assert diagnose(CPU, WORKS, MACHINE) == []
     assert diagnose(CUDA, WORKS_ON_CUDA, GPU_MACHINE) == []
 
 
-def test_what_the_language_extra_can_do_without_is_not_missed() -> None:
+def test_unneeded_requirements_are_ignored() -> None:
     wants = ("numpy<2.1", "torchvision>=0.10", "oci<3", "xxhash<4", "boto3<2")
     extra = 'mosaicml-streaming==0.13.0; extra == "language"'
     with_it = {
@@ -93,7 +93,7 @@ def test_what_the_language_extra_can_do_without_is_not_missed() -> None:
     assert diagnose(_without(with_it, "xxhash", "mosaicml-streaming"), WORKS, MACHINE) == []
 
 
-def test_an_extra_that_is_not_there_is_listed_and_one_in_part_is_a_problem() -> None:
+def test_missing_extra_is_listed_and_partial_extra_is_problem() -> None:
     report = doctor(installed=CPU, probes=WORKS, machine=MACHINE, pip="pip")
     assert report.ok
     assert report.extras == {"onnx": "pip install 'rayrec[onnx]'"}
@@ -109,7 +109,7 @@ def test_an_extra_that_is_not_there_is_listed_and_one_in_part_is_a_problem() -> 
     assert diagnose(whole, WORKS, MACHINE) == []
 
 
-def test_cuda_build_of_fbgemm_beside_a_cpu_build_of_torch() -> None:
+def test_cuda_fbgemm_with_cpu_torch_is_problem() -> None:
     fails = Probe(ok=False, error="OSError: undefined symbol")
     installed = {**CUDA, "torch": CPU["torch"]}
     finding = next(iter(diagnose(installed, {**WORKS, "fbgemm_gpu": fails, "torchrec": fails}, GPU_MACHINE)))
@@ -120,7 +120,7 @@ def test_cuda_build_of_fbgemm_beside_a_cpu_build_of_torch() -> None:
     )
 
 
-def test_pytorch_s_own_cpu_build_of_fbgemm_gpu_fits() -> None:
+def test_official_cpu_fbgemm_is_valid() -> None:
     installed = {**_without(CPU, "fbgemm-gpu-cpu"), "fbgemm-gpu": Installed("1.8.0+cpu", holds_fbgemm=True)}
     assert diagnose(installed, WORKS, MACHINE) == []
 
@@ -136,7 +136,7 @@ def test_pytorch_s_own_cpu_build_of_fbgemm_gpu_fits() -> None:
         (("fbgemm-gpu-cpu",), GPU_MACHINE, ("pip uninstall -y fbgemm-gpu", "pip install --no-deps fbgemm-gpu==1.8.0")),
     ],
 )
-def test_missing_torchrec_or_fbgemm(gone: tuple[str, ...], machine: Machine, commands: tuple[str, ...]) -> None:
+def test_missing_torchrec_or_fbgemm_is_problem(gone: tuple[str, ...], machine: Machine, commands: tuple[str, ...]) -> None:
     absent = Probe(ok=False, error="ModuleNotFoundError: No module named 'fbgemm_gpu'")
     probes = {**(WORKS_ON_CUDA if machine.cuda_devices else WORKS), "torchrec": absent}
     if "fbgemm-gpu-cpu" in gone:
@@ -148,7 +148,7 @@ def test_missing_torchrec_or_fbgemm(gone: tuple[str, ...], machine: Machine, com
 
 
 @pytest.mark.parametrize(("machine", "build"), [(MACHINE, "fbgemm-gpu-cpu==1.8.0"), (GPU_MACHINE, "fbgemm-gpu==1.8.0")])
-def test_both_builds_of_fbgemm_collide(machine: Machine, build: str) -> None:
+def test_both_fbgemm_builds_are_problem(machine: Machine, build: str) -> None:
     installed = {**CUDA, "fbgemm-gpu-cpu": CPU["fbgemm-gpu-cpu"]}
     finding = _only(diagnose(installed, WORKS_ON_CUDA, machine))
     assert finding.kind == "problem"
@@ -156,7 +156,7 @@ def test_both_builds_of_fbgemm_collide(machine: Machine, build: str) -> None:
     assert finding.remedy == (ANEW, f"pip install --no-deps {build}")
 
 
-def test_cuda_build_of_fbgemm_without_cuda() -> None:
+def test_cuda_fbgemm_without_device_is_problem() -> None:
     fails = Probe(ok=False, error="OSError: libcuda.so.1: cannot open shared object file")
     findings = diagnose(CUDA, {**WORKS, "fbgemm_gpu": fails, "torchrec": fails}, MACHINE)
     finding = _only(findings)
@@ -164,7 +164,7 @@ def test_cuda_build_of_fbgemm_without_cuda() -> None:
     assert finding.remedy == (ANEW, "pip install --no-deps fbgemm-gpu-cpu==1.8.0")
 
 
-def test_cpu_builds_on_a_machine_with_cuda_are_only_noted() -> None:
+def test_cpu_builds_with_cuda_device_are_noted() -> None:
     fbgemm, torch = diagnose(CPU, WORKS, GPU_MACHINE)
     assert (fbgemm.kind, torch.kind) == ("note", "note")
     assert "CPU build" in fbgemm.text
@@ -174,14 +174,14 @@ def test_cpu_builds_on_a_machine_with_cuda_are_only_noted() -> None:
     assert "built for CUDA 13.0" in diagnose(CUDA, {**WORKS, "torch": built_for}, GPU_MACHINE)[0].text
 
 
-def test_fbgemm_that_does_not_import() -> None:
+def test_failing_fbgemm_import_is_problem() -> None:
     probes = {name: Probe(ok=False, error="the process died of SIGILL") for name in ("fbgemm_gpu", "torchrec")}
     finding = _only(diagnose(CPU, {**WORKS, **probes}, MACHINE))
     assert finding.text == "fbgemm_gpu does not import: the process died of SIGILL"
     assert finding.remedy == (ANEW, "pip install --no-deps fbgemm-gpu-cpu==1.8.0")
 
 
-def test_torch_without_its_cuda_libraries_asks_for_the_cpu_index() -> None:
+def test_cuda_torch_without_libraries_suggests_cpu_index() -> None:
     error = "ImportError: libcudart.so.13: cannot open shared object file: No such file or directory"
     probes = {**{name: Probe(ok=False, error=error) for name in WORKS}, "ray": WORKS["ray"]}
     finding = _only(diagnose(CPU, probes, MACHINE))  # one cause, one finding
@@ -196,7 +196,7 @@ def test_torch_without_its_cuda_libraries_asks_for_the_cpu_index() -> None:
 
 
 @pytest.mark.parametrize("name", ["torchrec", "ray"])
-def test_others_that_do_not_import(name: str) -> None:
+def test_failing_imports_are_problems(name: str) -> None:
     finding = _only(diagnose(CPU, {**WORKS, name: Probe(ok=False, error="ValueError: 3")}, MACHINE))
     assert finding.text == f"{name} does not import: ValueError: 3"
     assert finding.remedy == (f"pip install --force-reinstall --no-deps {name}=={CPU[name].version}",)
@@ -222,12 +222,12 @@ def test_others_that_do_not_import(name: str) -> None:
         ),
     ],
 )
-def test_other_versions(name: str, version: str, text: str, command: str) -> None:
+def test_wrong_versions_are_problems(name: str, version: str, text: str, command: str) -> None:
     finding = _only(diagnose({**CPU, name: replace(CPU[name], version=version)}, WORKS, MACHINE))
     assert finding == Finding("problem", text, (command,))
 
 
-def test_what_requirements_require_is_missed_too() -> None:
+def test_transitive_requirements_are_checked() -> None:
     findings = diagnose(_without(CPU, "click", "tqdm", "pyarrow"), WORKS, MACHINE)
     assert [finding.text for finding in findings] == [
         "not installed: click; ray needs click>=7",
@@ -236,25 +236,25 @@ def test_what_requirements_require_is_missed_too() -> None:
     ]
 
 
-def test_closure_ends_where_requirements_go_round() -> None:
+def test_closure_handles_cycles() -> None:
     installed = {"a": Installed("1", requires=("b",)), "b": Installed("1", requires=("a", "c[x]")), "c": Installed("1")}
     asked = [(asker, str(requirement)) for asker, requirement in closure([Requirement("a")], installed)]
     assert sorted(asked) == [("", "a"), ("a", "b"), ("b", "a"), ("b", "c[x]")]
 
 
-def test_kernels_and_rayrec_itself() -> None:
+def test_missing_kernels_and_rayrec_are_problems() -> None:
     finding = _only(diagnose(CPU, WORKS, MACHINE, kernels="no such file"))
     assert (finding.kind, finding.text) == ("problem", "the compiled kernels do not load: no such file")
     assert "only found on the path" in diagnose(_without(CPU, "rayrec"), WORKS, MACHINE)[0].text
 
 
-def test_an_interpreter_that_ray_cannot_start() -> None:
+def test_interpreter_path_with_space_is_problem() -> None:
     finding = _only(diagnose(CPU, WORKS, replace(MACHINE, interpreter="/my work/.venv/bin/python")))
     assert finding.kind == "problem"
     assert finding.text.startswith("/my work/.venv/bin/python: ")
 
 
-def test_little_shm_is_noted() -> None:
+def test_small_shm_is_noted() -> None:
     shm = _only(diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=64 << 20)))
     assert shm.kind == "note"
     assert shm.remedy[0] == "docker run --shm-size=6.0g …"
@@ -263,7 +263,7 @@ def test_little_shm_is_noted() -> None:
     assert diagnose(CPU, WORKS, replace(MACHINE, shm_bytes=None)) == []
 
 
-def test_problems_come_before_notes() -> None:
+def test_problems_precede_notes() -> None:
     machine = replace(MACHINE, shm_bytes=0, interpreter="/my work/python")
     assert [finding.kind for finding in diagnose(CPU, WORKS, machine)] == ["problem", "note"]
 
@@ -293,7 +293,7 @@ def test_report_is_readable_and_plain() -> None:
     assert any(line.startswith("note: ") for line in noted.lines())
 
 
-def test_no_packaging_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packaging_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
     with pytest.raises(InputError, match="install packaging"):
         doctor(installed=CPU, probes=WORKS, machine=MACHINE)
@@ -320,7 +320,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("modules")
-def test_a_crash_spoils_only_its_own_probe() -> None:
+def test_crash_fails_only_one_probe() -> None:
     probes = probe_all(["fine", "raises", "chatty", "crashes", "leaves", "no_such_module"])
     assert [name for name, probe in probes.items() if probe.ok] == ["fine", "chatty"]
     assert probes["fine"].version == "1.2"
@@ -331,20 +331,20 @@ def test_a_crash_spoils_only_its_own_probe() -> None:
 
 
 @pytest.mark.usefixtures("modules")
-def test_an_import_that_hangs_is_ended() -> None:
+def test_hanging_import_is_stopped() -> None:
     probes = probe_all(["fine", "hangs"], timeout_s=5.0)
     assert probes["fine"].ok
     assert probes["hangs"] == Probe(ok=False, error="did not finish within 5 s")
 
 
-def test_this_machine_is_seen() -> None:
+def test_this_machine_returns_resources() -> None:
     machine = this_machine()
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
     assert machine.cpu_cores >= 1
     assert 0 < machine.free_memory_bytes <= machine.memory_bytes
 
 
-def test_this_interpreter_s_distributions_are_seen() -> None:
+def test_installed_distributions_returns_packages() -> None:
     installed = installed_distributions()
     assert any(requirement.startswith("torch==") for requirement in installed["rayrec"].requires)
     holders = [name for name, each in installed.items() if each.holds_fbgemm]

@@ -139,7 +139,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 # -- what is written
 
 
-def test_the_folder_gets_a_manifest_and_a_preprocessor_and_nothing_else(arrays: Path, tmp_path: Path) -> None:
+def test_adopt_writes_only_manifest_and_preprocessor(arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
     before = contents(folder)
     made = adopt(str(folder))
@@ -158,7 +158,7 @@ def test_the_folder_gets_a_manifest_and_a_preprocessor_and_nothing_else(arrays: 
         adopt(str(folder))
 
 
-def test_the_held_out_halves_are_those_of_torchrecs_loader(arrays: Path, adopted: Path) -> None:
+def test_adopt_splits_last_day_like_torchrec(arrays: Path, adopted: Path) -> None:
     sets = open_preprocessed(str(adopted)).sets
     paths = [[str(arrays / f"day_2_{part}.npy")] for part in PARTS]
     with torchrec_criteo() as criteo:
@@ -171,7 +171,7 @@ def test_the_held_out_halves_are_those_of_torchrecs_loader(arrays: Path, adopted
             np.testing.assert_array_equal(got, rows.ids[9])
 
 
-def test_rows_of_files_of_other_integers_are_read_together(adopted: Path) -> None:
+def test_adopt_reads_mixed_integer_types(adopted: Path) -> None:
     """The last day's ids have 64 bits, the others' 32."""
     order = np.random.default_rng(0).permutation(sum(ROWS))
     rows, ordered = read(adopted), read(adopted, order)
@@ -180,7 +180,7 @@ def test_rows_of_files_of_other_integers_are_read_together(adopted: Path) -> Non
     np.testing.assert_array_equal(ordered.dense, rows.dense[order])
 
 
-def test_ids_above_the_tables_are_taken_modulo_their_rows_as_by_torchrecs_loader(npy: Path, tmp_path: Path) -> None:
+def test_adopt_takes_large_ids_modulo_like_torchrec(npy: Path, tmp_path: Path) -> None:
     folder = copy_of(npy, tmp_path / "npy")
     negative = np.load(folder / "day_1_sparse.npy")
     negative[5, 3] = -17
@@ -201,7 +201,7 @@ def test_ids_above_the_tables_are_taken_modulo_their_rows_as_by_torchrecs_loader
     assert expected[3, ROWS[0] + 5] == -17 % 103
 
 
-def test_hashes_without_sizes_are_pointed_out(npy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adopt_notes_hashed_ids(npy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = rayrec.adopt(str(npy), out=str(tmp_path / "out"), console=Console())
     assert max(made["num_embeddings"]) > 2**31
     assert "columns have IDs above the number of rows" in capsys.readouterr().err
@@ -224,14 +224,14 @@ def summary_of(run: Path) -> dict[str, Any]:
     return found
 
 
-def test_training_equals_training_on_the_same_rows_given_raw(runs: tuple[Path, Path]) -> None:
+def test_adopted_training_matches_raw_training(runs: tuple[Path, Path]) -> None:
     mine, other = map(summary_of, runs)
     assert mine["weights_sha256"] == other["weights_sha256"]
     for name in ("preprocessor", "rows_of_sets", "metrics", "validation", "rows"):
         assert mine[name] == other[name], name
 
 
-def test_a_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp_path: Path) -> None:
+def test_adopted_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp_path: Path) -> None:
     """Without its last checkpoint it is trained from the one before, in the middle of the epoch."""
     run = copy_of(runs[0], tmp_path / "adopted")
     shutil.rmtree(run / "checkpoints" / "step_00000016")
@@ -242,9 +242,7 @@ def test_a_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp_path:
     assert [event["step"] for event in events if event["kind"] == "start"] == [0, 8]
 
 
-def test_scores_are_those_of_the_raw_rows(
-    runs: tuple[Path, Path], adopted: Path, raw: Path, arrays: Path, tmp_path: Path
-) -> None:
+def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path, raw: Path, arrays: Path, tmp_path: Path) -> None:
     """By evaluate and predict, by an export of the model, and over HTTP, where a row carries its numbers and ids as they are."""
     run = str(runs[0])
     assert rayrec.evaluate(run, str(adopted)) == rayrec.evaluate(run, str(raw))
@@ -266,9 +264,7 @@ def test_scores_are_those_of_the_raw_rows(
         assert (wrong.status, wrong.json()["error"]["field"]) == (400, "cat_3")
 
 
-def test_other_days_are_adopted_with_the_preprocessor_of_a_run(
-    runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path
-) -> None:
+def test_adopt_reuses_preprocessor_of_run(runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path) -> None:
     """An id that the run's tables lack is taken modulo their rows."""
     folder = tmp_path / "more"
     folder.mkdir()
@@ -284,7 +280,7 @@ def test_other_days_are_adopted_with_the_preprocessor_of_a_run(
     assert train(changed).summary["rows_of_sets"] == {"train": sum(ROWS), "validation": ROWS[2]}
 
 
-def test_a_plan_has_the_tables_of_the_arrays(adopted: Path, tmp_path: Path) -> None:
+def test_adopted_plan_has_array_tables(adopted: Path, tmp_path: Path) -> None:
     text = rayrec.plan(config_of(adopted, tmp_path, "planned"))
     sizes = Preprocessor.load(str(adopted / "preprocessor")).num_embeddings
     assert re.search(rf"^cat_9 +{sizes[9]:,} ", text, re.MULTILINE)
@@ -293,7 +289,7 @@ def test_a_plan_has_the_tables_of_the_arrays(adopted: Path, tmp_path: Path) -> N
 # -- bags of ids
 
 
-def test_multi_hot_arrays_train_as_lists_do(arrays: Path, tmp_path: Path) -> None:
+def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
     """Archives as materialize_synthetic_multihot_dataset.py writes them, in a folder without labels and dense features."""
     bags, raw = tmp_path / "bags", tmp_path / "raw"
     bags.mkdir()
@@ -331,7 +327,7 @@ def changed(folder: Path, name: str, change: Callable[[np.ndarray], np.ndarray |
     np.save(folder / name, array if result is None else result)
 
 
-def test_faulty_rows_are_left_out(arrays: Path, tmp_path: Path) -> None:
+def test_adopt_skips_invalid_rows(arrays: Path, tmp_path: Path) -> None:
     """An infinite number, as TorchRec's scripts of before June 2025 write for -3, and a label that is none."""
     folder = copy_of(arrays, tmp_path / "arrays")
     dense, labels = (np.load(folder / f"day_0_{part}.npy") for part in ("dense", "labels"))
@@ -348,7 +344,7 @@ def test_faulty_rows_are_left_out(arrays: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(folder).dense, expected)
 
 
-def test_unlabelled_arrays_are_scored_and_not_evaluated(runs: tuple[Path, Path], arrays: Path, tmp_path: Path) -> None:
+def test_unlabelled_arrays_are_scored_but_not_evaluated(runs: tuple[Path, Path], arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
     changed(folder, "day_2_labels.npy", lambda labels: np.full_like(labels, -1))
     with pytest.raises(InputError, match=r"^day_2: its labels are all -1, .* leave it out with --files day_0 day_1$"):
@@ -385,7 +381,7 @@ def as_bags(folder: Path, name: str, save: Callable[..., None]) -> None:
         (lambda f: None, {"split": "days", "parts": {"validation_days": 2, "test_days": 2}}, "leave none for training"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_line(
+def test_adopt_rejects_invalid_arrays_in_one_line(
     arrays: Path, tmp_path: Path, spoil: Callable[[Path], Any], options: dict[str, Any], message: str
 ) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
@@ -396,7 +392,7 @@ def test_what_is_wrong_is_one_line(
     assert not (folder / "dataset.json").exists()
 
 
-def test_a_file_that_changed_since_is_refused(arrays: Path, tmp_path: Path) -> None:
+def test_training_rejects_changed_array(arrays: Path, tmp_path: Path) -> None:
     folder = copy_of(arrays, tmp_path / "arrays")
     adopt(str(folder))
     changed(folder, "day_1_sparse.npy", lambda ids: ids[::-1])
@@ -404,17 +400,17 @@ def test_a_file_that_changed_since_is_refused(arrays: Path, tmp_path: Path) -> N
         train(config_of(folder, tmp_path, "run"))
 
 
-def test_arrays_that_were_not_adopted_name_the_command(npy: Path, tmp_path: Path) -> None:
+def test_unadopted_arrays_error_names_command(npy: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"as TorchRec's scripts write them; `rayrec adopt [^`]*npy` checks"):
         train(config_of(npy, tmp_path, "run"))
 
 
-def test_an_adopted_preprocessor_is_not_extended(adopted: Path) -> None:
+def test_extend_rejects_adopted_preprocessor(adopted: Path) -> None:
     with pytest.raises(InputError, match="there is no vocabulary to extend"):
         rules_of(Preprocessor.load(str(adopted / "preprocessor")), "here")
 
 
-def test_the_command(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adopt_command_returns_summary(arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ",".join(["40"] * 26)
     command = ["adopt", str(arrays), "--out", str(tmp_path / "out"), "--num-embeddings-per-feature", sizes]
     assert cli.run([*command, "--files", "day_1", "day_2", "--split", "none"]) == 0
@@ -431,7 +427,7 @@ def test_adopt_names_wrong_labels_and_fix(arrays: Path, tmp_path: Path) -> None:
         adopt(str(folder))
 
 
-def test_adopt_rejects_ids_beyond_a_preprocessor(arrays: Path, tmp_path: Path) -> None:
+def test_adopt_rejects_ids_above_table_limit(arrays: Path, tmp_path: Path) -> None:
     """What it writes can be read: the largest id is that of the largest table."""
     folder = copy_of(arrays, tmp_path / "arrays")
 

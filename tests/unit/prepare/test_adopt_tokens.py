@@ -70,7 +70,7 @@ def adopted_rows(place: str, cache: Path) -> np.ndarray:
     ],
     ids=["fixed", "dynamic", "any-zstd", "bytes-gz", "others-br", "snappy", "bz2"],
 )
-def test_rows_are_those_that_were_written(
+def test_adopted_shards_keep_rows(
     tmp_path: Path, tokenizer: Path, columns: dict[str, str], sample: Callable[[np.ndarray], Any], options: Any
 ) -> None:
     folder = write(tmp_path / "set", columns, sample, **options)
@@ -84,7 +84,7 @@ def test_rows_are_those_that_were_written(
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_shards_at_a_url_are_adopted_there(tmp_path: Path, tokenizer: Path, compression: str | None) -> None:
+def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, compression: str | None) -> None:
     folder = write(
         tmp_path / "set",
         {"tokens": "ndarray:int32"},
@@ -103,7 +103,7 @@ def test_shards_at_a_url_are_adopted_there(tmp_path: Path, tokenizer: Path, comp
     np.testing.assert_array_equal(adopted_rows(url, tmp_path / "cache"), ROWS)
 
 
-def test_training_equals_training_on_rayrecs_own_shards(tmp_path: Path, tokenizer: Path) -> None:
+def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenizer: Path) -> None:
     """The same tokens, written by rayrec and, compressed and with other columns, by MosaicML's writer; linked to, not copied."""
     columns = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int32"}
     for name, rows in (("train", ROWS[:48]), ("val", ROWS[48:])):
@@ -203,7 +203,7 @@ def flipped(folder: Path) -> Path:
         (lambda f: write(f, FIXED, fixed), {"split": "sevenths"}, r"^--split: an option for arrays .*not for MDS shards"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_one_line(
+def test_adopt_rejects_invalid_shards_in_one_line(
     tmp_path: Path, tokenizer: Path, make: Callable[[Path], Path], options: dict[str, Any], message: str
 ) -> None:
     folder = make(tmp_path / "set")
@@ -213,7 +213,7 @@ def test_what_cannot_be_read_is_one_line(
     assert not (folder / "manifest.json").exists()
 
 
-def test_shards_that_were_not_adopted_name_the_command(tmp_path: Path) -> None:
+def test_unadopted_shards_error_names_command(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "set", FIXED, fixed))
     with pytest.raises(InputError, match=r"`rayrec adopt [^`]*set --tokenizer DIR`"):
         rayrec.train(recipes.gpt2_tiny(folder).replace(scaling={"num_workers": 1}), console=QUIET)

@@ -55,7 +55,7 @@ def chosen(config: PreparationConfig) -> Engine:
         ({"engine": "ray", "address": "head:6379"}, None, False, True),
     ],
 )
-def test_the_engine(
+def test_engine_matches_config_and_environment(
     monkeypatch: pytest.MonkeyPatch, ray: Ray, settings: dict[str, Any], environment: str | None, connected: bool, on_ray: bool
 ) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: connected)
@@ -73,6 +73,6 @@ def test_the_engine(
 
 
 @pytest.mark.parametrize("address", ["head:6379", "local", "none"])
-def test_threads_take_no_address(address: str) -> None:
+def test_config_rejects_threads_with_address(address: str) -> None:
     with pytest.raises(InputError, match=r"^engine threads: must not be used with address, because it runs in this process"):
         PreparationConfig(engine="threads", address=address)

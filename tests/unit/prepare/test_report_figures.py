@@ -56,7 +56,7 @@ JOB = job_of(LISTS, 2, top=[[3, 1], [2]])
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.data())
-def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject) -> None:
+def test_stats_match_plain_python(rows: list[Row], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(rows)))
     tally = ColumnStats.empty(JOB)
     for number, part, first_row in ((0, rows[:cut], 0), (1, rows[cut:], cut)):
@@ -89,7 +89,7 @@ def test_a_tally_is_what_plain_python_finds(rows: list[Row], data: st.DataObject
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.data())
-def test_a_tally_does_not_depend_on_the_division(rows: list[Row], data: st.DataObject) -> None:
+def test_stats_ignore_log_division(rows: list[Row], data: st.DataObject) -> None:
     whole = ColumnStats.empty(JOB)
     whole.count(block_of_rows(rows), JOB, 0, 17)
     total, hashes, start = ColumnStats.empty(JOB), [], 0
@@ -104,7 +104,7 @@ def test_a_tally_does_not_depend_on_the_division(rows: list[Row], data: st.DataO
         np.testing.assert_array_equal(getattr(total, field.name), getattr(whole, field.name), err_msg=field.name)
 
 
-def test_text_and_columns_are_tallied_alike() -> None:
+def test_stats_of_text_and_columns_match() -> None:
     raw, _ = parse(SCHEMA, b"1\t5\t\t0000000a\n0\t-7\t1\t\n0\t0\t999999999\tffffffff\n")
     columns = block_of(
         SCHEMA.replace(tokens="any"),
@@ -120,14 +120,14 @@ def test_text_and_columns_are_tallied_alike() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(ROWS)
-def test_rows_have_the_same_hash_where_they_are_the_same(rows: list[Row]) -> None:
+def test_equal_rows_have_equal_hashes(rows: list[Row]) -> None:
     hashes = row_hashes(block_of_rows(rows)).tolist()
     plain = [(*row[:3], tuple(row[3]), row[4]) for row in rows]
     assert len(set(hashes)) == len(set(plain))
     assert len(set(zip(plain, hashes, strict=True))) == len(set(plain))
 
 
-def test_a_value_is_not_hashed_like_the_same_one_elsewhere() -> None:
+def test_equal_values_in_other_columns_hash_differently() -> None:
     rows: list[Row] = [(label, a, s, [], 0.0) for label, a, s in ((0, None, None), (0, 0.0, None), (0, None, 0), (1, None, None))]
     rows += [(0, None, None, tags, 0.0) for tags in ([0], [0, 0], [1, 2], [2, 1])]
     hashes = row_hashes(block_of_rows(rows)).tolist()
@@ -135,7 +135,7 @@ def test_a_value_is_not_hashed_like_the_same_one_elsewhere() -> None:
     assert row_hashes(block_of_rows([(0, -0.0, None, [], 0.0)])) == hashes[1]
 
 
-def test_a_sample_of_hashes_keeps_all_copies_of_a_row() -> None:
+def test_hash_sample_keeps_all_row_copies() -> None:
     rows: list[Row] = [(0, float(i % 500), None, [], 1.0) for i in range(2000)]
     job = job_of(LISTS, top=[[], []], hash_shift=2)
     tally = ColumnStats.empty(job)
@@ -157,7 +157,7 @@ KIND_AND_COLUMN = [
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-1, len(BAD_LINES) - 1), max_size=80), st.booleans())
-def test_every_faulty_line_is_found_with_its_column(kinds: list[int], newline: bool) -> None:
+def test_faults_have_columns(kinds: list[int], newline: bool) -> None:
     text = b"".join((BAD_LINES[k] if k >= 0 else b"1\t1\t1\tdeadbeef") + b"\n" for k in kinds)
     if kinds and kinds[-1] != 0 and not newline:
         text = text[:-1]
@@ -166,7 +166,7 @@ def test_every_faulty_line_is_found_with_its_column(kinds: list[int], newline: b
     assert found == Counter(KIND_AND_COLUMN[k] for k in kinds if k >= 0)
 
 
-def test_quantiles_are_values_of_the_column() -> None:
+def test_quantile_edges_are_column_values() -> None:
     edges = quantile_edges([np.arange(1000.0), np.zeros(0), np.array([5.0])])
     assert edges.shape == (3, 39)
     assert edges[0, [3, 19, 35]].tolist() == [99, 499, 899]
@@ -178,7 +178,7 @@ def test_quantiles_are_values_of_the_column() -> None:
     ("clicks", "rows", "expected"),
     [(10, 100, (0.05523, 0.17437)), (0, 10, (0.0, 0.27753)), (10, 10, (0.72247, 1.0)), (0, 0, None)],
 )
-def test_wilson_interval(clicks: int, rows: int, expected: tuple[float, float] | None) -> None:
+def test_wilson_interval_matches_reference(clicks: int, rows: int, expected: tuple[float, float] | None) -> None:
     assert data_report.wilson_interval(clicks, rows) == (expected and pytest.approx(expected, abs=1e-5))
 
 
@@ -186,12 +186,12 @@ def test_wilson_interval(clicks: int, rows: int, expected: tuple[float, float] |
     ("first", "second", "expected"),
     [([1, 1, 0], [2, 2, 0], 0), ([4, 0], [0, 9], 1), ([3, 1], [1, 3], 0.5), ([0, 0], [1, 3], None)],
 )
-def test_total_variation(first: list[int], second: list[int], expected: float | None) -> None:
+def test_total_variation_matches_reference(first: list[int], second: list[int], expected: float | None) -> None:
     found = data_report.total_variation(np.array(first), np.array(second))
     assert (found and found[0]) == expected
 
 
-def test_what_chance_makes_of_total_variation() -> None:
+def test_total_variation_expectation_matches_samples() -> None:
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(50, 0.5))
     drawn = [data_report.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares)) for _ in range(200)]
@@ -201,7 +201,7 @@ def test_what_chance_makes_of_total_variation() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
-def test_auroc_of_rates_is_that_of_scored_rows(seed: int) -> None:
+def test_auroc_of_rates_matches_scored_rows(seed: int) -> None:
     rng = np.random.default_rng(seed)
     outcomes = rng.poisson(rng.exponential(20, (12, 4))).astype(np.int64)
     misses, clicks, held_misses, held_clicks = outcomes.T
@@ -213,7 +213,7 @@ def test_auroc_of_rates_is_that_of_scored_rows(seed: int) -> None:
         assert data_report.auroc_of_rates(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
 
 
-def test_auroc_of_a_leak_of_nothing_and_of_too_little() -> None:
+def test_auroc_of_rates_handles_leak_and_few_rows() -> None:
     leak = np.array([[300, 0, 100, 0], [0, 300, 0, 100]])
     assert data_report.auroc_of_rates(leak) == 1
     assert data_report.auroc_of_rates(np.full((2, 4), 100)) == 0.5
@@ -221,7 +221,7 @@ def test_auroc_of_a_leak_of_nothing_and_of_too_little() -> None:
     assert data_report.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
 
 
-def test_concentration() -> None:
+def test_concentration_matches_reference() -> None:
     def rates(repeated: list[int], distinct: int) -> list[float | None]:
         found = data_report.concentration(np.array(repeated, np.int64), distinct)
         return [found[f"{name}_rate"] for name in ("top_1", "top_10", "top_100", "once")]
@@ -231,7 +231,7 @@ def test_concentration() -> None:
     assert rates([], 0) == [None] * 4
 
 
-def test_the_most_frequent_are_the_same_in_any_order() -> None:
+def test_top_categories_ignore_order() -> None:
     rng = np.random.default_rng(3)
     tokens, counts = rng.permutation(1000).astype(np.uint32), rng.integers(1, 20, 1000)
     expected = sorted(zip((-counts).tolist(), tokens.tolist(), strict=True))[:TOP]
@@ -242,7 +242,7 @@ def test_the_most_frequent_are_the_same_in_any_order() -> None:
         assert found.tolist() == [token for _, token in expected]
 
 
-def test_merged_and_unknown() -> None:
+def test_unknown_rate_counts_merged_categories() -> None:
     tokens, counts = np.array([12, 2, 7], np.uint32), np.array([5, 1, 3])
     assert [x.tolist() for x in merged(tokens, counts)[:2]] == [[2, 7, 12], [1, 3, 5]]
     assert [x.tolist() for x in merged(tokens % 10, counts)[:2]] == [[2, 7], [6, 3]]
@@ -263,12 +263,14 @@ KNOWN, SOME = [70, 50, 60, 90], {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
     [(FOUR, KNOWN, SOME, 0), (THREE, KNOWN, SOME, 0.7), (HASHED, [], {1: 3, 11: 2, 5: 4, 7: 1}, 0.5), (HASHED, [], {}, None)],
 )
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
-def test_collisions(column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type) -> None:
+def test_collision_rate_matches_encoder(
+    column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type
+) -> None:
     known, tokens = np.array(vocabulary, dtype), np.array(list(counts), dtype)
     assert data_report.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64)) == expected
 
 
-def test_collisions_by_murmur3() -> None:
+def test_collision_rate_supports_murmur3() -> None:
     column = SparseColumn(10, None, first_id=0, murmur3=True)
     tokens, counts = np.arange(1, 16, dtype=np.uint32), np.arange(1, 16)
     places = (murmur3(np.arange(16, dtype=np.uint32)) % 10).tolist()
@@ -277,6 +279,6 @@ def test_collisions_by_murmur3() -> None:
     assert data_report.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected
 
 
-def test_duplicates() -> None:
+def test_duplicate_rate_counts_repeats() -> None:
     assert data_report.duplicate_rate(np.array([5, 1, 5, 5, 2], np.uint64)) == 0.4
     assert data_report.duplicate_rate(np.zeros(0, np.uint64)) is None

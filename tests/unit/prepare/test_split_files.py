@@ -100,7 +100,7 @@ def check_whole(parts: dict[str, pa.Table], table: pa.Table) -> None:
         assert part.equals(table.take(found[name]))
 
 
-def test_random_rows_of_a_table(tmp_path: Path) -> None:
+def test_split_by_rows_is_random_and_stable(tmp_path: Path) -> None:
     table = table_of()
     path = written(table, tmp_path / "log")
     found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1, schema=SCHEMA)
@@ -126,7 +126,7 @@ def test_random_rows_of_a_table(tmp_path: Path) -> None:
     assert other["parts"].keys() == found["parts"].keys()
 
 
-def test_groups_stay_together(tmp_path: Path) -> None:
+def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
     table = table_of()
     found = split(written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3, schema=SCHEMA)
     parts = parts_of(tmp_path / "out")
@@ -142,7 +142,7 @@ def test_groups_stay_together(tmp_path: Path) -> None:
     assert not items["train"] & items["test"]
 
 
-def test_by_time_the_latest_rows_are_held_out(tmp_path: Path) -> None:
+def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
     table = table_of()
     path = written(table, tmp_path / "log")
     split(path, tmp_path / "out", "time", validation=0.25, test=0.1, schema=SCHEMA)
@@ -160,7 +160,7 @@ def test_by_time_the_latest_rows_are_held_out(tmp_path: Path) -> None:
     assert [times.min() // 1_000_000 for times in dated.values()] == [0, 300, 600]
 
 
-def test_the_last_rows_of_each_user(tmp_path: Path) -> None:
+def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
     table = table_of(users=1500)  # of which many have one row or two
     found = split(written(table, tmp_path / "log"), tmp_path / "out", "last-out", schema=SCHEMA)
     parts = parts_of(tmp_path / "out")
@@ -180,7 +180,7 @@ def test_the_last_rows_of_each_user(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
-def test_a_user_keeps_a_row_for_training(events: list[tuple[int, int]]) -> None:
+def test_split_last_out_keeps_training_row(events: list[tuple[int, int]]) -> None:
     users, times = (np.array([event[i] for event in events], np.int64) for i in range(2))
     marks = last_rows(users, times, np.arange(len(events)))
     expected = {}
@@ -193,7 +193,7 @@ def test_a_user_keeps_a_row_for_training(events: list[tuple[int, int]]) -> None:
     assert marks["row"].tolist() == sorted(expected)
 
 
-def test_lines_of_text_keep_their_bytes_and_faulty_ones_are_left_out(tmp_path: Path) -> None:
+def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
     synthetic.generate(str(tmp_path / "made"), rows=800, dialect="kaggle", days=1, seed=0)
     lines = (tmp_path / "made" / "train.txt").read_bytes().splitlines(keepends=True)
     log = tmp_path / "log"
@@ -225,7 +225,7 @@ def test_lines_of_text_keep_their_bytes_and_faulty_ones_are_left_out(tmp_path: P
     assert not train & test
 
 
-def test_csv_becomes_parquet_with_its_fields_as_text(tmp_path: Path) -> None:
+def test_split_writes_csv_as_parquet_text(tmp_path: Path) -> None:
     table = table_of(400)
     (tmp_path / "log").mkdir()
     arrow_csv.write_csv(table, tmp_path / "log" / "day.csv")
@@ -242,7 +242,7 @@ def test_csv_becomes_parquet_with_its_fields_as_text(tmp_path: Path) -> None:
     assert parts["test"].schema.field("price").type == pa.large_string()
 
 
-def test_large_csv_files_are_cut_between_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quoted fields have line ends, at many of which the file is cut first. Rows, parts and faults are those of one task."""
     lines = ["note,click,at,price,user,item"]
     for number in range(2000):
@@ -278,7 +278,7 @@ def test_large_csv_files_are_cut_between_rows(tmp_path: Path, monkeypatch: pytes
     assert not list((tmp_path / "cut-rows").glob("_job*"))
 
 
-def test_files_of_a_store_are_opened_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [storage.File(written_file(tmp_path / f"{number}.parquet"), 1000, 0) for number in range(8)]
     barrier, opened = threading.Barrier(8, timeout=30), split_tasks.open_parquet
 
@@ -298,7 +298,7 @@ def written_file(path: Path) -> str:
     return str(path)
 
 
-def test_resumed_split_opens_no_footer_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_split_reads_no_footer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write, groups = written(table_of(), tmp_path / "log"), splitting.write, list[int]()
 
     def failing(*_: Any, **__: Any) -> pa.Table:
@@ -319,7 +319,7 @@ def test_resumed_split_opens_no_footer_again(tmp_path: Path, monkeypatch: pytest
     assert groups == [2, 1]
 
 
-def test_an_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(table_of(), tmp_path / "log")
     whole = split(path, tmp_path / "whole", "last-out", schema=SCHEMA)
     write, calls = splitting.write, []
@@ -362,12 +362,12 @@ def one_thread(*_: Any, **__: Any) -> Iterator[ThreadEngine]:
         ({"by": "time", "validation_from": "2026-02-01", "test_from": "2026-01-01"}, "test_from must be after validation_from"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+def test_split_rejects_conflicting_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         RowSplit(**options)
 
 
-def test_logs_that_cannot_be_split_so_are_refused(tmp_path: Path) -> None:
+def test_split_rejects_unsuitable_logs(tmp_path: Path) -> None:
     path = written(table_of(60), tmp_path / "log")
     plain = SCHEMA.replace(group=None, timestamp=None)
     for by, options, message in (

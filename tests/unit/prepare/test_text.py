@@ -65,7 +65,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # -- what is written
 
 
-def test_the_rows_are_the_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     made = prepared(beer, tmp_path / "out")
     tokenizer = load_tokenizer(str(tmp_path / "out" / "tokenizer"))
     train, validation = (tokens_of(tmp_path / "out", name) for name in ("train", "validation"))
@@ -81,7 +81,7 @@ def test_the_rows_are_the_text(here: LoopEngine, beer: Path, tmp_path: Path) -> 
     assert here.tasks > 10
 
 
-def test_a_folder_says_what_it_holds(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_manifest_describes_token_folder(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     made = prepared(beer, tmp_path / "out")
     found = open_tokens(str(tmp_path / "out"))
     assert (found.block_size, found.vocabulary_size, found.end_token) == (16, 300, 0)
@@ -97,7 +97,7 @@ def test_a_folder_says_what_it_holds(here: LoopEngine, beer: Path, tmp_path: Pat
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"manifest.json", "tokenizer", "train", "validation"}
 
 
-def test_transformers_loads_the_tokenizer(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_transformers_loads_tokenizer(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for kind, size in (("bytes_bpe", 300), ("characters", None)):
@@ -110,7 +110,7 @@ def test_transformers_loads_the_tokenizer(here: LoopEngine, beer: Path, tmp_path
         assert theirs.eos_token_id == ours.end_token
 
 
-def test_a_character_a_token(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_characters_tokenizer_matches_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     made = prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
     known = sorted(set(TEXT))
     assert made["vocabulary_size"] == len(known)
@@ -120,7 +120,7 @@ def test_a_character_a_token(here: LoopEngine, beer: Path, tmp_path: Path) -> No
         load_tokenizer(str(tmp_path / "out" / "tokenizer")).encode("1 Ω")
 
 
-def test_a_tokenizer_of_ones_own(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_custom_tokenizer_is_used(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     """A folder, also in GPT-2's older form; nothing else that lies there is taken along."""
     first = prepared(beer, tmp_path / "first")
     own = tmp_path / "first" / "tokenizer"
@@ -140,7 +140,7 @@ def test_a_tokenizer_of_ones_own(here: LoopEngine, beer: Path, tmp_path: Path) -
     np.testing.assert_array_equal(tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train"))
 
 
-def test_ids_beyond_16_bits(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_ids_above_16_bits_are_stored(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [f"w{number}" for number in range(70_000)]
@@ -156,7 +156,7 @@ def test_ids_beyond_16_bits(here: LoopEngine, beer: Path, tmp_path: Path) -> Non
     assert train.max() > 1 << 16
 
 
-def test_files_are_one_text_with_an_end_between(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_files_are_separated_by_end_tokens(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     """Plain and gzip, by folder, glob and names."""
     prepared(beer, tmp_path / "one")
     folder = tmp_path / "many"
@@ -176,7 +176,7 @@ def test_files_are_one_text_with_an_end_between(here: LoopEngine, beer: Path, tm
     assert single["hash"] == prepared(folder / "a.txt", tmp_path / "five", **options)["hash"]
 
 
-def test_text_in_memory_has_the_same_tokens(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_in_memory_text_matches_shards(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     text = TEXT.replace("\n", "\n\n\n")  # a cut between empty lines leaves other tokens
     beer.write_text(text)
     prepared(beer, tmp_path / "first", validation_fraction=0.0)
@@ -206,7 +206,7 @@ def test_text_in_memory_has_the_same_tokens(here: LoopEngine, beer: Path, tmp_pa
 
 
 @pytest.mark.parametrize(("tokenizer", "tasks_a_call"), [("bytes_bpe", 5), ("characters", 15)])
-def test_whatever_interrupts_the_bytes_are_the_same(
+def test_interrupted_text_job_resumes_to_same_bytes(
     here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int
 ) -> None:
     options = {"tokenizer": tokenizer, "vocabulary_size": None}
@@ -229,7 +229,7 @@ def test_whatever_interrupts_the_bytes_are_the_same(
     assert not (tmp_path / "parts.partial").exists()
 
 
-def test_another_text_or_option_is_not_gone_on_with(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
+def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
     here.left = 5
     with pytest.raises(Died):
         prepared(beer, tmp_path / "out")
@@ -244,7 +244,7 @@ def test_another_text_or_option_is_not_gone_on_with(here: LoopEngine, beer: Path
 @given(
     counts=st.lists(st.integers(0, 50), min_size=1, max_size=12), block_size=st.integers(1, 9), rows_per_shard=st.integers(1, 7)
 )
-def test_shards_hold_every_token_once_and_in_order(counts: list[int], block_size: int, rows_per_shard: int) -> None:
+def test_shards_contain_every_token_once(counts: list[int], block_size: int, rows_per_shard: int) -> None:
     parts = list(enumerate(counts, start=3))
     planned = plan_shards("train", parts, block_size=block_size, rows_per_shard=rows_per_shard)
     everything = [(part, token) for part, count in parts for token in range(count)]
@@ -276,7 +276,7 @@ def test_shards_hold_every_token_once_and_in_order(counts: list[int], block_size
         ({"files": ("c",)}, "."),
     ],
 )
-def test_what_makes_no_sense_is_one_line(
+def test_text_options_are_rejected_in_one_line(
     here: LoopEngine, beer: Path, tmp_path: Path, options: dict[str, Any], told: str
 ) -> None:
     arguments = {"format": "mds", **SMALL, **({"vocabulary_size": None} if "tokenizer" in options else {}), **options}
@@ -295,7 +295,9 @@ def test_what_makes_no_sense_is_one_line(
         (b"text", r"out: exists already; [^\n]*"),
     ],
 )
-def test_text_that_is_none_is_one_line(here: LoopEngine, beer: Path, tmp_path: Path, content: bytes | None, why: str) -> None:
+def test_invalid_text_is_rejected_in_one_line(
+    here: LoopEngine, beer: Path, tmp_path: Path, content: bytes | None, why: str
+) -> None:
     beer.unlink() if content is None else beer.write_bytes(content)
     if content == b"text":
         (tmp_path / "out").mkdir()
@@ -303,7 +305,7 @@ def test_text_that_is_none_is_one_line(here: LoopEngine, beer: Path, tmp_path: P
         prepared(beer, tmp_path / "out", tokenizer="characters", vocabulary_size=None)
 
 
-def test_a_folder_that_is_not_of_tokens_is_one_line(tmp_path: Path) -> None:
+def test_open_tokens_rejects_other_folders(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^[^\n]*holds no manifest\.json; make it by rayrec preprocess[^\n]*$"):
         open_tokens(str(tmp_path))
     (tmp_path / "manifest.json").write_text('{"format": "rayrec-tokens", "version": 99}')

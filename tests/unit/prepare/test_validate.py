@@ -97,7 +97,7 @@ def small(tmp_path: Path) -> dict[str, Any]:
     return found_in(log_of(tmp_path, **SMALL))
 
 
-def test_rows_and_labels(small: dict[str, Any]) -> None:
+def test_report_counts_rows_and_labels(small: dict[str, Any]) -> None:
     assert small["rows"] == 10
     assert small["label"] == {
         "name": "click",
@@ -114,7 +114,7 @@ def test_rows_and_labels(small: dict[str, Any]) -> None:
     assert small["slices"][1]["missing_rate"] == {"a": 2 / 6, "b": 0, "s": 0, "t": 1 / 6}
 
 
-def test_dense_columns(small: dict[str, Any]) -> None:
+def test_report_describes_dense_columns(small: dict[str, Any]) -> None:
     logs = np.log1p([0, 2, 5, 5, 5, 5, 5, 0]) * [1, -1, 1, 1, 1, 1, 1, 1]
     expected = {
         "missing_rate": 0.2,
@@ -132,7 +132,7 @@ def test_dense_columns(small: dict[str, Any]) -> None:
     assert small["dense"]["b"]["drift"] == 0
 
 
-def test_sparse_columns(small: dict[str, Any]) -> None:
+def test_report_describes_sparse_columns(small: dict[str, Any]) -> None:
     s, t = small["sparse"]["s"], small["sparse"]["t"]
     assert (s["values"], s["distinct"], s["missing_rate"]) == (10, 3, 0)
     assert (s["top_1_rate"], s["top_10_rate"], s["once_rate"]) == (0.6, 1, 0.1)
@@ -149,14 +149,14 @@ def test_sparse_columns(small: dict[str, Any]) -> None:
     assert small["slices"][0]["drift"] == {}
 
 
-def test_duplicates_and_constants(small: dict[str, Any]) -> None:
+def test_report_finds_duplicates_and_constants(small: dict[str, Any]) -> None:
     assert small["duplicates"] == {"rate": 0.2, "rows": 10, "sampled": 1}  # 0 5 1 8 1 and 1 0 1 7 1
     assert [text.split()[1] for text in small["warnings"]] == ["b"]
     assert small["passed"]
     json.dumps(small, allow_nan=False)
 
 
-def test_a_single_file_is_compared_by_sevenths(tmp_path: Path) -> None:
+def test_single_file_is_compared_by_sevenths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     report = found_in(log_of(tmp_path / "a", only=varied(25)))
     assert report["slices_by"] == "seventh"
@@ -167,26 +167,26 @@ def test_a_single_file_is_compared_by_sevenths(tmp_path: Path) -> None:
     assert (report["unknown_to"], report["sparse"]["s"]["unknown_rate"]) == (None, None)
 
 
-def test_many_files_are_put_together(tmp_path: Path) -> None:
+def test_many_files_are_grouped_into_slices(tmp_path: Path) -> None:
     report = found_in(log_of(tmp_path, **{f"f{i}": varied(2, i) for i in range(MAX_SLICES + 6)}))
     assert (report["slices_by"], len(report["slices"])) == ("files", MAX_SLICES)
     assert sum(piece["rows"] for piece in report["slices"]) == report["rows"] == 2 * (MAX_SLICES + 6)
     assert report["slices"][-1]["name"].endswith(f"f{MAX_SLICES + 5}")
 
 
-def test_files_keep_their_names_when_unpacked(tmp_path: Path) -> None:
+def test_decompressed_files_keep_names(tmp_path: Path) -> None:
     packed = {f"day_{day}.gz": gzip.compress(text_of(varied(5, day))) for day in range(2)}
     assert [piece["name"] for piece in found_in(log_of(tmp_path, **packed))["slices"]] == ["day_0", "day_1"]
 
 
-def test_a_file_written_anew_in_parts_is_one_slice() -> None:
+def test_converted_file_is_one_slice() -> None:
     folder = "/c/tables/0123456789abcdef"
     paths = [f"{folder}/00000/d.csv.parquet", f"{folder}/00001/d.csv.parquet", "/log/e.parquet"]
     index = LogIndex(numbered(((path, 0, 5, 5) for path in paths), "table"), Faults())
     assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [("d.csv", 0, 10), ("e.parquet", 10, 15)]
 
 
-def test_an_unlabelled_log(tmp_path: Path) -> None:
+def test_unlabelled_log_is_validated(tmp_path: Path) -> None:
     text = text_of(varied(30)).replace(b"\n1\t", b"\n").replace(b"\n0\t", b"\n")[2:]
     config = CONFIG.replace(schema=SCHEMA.replace(label=None))
     report = found_in(log_of(tmp_path, only=text), config=config)
@@ -195,7 +195,7 @@ def test_an_unlabelled_log(tmp_path: Path) -> None:
     assert "click" not in report["slices"][6]["drift"]
 
 
-def test_an_empty_log(tmp_path: Path) -> None:
+def test_empty_log_fails_gates(tmp_path: Path) -> None:
     report = validate(log_of(tmp_path, only=b""), Gates())
     assert failed(report) == ["min_rows"]
     content = report.content
@@ -204,14 +204,14 @@ def test_an_empty_log(tmp_path: Path) -> None:
     assert report.lines()[-1].startswith("failed: ")
 
 
-def test_a_log_of_nothing_but_faults(tmp_path: Path) -> None:
+def test_invalid_log_fails_gates(tmp_path: Path) -> None:
     report = validate(log_of(tmp_path, day_0=b"junk\n" * 30, day_1=b"\n"), Gates())
     assert failed(report) == ["max_bad_fraction", "min_rows"]
     assert report.content["faults"]["by_kind"] == {"empty line": 1, "too few columns": 30}
     assert report.lines()
 
 
-def test_ready_made_data_and_other_schemas_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_rejects_preprocessed_data_and_other_schemas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = log_of(tmp_path, only=varied(40))
     preprocessor_of(path, tmp_path / "prepared")
     other = CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c")))
@@ -232,7 +232,7 @@ def preprocessor_of(path: Path, folder: Path, config: PreparationConfig = CONFIG
     return made
 
 
-def test_unknown_to_a_preprocessor(tmp_path: Path) -> None:
+def test_unknown_rate_matches_preprocessor(tmp_path: Path) -> None:
     path = log_of(tmp_path, **SMALL)
     made = preprocessor_of(path / "day_0", tmp_path / "prepared", CONFIG.replace(min_count=2))
     report = found_in(path, preprocessor=tmp_path / "prepared")
@@ -241,7 +241,7 @@ def test_unknown_to_a_preprocessor(tmp_path: Path) -> None:
     assert "collision_rate" not in report["sparse"]["s"]
 
 
-def test_unknown_and_collisions_are_what_encoding_makes(tmp_path: Path) -> None:
+def test_unknown_and_collision_rates_match_encoding(tmp_path: Path) -> None:
     path = log_of(tmp_path, day_0=varied(300), day_1=varied(300, 1))
     config = CONFIG.replace(min_count=10, max_num_embeddings=20, token_modulo=25)
     made = preprocessor_of(path / "day_0", tmp_path / "prepared", config)
@@ -263,7 +263,7 @@ def test_unknown_and_collisions_are_what_encoding_makes(tmp_path: Path) -> None:
         assert found["collision_rate"] == pytest.approx(np.mean(shared))
 
 
-def test_integers_that_a_preprocessor_makes_categories_of(tmp_path: Path) -> None:
+def test_integer_buckets_have_unknown_rates(tmp_path: Path) -> None:
     path = log_of(tmp_path, day_0=[(0, 1, 1, 1, 1)] * 10, day_1=[(1, 2, 1, 1, 1)] * 30)
     preprocessor_of(path / "day_0", tmp_path / "prepared", CONFIG.replace(preset="fuxictr-x4"))
     report = found_in(path, preprocessor=tmp_path / "prepared")
@@ -273,7 +273,7 @@ def test_integers_that_a_preprocessor_makes_categories_of(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("modulo", [None, 7])
-def test_unknown_to_the_past(tmp_path: Path, modulo: int | None) -> None:
+def test_unknown_rate_compares_last_slice_to_past(tmp_path: Path, modulo: int | None) -> None:
     days = [varied(60, seed) for seed in range(3)]
     path = log_of(tmp_path, **{f"day_{i}": day for i, day in enumerate(days)})
     report = found_in(path, config=CONFIG.replace(min_count=5, token_modulo=modulo))
@@ -296,7 +296,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_planted_fault_is_found(tmp_path: Path, kind: str) -> None:
+def test_report_finds_injected_fault(tmp_path: Path, kind: str) -> None:
     (line, column), good = FAULTS[kind], text_of(varied(50))
     report = validate(log_of(tmp_path, day_0=good, day_1=good + line * 12 + good), Gates())
     assert report.content["bad_rows"] == 12
@@ -328,7 +328,7 @@ GATES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("failing", "passing", "files"), GATES, ids=lambda x: next(iter(x), ""))
-def test_a_gate_fails_and_passes(tmp_path: Path, failing: dict[str, Any], passing: dict[str, Any], files: dict[str, Any]) -> None:
+def test_gate_fails_and_passes(tmp_path: Path, failing: dict[str, Any], passing: dict[str, Any], files: dict[str, Any]) -> None:
     path = log_of(tmp_path, **{**DAYS, **files})
     (gate,) = failing
     report = validate(path, ALLOWED.replace(**failing))
@@ -343,7 +343,7 @@ def test_a_gate_fails_and_passes(tmp_path: Path, failing: dict[str, Any], passin
     assert again.to_dict()["passed"]
 
 
-def test_a_failure_names_file_column_value_and_limit(tmp_path: Path) -> None:
+def test_gate_failure_names_file_column_value_and_limit(tmp_path: Path) -> None:
     log = {**DAYS, "day_1": [(y, None if i % 4 else a, b, s, t) for i, (y, a, b, s, t) in enumerate(DAYS["day_1"])]}
     (line,) = validate(log_of(tmp_path, **log), ALLOWED.replace(max_missing_rate=0.5)).failures
     assert line == (
@@ -352,7 +352,7 @@ def test_a_failure_names_file_column_value_and_limit(tmp_path: Path) -> None:
     )
 
 
-def test_bad_rows_are_held_to_the_preparation_s_limit(tmp_path: Path) -> None:
+def test_max_bad_fraction_defaults_to_preparation(tmp_path: Path) -> None:
     path = log_of(tmp_path, day_0=b"junk\n" + text_of(varied(99)))
     assert failed(validate(path, Gates(), config=CONFIG.replace(max_bad_fraction=0.02))) == []
     assert failed(validate(path, Gates(), config=CONFIG.replace(max_bad_fraction=0.001))) == ["max_bad_fraction"]
@@ -361,7 +361,7 @@ def test_bad_rows_are_held_to_the_preparation_s_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "gates", [{"max_drift": 1.5}, {"max_missing_rate": -0.1}, {"min_label_rate": 0.5, "max_label_rate": 0.4}]
 )
-def test_impossible_gates_are_refused(gates: dict[str, float]) -> None:
+def test_gates_reject_invalid_limits(gates: dict[str, float]) -> None:
     with pytest.raises(InputError, match=r"(?i)gates"):
         Gates(**gates)  # type: ignore[arg-type]
 
@@ -369,7 +369,7 @@ def test_impossible_gates_are_refused(gates: dict[str, float]) -> None:
 # -- planted drift and leakage
 
 
-def test_planted_drift_is_found(tmp_path: Path) -> None:
+def test_report_finds_injected_drift(tmp_path: Path) -> None:
     days = [varied(4000, seed) for seed in range(3)]
     days[1] = [(y, a + 30, b, s, t) for y, a, b, s, t in days[1] if a is not None]
     days[2] = [(y, a, b, s, t if i % 5 else 77) for i, (y, a, b, s, t) in enumerate(days[2])]
@@ -394,7 +394,7 @@ LEAKS: dict[str, Callable[[Line, int], Line]] = {
 
 
 @pytest.mark.parametrize("column", LEAKS)
-def test_a_leaking_column_is_suspected(tmp_path: Path, column: str) -> None:
+def test_report_warns_of_leaking_column(tmp_path: Path, column: str) -> None:
     rows = [LEAKS[column](row, i) for i, row in enumerate(varied(20_000))]
     report = validate(log_of(tmp_path, only=rows))
     assert len(report.warnings) == 1
@@ -407,7 +407,7 @@ def test_a_leaking_column_is_suspected(tmp_path: Path, column: str) -> None:
 # -- the division of the work does not matter
 
 
-def test_the_division_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_ignores_log_division(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(y, None if a == 3 else a, b, s if s > 3 else None, t) for y, a, b, s, t in varied(3000)]
     bad = b"junk\n" * 15
     path = log_of(tmp_path, day_0=text_of(rows[:1000]) + bad, day_1=rows[1000:1100], day_2=bad + text_of(rows[1100:]))
@@ -428,7 +428,7 @@ def test_the_division_does_not_matter(tmp_path: Path, monkeypatch: pytest.Monkey
     assert expected["faults"]["by_kind"] == {"too few columns": 30}
 
 
-def test_duplicates_are_sampled_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicates_are_sampled_within_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HASH_BYTES", 16 << 10)
     rows = varied(4000)
     report = validate(log_of(tmp_path, day_0=rows, day_1=rows))
@@ -452,7 +452,7 @@ eve,blue,7,1,1,x
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_any_click_log(tmp_path: Path, form: str) -> None:
+def test_any_click_log_is_validated(tmp_path: Path, form: str) -> None:
     path = tmp_path / "log.csv"
     path.write_text(CSV)
     if form == "parquet":
@@ -471,7 +471,7 @@ def test_any_click_log(tmp_path: Path, form: str) -> None:
     assert report["weight"] == {"min": 0, "max": 2, "zero_rate": 0.25}
 
 
-def test_a_preprocessor_of_any_click_log(tmp_path: Path) -> None:
+def test_any_click_log_uses_preprocessor(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text(CSV)
     config = PreparationConfig(schema=ANY, min_count=2)
@@ -480,7 +480,7 @@ def test_a_preprocessor_of_any_click_log(tmp_path: Path) -> None:
     assert [sparse[name]["unknown_rate"] for name in ("user", "tags")] == [1 / 3, 2 / 6]
 
 
-def test_a_synthetic_log_passes_and_reads_well(tmp_path: Path) -> None:
+def test_synthetic_log_passes_validation(tmp_path: Path) -> None:
     generate(str(tmp_path / "log"), rows=6000, dialect="terabyte", days=3, seed=1, parallelism=1)
     report = validate(tmp_path / "log", Gates(allow_constant_columns=True), config=PreparationConfig())
     assert report.failures == []
@@ -492,7 +492,7 @@ def test_a_synthetic_log_passes_and_reads_well(tmp_path: Path) -> None:
         assert any(word in line for line in lines)
 
 
-def test_names_of_columns_and_paths_are_no_markup(tmp_path: Path) -> None:
+def test_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
     folder = tmp_path / "[red] :smile:"
     folder.mkdir()
     path = folder / "log.csv"

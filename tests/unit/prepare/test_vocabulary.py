@@ -66,7 +66,7 @@ def separately(path: Path, config: PreparationConfig, rows: tuple[int, int] | No
         ({"split": "sevenths", "preset": "mlperf-v1"}, None, 0.0),  # counts all rows
     ],
 )
-def test_text_is_parsed_once(
+def test_vocabulary_parses_text_once(
     click_log: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,9 +84,7 @@ def test_text_is_parsed_once(
     assert Preprocessor.load(str(out)).hash() == made["hash"] == expected.hash()
 
 
-def test_preprocessing_parses_text_once_for_the_vocabulary_and_once_to_write_it(
-    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preprocess_parses_text_twice(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(click_log / "train.txt")
     config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, split="sevenths")
     parsed = Parsed(monkeypatch)
@@ -108,7 +106,7 @@ def test_preprocessing_parses_text_once_for_the_vocabulary_and_once_to_write_it(
     assert all((tmp_path / "ready" / file).read_bytes() == (tmp_path / "again" / file).read_bytes() for file in files)
 
 
-def test_rules_that_a_log_cannot_follow_are_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_unsuitable_rules_are_rejected_before_reading(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("label,a,b\n1,2,3\n")
     config = PreparationConfig(preset="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any"))
     with pytest.raises(InputError, match="need a log of hexadecimal tokens"):
@@ -120,7 +118,7 @@ def test_rules_that_a_log_cannot_follow_are_refused_before_it_is_read(tmp_path: 
 COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("shop",)}
 
 
-def test_schemas_of_python_and_yaml_have_the_same_defaults() -> None:
+def test_python_and_yaml_schemas_have_same_defaults() -> None:
     of_yaml = load_schema("{label: click, dense: [price], sparse: [shop]}", "schema.yaml")
     assert of_yaml == Schema(**COLUMNS, delimiter=",")
     assert of_yaml.tokens == Schema(**COLUMNS).tokens == "any"
@@ -129,7 +127,7 @@ def test_schemas_of_python_and_yaml_have_the_same_defaults() -> None:
     assert Schema.described(described) == Schema(**COLUMNS, tokens="hexadecimal")  # as it was
 
 
-def test_a_schema_without_tokens_fits_a_plain_csv(tmp_path: Path) -> None:
+def test_schema_without_tokens_fits_plain_csv(tmp_path: Path) -> None:
     log_path = tmp_path / "log.csv"
     log_path.write_text("click,price,shop\n" + "".join(f"{n % 2},{n / 4},s{n % 3}\n" for n in range(60)))
     config = PreparationConfig(schema=Schema(**COLUMNS))
@@ -138,7 +136,7 @@ def test_a_schema_without_tokens_fits_a_plain_csv(tmp_path: Path) -> None:
     assert (made.schema.tokens, made.sparse[0].num_tokens) == ("any", 3)
 
 
-def test_a_schema_without_tokens_reads_text_without_a_header_as_before(tmp_path: Path) -> None:
+def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
     """Its preprocessed data, too; but a schema that cannot be of such text is refused as before."""
     log_path = tmp_path / "day_0"
     log_path.write_text("".join(f"{n % 2}\t{n}\t{n % 7:08x}\n" for n in range(60)))
