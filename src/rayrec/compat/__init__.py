@@ -17,6 +17,11 @@ class PrivateName:
     """Reason why rayrec needs it, in one line."""
 
 
+def index(*names: PrivateName) -> dict[str, PrivateName]:
+    """Return the names by their last component, without leading underscores."""
+    return {(each.attribute or each.module.rpartition(".")[2]).lstrip("_"): each for each in names}
+
+
 def resolve(names: Mapping[str, PrivateName], name: str, asking: str) -> Any:
     """Import and return the object listed as `name`. Raises AttributeError for the module `asking` if it is not listed, and
     ImportError if the installed library version lacks it."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from rayrec.compat import PrivateName, resolve
+from rayrec.compat import PrivateName, index, resolve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,21 +20,15 @@ if TYPE_CHECKING:
 
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor"
 
-NAMES: Final = {
-    "ShardMetadata": PrivateName(
-        "torch.distributed._shard.metadata", "ShardMetadata", "Place of a shard in a state of a column-sharded table."
-    ),
-    "Shard": PrivateName(_SHARDED, "Shard", "Shard of a state of a column-sharded table."),
-    "ShardedTensor": PrivateName(_SHARDED, "ShardedTensor", "Type of TorchRec's sharded tables and their states."),
-    "ShardedTensorMetadata": PrivateName(_SHARDED, "ShardedTensorMetadata", "Shape of a state that checkpoints store."),
-    "TensorProperties": PrivateName(_SHARDED, "TensorProperties", "Dtype of a state that checkpoints store."),
-    "remote_device": PrivateName(
-        "torch.distributed.remote_device", "_remote_device", "Device of a shard in a plan for nodes of unequal size."
-    ),
-    "TorchDispatchMode": PrivateName(
-        "torch.utils._python_dispatch", "TorchDispatchMode", "Counts operations without torch's compiler."
-    ),
-}
+NAMES: Final = index(
+    PrivateName("torch.distributed._shard.metadata", "ShardMetadata", "Place of a shard in a state of a column-sharded table."),
+    PrivateName(_SHARDED, "Shard", "Shard of a state of a column-sharded table."),
+    PrivateName(_SHARDED, "ShardedTensor", "Type of TorchRec's sharded tables and their states."),
+    PrivateName(_SHARDED, "ShardedTensorMetadata", "Shape of a state that checkpoints store."),
+    PrivateName(_SHARDED, "TensorProperties", "Dtype of a state that checkpoints store."),
+    PrivateName("torch.distributed.remote_device", "_remote_device", "Device of a shard in a plan for nodes of unequal size."),
+    PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "Counts operations without torch's compiler."),
+)
 """All private names of torch imported by rayrec, by their name in this module."""
 
 
