@@ -100,7 +100,11 @@ def make_plan(local: LocalTensors, ranks: Communicator) -> Plan:
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     gathered = ranks.all_gather((local.plan, local.shapes, local.sharded))
-    shapes = _agreed_shapes([shape for _, shape, _ in gathered])
+    shapes: Shapes = {}
+    for _, local_shapes, _ in gathered:
+        for name, shape in local_shapes.items():
+            if shapes.setdefault(name, shape) != shape:
+                raise InputError(f"{name}: shapes of workers do not match, got {list(shapes[name])} and {list(shape)}")
     sharded = frozenset().union(*(names for *_, names in gathered))
     boxes: dict[str, list[Box]] = {}
     for plan, *_ in gathered:
@@ -132,15 +136,6 @@ def _check_item(item: WriteItem) -> None:
         raise TypeError(f"{item.index.fqn}: must be a tensor. Put plain values into `state`")
     if item.tensor_data.properties.dtype not in DTYPES:
         raise TypeError(f"{item.index.fqn}: dtype {item.tensor_data.properties.dtype} is not supported in checkpoints")
-
-
-def _agreed_shapes(gathered: Sequence[Shapes]) -> Shapes:
-    shapes: Shapes = {}
-    for local in gathered:
-        for name, shape in local.items():
-            if shapes.setdefault(name, shape) != shape:
-                raise InputError(f"{name}: shapes of workers do not match, got {list(shapes[name])} and {list(shape)}")
-    return shapes
 
 
 def check_covered(shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Iterable[Box]]) -> None:

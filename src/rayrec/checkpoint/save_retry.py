@@ -55,7 +55,7 @@ class RetryPolicy:
             attempt += 1
 
     def _give_up_error(self, error: OSError) -> InputError:
-        if is_full(error):
+        if error.errno in _FULL or "No space left on device" in str(error):
             return InputError(f"{self.path}: no space left. Free some or choose another --storage-path")
         return InputError(
             f"{self.path}: cannot be written for {self.max_outage_s:.0f} s ({one_line(error)}). Check that the storage is "
@@ -76,10 +76,6 @@ def delay(attempt: int, *, seed: str) -> float:
     """Return the delay in seconds after an attempt (counted from 0): exponential backoff, shortened by up to a half. Pure."""
     chance = hashlib.sha256(f"{seed} {attempt}".encode()).digest()[0] / 256
     return min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S) * (1 - chance / 2)
-
-
-def is_full(error: OSError) -> bool:
-    return error.errno in _FULL or "No space left on device" in str(error)
 
 
 def one_line(error: Exception) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -189,7 +188,9 @@ class Saver:
     def _work(self) -> None:
         if self._clean_uncommitted and self._lease is not None:
             with log_cleanup_errors(f"{self._folder}: torn saves are left"):
-                remove_uncommitted(self._folder, self._lease)
+                for folder in uncommitted_folders(self._folder):
+                    if self._lease.valid():
+                        storage.remove_folder(folder)
         while (job := self._jobs.get()) is not None:
             try:
                 self._save(job)
@@ -211,7 +212,9 @@ class Saver:
         assert outcome is not None
         _, failure = outcome
         if failure is not None:
-            self._discard(job, ranks.rank)
+            # The folder stays, because another process may write to it now.
+            with contextlib.suppress(OSError, InputError), storage.retry_timeout(0):
+                storage.remove_file(storage.join(job.folder, data_file(ranks.rank, job.tag)))
             raise failure
         self.last = Checkpoint(job.folder)
         self.write_s = time.monotonic() - job.start_s
@@ -270,29 +273,17 @@ class Saver:
         self._told_stall_s = stalled_s
         self._log("checkpoint", fields)
 
-    def _discard(self, job: _Job, rank: int) -> None:
-        """Remove the file of a failed save. The folder stays, because another process may write to it now."""
-        with contextlib.suppress(OSError, InputError), storage.retry_timeout(0):
-            storage.remove_file(storage.join(job.folder, data_file(rank, job.tag)))
-
     def _clean(self, job: _Job, referenced: list[str]) -> None:
         self._scores[job.step] = job.score
         self._damaged.discard(job.step)  # overwritten by this save
         with log_cleanup_errors(f"{self._folder}: checkpoints that could go are left"):
             assert self._lease is not None
             if self._lease.valid():
-                remove_unreferenced(job.folder, referenced, tag=job.tag)
+                # Data files of earlier attempts at this step. A newer attempt may be writing files with later tags.
+                for name in file_sizes(job.folder).keys() - set(referenced):
+                    if is_data_file(name) and name.split(".", maxsplit=1)[0].partition("-")[2] < job.tag:
+                        storage.remove_file(storage.join(job.folder, name))
                 apply_retention(self._folder, self._retention, newest=job.step, scores=self._scores, damaged=self._damaged)
-
-
-_logger = logging.getLogger(__name__)
-
-
-def remove_uncommitted(run_folder: str, lease: Lease) -> None:
-    """Remove the folders of uncommitted saves while the lease is valid."""
-    for folder in uncommitted_folders(run_folder):
-        if lease.valid():
-            storage.remove_folder(folder)
 
 
 def apply_retention(
@@ -328,16 +319,6 @@ def apply_retention(
         storage.remove_file(storage.join(present[step].path, MANIFEST))
         storage.remove_folder(present[step].path)
         scores.pop(step, None)
-
-
-def remove_unreferenced(folder: str, referenced: Iterable[str], *, tag: str) -> None:
-    """Remove data files of earlier attempts at the same step from a committed checkpoint; `tag` is this attempt's.
-
-    Keeps files with later tags, which a newer attempt may be writing.
-    """
-    for name in file_sizes(folder).keys() - set(referenced):
-        if is_data_file(name) and name.split(".", maxsplit=1)[0].partition("-")[2] < tag:
-            storage.remove_file(storage.join(folder, name))
 
 
 @dataclass(frozen=True)

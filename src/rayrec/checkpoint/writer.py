@@ -286,8 +286,15 @@ def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_fil
         extra_files: Called on rank 0 with the folder, before the manifest is written.
     """
     ranks = Communicator.all()
-    # Removes an uncommitted earlier attempt and detects invalid tensors before anything is written.
-    local = ranks.run_on_all_ranks(lambda: _ready(path, tensors, ranks))
+
+    def prepare() -> LocalTensors:
+        local = LocalTensors(tensors)  # detects invalid tensors before anything is written
+        if ranks.first:
+            storage.remove_folder(path)  # an uncommitted earlier attempt
+            storage.make_folder(path)
+        return local
+
+    local = ranks.run_on_all_ranks(prepare)
     copy = HostCopy(make_plan(local, ranks), local.data)
     try:
         copy.fill(local.data)
@@ -298,14 +305,6 @@ def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_fil
     present = [part for part in results if part is not None]
     extra = extra_files and describe_output(extra_files)
     return ranks.run_on_rank0(lambda: commit(path, present, shapes=shapes, state=state, score=None, extra_files=extra))
-
-
-def _ready(path: str, tensors: dict[str, Any], ranks: Communicator) -> LocalTensors:
-    local = LocalTensors(tensors)
-    if ranks.first:
-        storage.remove_folder(path)
-        storage.make_folder(path)
-    return local
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,8 @@ def origin() -> dict[str, str | None]:
     `commit`: of the working directory's repository, with `+` for uncommitted changes, None without one. `machine`: name, CPUs and
     processor. `command`: command line without secrets.
     """
-    return {"commit": _commit(os.getcwd()), "machine": _machine(), "command": command_line(sys.argv)}
+    host = f"{platform.node()}, {os.cpu_count()} CPUs ({platform.machine()}), {platform.system()} {platform.release()}"
+    return {"commit": _commit(os.getcwd()), "machine": host, "command": command_line(sys.argv)}
 
 
 def _commit(folder: str) -> str | None:
@@ -219,7 +220,3 @@ def _commit(folder: str) -> str | None:
     except (OSError, subprocess.SubprocessError):  # no repository, or one that git does not trust
         return None
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
-
-
-def _machine() -> str:
-    return f"{platform.node()}, {os.cpu_count()} CPUs ({platform.machine()}), {platform.system()} {platform.release()}"

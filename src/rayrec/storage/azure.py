@@ -68,11 +68,9 @@ class AzureLocation:
         return cls(f"{container}/{key}".rstrip("/"), named, url)
 
     def store(self) -> tuple[str, ...]:
-        """Return a key that is equal for locations between which the store can copy."""
         return ("az", self.account, self.blob_url)
 
     def connection(self) -> tuple[object, ...]:
-        """Return everything that a connection to the store depends on."""
         return self.account, self.blob_url, *(os.environ.get(name) for name in _SETTINGS)
 
     def address(self) -> tuple[str, int] | None:

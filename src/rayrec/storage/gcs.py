@@ -62,11 +62,9 @@ class GcsLocation:
         return cls(body.removeprefix("anonymous@").rstrip("/"), endpoint or None, anonymous)
 
     def store(self) -> tuple[str, ...]:
-        """Return a key that is equal for locations between which the store can copy."""
         return ("gs", self.endpoint or "")
 
     def connection(self) -> tuple[object, ...]:
-        """Return everything that a connection to the store depends on."""
         return self.endpoint, self.anonymous, *(os.environ.get(name) for name in _SETTINGS)
 
     def address(self) -> tuple[str, int] | None:

@@ -77,11 +77,9 @@ class S3Location:
         return cls(body.rstrip("/"), endpoint, region, flags)
 
     def store(self) -> tuple[str, ...]:
-        """Return a key that is equal for locations between which the store can copy."""
         return ("s3", self.endpoint or "")
 
     def connection(self) -> tuple[object, ...]:
-        """Return everything that a connection to the store depends on."""
         bucket = self.inner.partition("/")[0]
         return self.endpoint, self.region or bucket, self.flags, *(os.environ.get(name) for name in _SETTINGS)
 
@@ -103,12 +101,14 @@ class S3Location:
             raise InputError("AWS_ENDPOINT_URL: must be an address such as https://host:port")
         bucket = self.inner.partition("/")[0]
         region = self.region or ("us-east-1" if endpoint else arrow_fs.resolve_s3_region(bucket))
+        # Retries of the AWS SDK that take `limit_s` if each attempt fails at once.
+        num_retries = math.ceil(math.log2(limit_s / _SDK_FIRST_WAIT_S + 1)) if limit_s > 0 else 0
         options: dict[str, Any] = {
             "region": region,
             "connect_timeout": _CONNECT_S,
             "request_timeout": _SILENCE_S,
             "allow_delayed_open": True,  # a small file is one request instead of three
-            "retry_strategy": arrow_fs.AwsDefaultS3RetryStrategy(max_attempts=_sdk_retries(limit_s)),
+            "retry_strategy": arrow_fs.AwsDefaultS3RetryStrategy(max_attempts=num_retries),
             **dict.fromkeys(self.flags, True),
         }
         if endpoint:
@@ -129,8 +129,3 @@ def _profile() -> dict[str, str]:
         raise InputError(f"{file}: must be an AWS config file. Fix it or set AWS_CONFIG_FILE to another") from None
     section = "default" if name == "default" else f"profile {name}"
     return dict(parser[section]) if parser.has_section(section) else {}
-
-
-def _sdk_retries(limit_s: float) -> int:
-    """Return the number of AWS SDK retries that take `limit_s` if each attempt fails at once. 0 for none."""
-    return math.ceil(math.log2(limit_s / _SDK_FIRST_WAIT_S + 1)) if limit_s > 0 else 0

@@ -29,9 +29,11 @@ class StoreLocation(Protocol):
     @property
     def inner(self) -> str: ...
 
-    def store(self) -> tuple[str, ...]: ...
+    def store(self) -> tuple[str, ...]:
+        """Return a key that is equal for locations between which the store can copy."""
 
-    def connection(self) -> tuple[object, ...]: ...
+    def connection(self) -> tuple[object, ...]:
+        """Return everything that a connection to the store depends on."""
 
     def address(self) -> tuple[str, int] | None: ...
 
