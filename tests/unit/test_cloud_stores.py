@@ -1,7 +1,7 @@
-"""gs://, az:// and s3:// behave as local paths do: whole files, lists, ranges, outages waited out, a line on what is wrong.
+"""gs://, az:// and s3:// compared with local paths: atomic files, lists, ranges, outages, one-line errors.
 
-gs:// is gcp-storage-emulator, az:// a small server of Blob REST calls (blob_server.py), and, if RAYREC_TEST_AZURITE names it,
-Azurite too, s3:// moto.
+gs:// is gcp-storage-emulator, az:// a small server of Blob REST calls (blob_server.py), and Azurite if RAYREC_TEST_AZURITE names
+it, s3:// moto.
 """
 
 import re
@@ -29,7 +29,7 @@ MIB = 1 << 20
     scope="module", params=[pytest.param(kind, marks=[pytest.mark.extended] * (kind == "s3")) for kind in cloud_stores.KINDS]
 )
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[cloud_stores.CloudStore]:
-    """A store that runs, reached by the standard variables alone."""
+    """Running store, configured by the standard variables only."""
     server = cloud_stores.KINDS[request.param](tmp_path_factory.mktemp(request.param))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():

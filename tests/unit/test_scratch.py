@@ -1,4 +1,4 @@
-"""Temporary folders of processes that are killed: which go, and which stay."""
+"""Temporary folders of killed processes: which are removed, and which stay."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ sys.stdin.read()
 
 
 def sweep(folder: Path) -> list[str]:
-    """As a new process does; what is left."""
+    """Clean up like a new process, and return the remaining folders."""
     scratch._remove_abandoned.cache_clear()
     with Scratch("later", parent=str(folder)) as own:
         return [str(path) for path in folder.iterdir() if str(path) != own]
@@ -45,7 +45,7 @@ def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 def test_folder_removed_as_abandoned_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another process, between its making and its locking."""
+    """Removed by another process between its creation and its lock."""
     make, made = tempfile.mkdtemp, []
 
     def mkdtemp(prefix: str, dir: str) -> str:

@@ -1,4 +1,4 @@
-"""Files are found in numeric order, read in pieces, and appear whole or not at all."""
+"""Files: natural order, ranges and atomic writes."""
 
 import json
 import math
@@ -439,7 +439,7 @@ def test_storage_imports_neither_torch_nor_ray() -> None:
 
 
 def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another endpoint has other objects under the same name, or none."""
+    """Another endpoint has other objects under the same name."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://a:1")
     other = "?endpoint_override=b:1&scheme=http"
     assert files.same_store("s3://one/x", "s3://two/y")
@@ -460,7 +460,7 @@ def test_json_writes_nan_as_null(tmp_path: Path) -> None:
 
 
 class StoreThatIsOut:
-    """The first `answers` requests get an answer; counts the streams that were made."""
+    """Store that answers the first `answers` requests, and counts the created streams."""
 
     def __init__(self, *, answers: int) -> None:
         self.answers, self.streams = answers, 0

@@ -1,4 +1,4 @@
-"""Several processes save and restore together: any number of them, asynchronously, through trouble of one of them."""
+"""Saves and restores of several processes, with other world sizes, asynchronous saves and failing ranks."""
 
 import os
 import shutil

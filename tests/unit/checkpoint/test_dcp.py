@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint saves and loads in rayrec's format, and rayrec reads what it saved."""
+"""Checkpoints through torch.distributed.checkpoint, and its checkpoints in rayrec."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_dcp_rejects_invalid_values_and_folders(tmp_path: Path) -> None:
 
 
 def ranks(folder: str, rank: int) -> None:
-    """Saves sharded tensors by DCP, and loads them by both."""
+    """Save sharded tensors with DCP, and load them with both."""
     path = f"{folder}/step"
     dcp.save(sharded(), storage_writer=CheckpointWriter(path))
     loaded, restored = sharded(0), sharded(0)

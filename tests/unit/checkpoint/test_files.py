@@ -1,4 +1,4 @@
-"""The files of a checkpoint: complete or not at all, damage found by file name, free of pickle; hashes, versions, URLs."""
+"""Checkpoint files: atomic saves, damage errors, no pickles, hashes, versions, URLs."""
 
 import hashlib
 import json
@@ -62,7 +62,7 @@ def test_restore_returns_saved_tensors(tmp_path: Path) -> None:
 
 
 def test_undefined_metric_keeps_checkpoint_valid(tmp_path: Path) -> None:
-    """As AUROC over rows of one class: JSON has no NaN."""
+    """AUROC of a single class is NaN, which JSON lacks."""
     progress = {"step": 12, "metrics": {"auroc": float("nan"), "logloss": 0.5}, "best_metrics": {}}
     saved = save(tmp_path, 12, state={"progress": progress})
     found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged"))
@@ -110,7 +110,7 @@ def extra(folder: str) -> None:
 
 
 def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever dies on the way leaves no checkpoint behind, and the one before is still the latest."""
+    """A save that fails at any point leaves no checkpoint, and the previous one stays the latest."""
     before = save(tmp_path, 1)
 
     dies = raising(KeyboardInterrupt())
@@ -213,7 +213,7 @@ def test_manifest_checksum_detects_every_flipped_bit(tmp_path: Path) -> None:
 
 
 def test_damage_is_logged_once(tmp_path: Path) -> None:
-    """A second look, after a restore has found damage that the first did not see, does not report the first's again."""
+    """A second call, after a restore found more damage, does not log the first damage again."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step, tensors={"a": torch.zeros(1)})
     folder = str(tmp_path)
@@ -245,7 +245,7 @@ def test_restore_rejects_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_manifest_rejects_another_version(tmp_path: Path, version: int) -> None:
-    """It is no damage: to go back, or to the start, would be to throw away what another rayrec can read."""
+    """Another version is not damage: resuming from an older checkpoint would discard it."""
     saved = save(tmp_path)
     manifest = {**saved.manifest(), "version": version}
     sealed = {key: manifest[key] for key in manifest if key != "checksum"} if version == 1 else seal(manifest)

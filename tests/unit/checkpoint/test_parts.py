@@ -1,4 +1,4 @@
-"""Small parts of saving: which checkpoints are kept, what ranks write, leases of folders, copies on the host."""
+"""Retention, save plans, leases and host memory copies."""
 
 import logging
 import os

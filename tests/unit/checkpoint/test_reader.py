@@ -1,4 +1,4 @@
-"""Rows of a chunk are read by blocks: whatever rows are asked for, in ranges of whatever size."""
+"""Row ranges of any size, read from checkpoints in blocks."""
 
 import errno
 import itertools
@@ -26,7 +26,7 @@ from rayrec.config import InputError
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
-    """A tensor in one chunk whose rows (12 bytes) do not fit into its blocks (100 bytes)."""
+    """Save a tensor in one chunk whose rows (12 bytes) span its blocks (100 bytes)."""
     folder = str(tmp_path_factory.mktemp("run") / "step_00000001")
     values = torch.randn(83, 3)
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +100,7 @@ def test_aligned_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("name", ["data_00000.safetensors", "config.yaml", "manifest.json"])
 def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    """An earlier checkpoint helps; a store that is out is another matter."""
+    """An earlier checkpoint is used for unreadable files, but not during an outage of a store."""
     first, second = (Checkpoint(checkpoint.folder_of(str(tmp_path), step)) for step in (1, 2))
     for saved in (first, second):
         checkpoint.save(
@@ -144,7 +144,7 @@ def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_truncated_file_raises_instead_of_crashing(tmp_path: Path) -> None:
-    """Cut while it is read, which a memory map would answer with SIGBUS."""
+    """Truncated during the read, which would raise SIGBUS in a memory map."""
     path = str(tmp_path / "step_00000001")
     checkpoint.save(path, {"a": torch.ones(100_000)}, state={})
     tensors = checkpoint.full_tensors(Checkpoint(path))

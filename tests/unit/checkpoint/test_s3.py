@@ -1,4 +1,4 @@
-"""Checkpoints in an S3 store: written as streams, found, read in part, pruned; late while the store is unavailable."""
+"""Checkpoints in an S3 store: streamed writes, partial reads, retention, and late saves during an outage."""
 
 from __future__ import annotations
 

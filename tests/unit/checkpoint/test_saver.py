@@ -1,4 +1,4 @@
-"""Saving while training continues, by one process: what is saved, what is late, what is removed, what is refused."""
+"""Background saves of one process: content, late saves, retention, invalid values."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ def values(factor: float = 1) -> dict[str, torch.Tensor]:
 
 
 def save_all(saver: Saver, *steps: int) -> None:
-    """Save each step with values of its own, and end the saver."""
+    """Save each step with its own values, and close the saver."""
     for step in steps:
         save(saver, step, values(step))
     saver.close()
@@ -156,7 +156,7 @@ def test_damaged_checkpoints_do_not_count_for_retention(run: Run) -> None:
 
 
 def test_saver_overwrites_same_step(run: Run) -> None:
-    """By one process and by the next: there is a checkpoint all the time, and nothing of the older is left."""
+    """Overwritten by one process and by the next, with a valid checkpoint at all times and no leftovers."""
     for _ in range(2):
         saver, gate = run.saver(), threading.Event()
         for factor in (2, 3):
@@ -382,7 +382,7 @@ def test_extra_files_are_copied_without_hard_links(run: Run, source: Path, monke
 
 @pytest.mark.parametrize("largest", [1 << 30, 2])
 def test_store_copies_extra_files_internally(source: Path, monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
-    """But not files that are too long for it; these come from their source again."""
+    """Files that are too large for the store to copy come from their source."""
     store = SlowStore(latency_s=0).installed(monkeypatch)
     monkeypatch.setattr(storage.files, "same_store", lambda *urls: all(url.startswith("slow://") for url in urls))
     monkeypatch.setattr(storage.files, "_LARGEST_COPY_BYTES", largest)
@@ -416,7 +416,7 @@ def test_missing_extra_file_is_copied_from_source(run: Run, source: Path, harm: 
 
 
 def test_overwriting_save_keeps_checkpoint_valid_until_commit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a run was stopped before an evaluation, and resumes with another --checkpoint.every."""
+    """Happens if a run is stopped before an evaluation, and resumes with another --checkpoint.every."""
     save_all(run.saver(extra_files={"config.yaml": b"every: 5"}), 1)
     saved, stored = run.at(1), run.path(1, "config.yaml")
     saver = run.saver(extra_files={"config.yaml": b"every: 7", "more.txt": b"x"})

@@ -1,4 +1,4 @@
-"""Which stored tensors a row-wise state is read from, and what it becomes (all plans: integration/test_resharding.py)."""
+"""Row-wise optimizer state under other column splits. integration/test_resharding.py tests all plans."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ NAME = "optimizer.weight.momentum1"
 
 
 def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
-    """3 rows by 8 columns."""
+    """Weights of 3 rows by 8 columns."""
     model = torch.nn.Linear(8, 3, bias=False)
     return model, data_parallel_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
 
@@ -57,7 +57,7 @@ def test_missing_state_is_requested_by_name() -> None:
 
 
 def test_restore_rejects_another_optimizer(tmp_path: Path) -> None:
-    """Restoring the rest would drop it without a word."""
+    """Restoring only the rest would drop it silently."""
     model = torch.nn.Linear(8, 3)
     adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
     make_state(adam)

@@ -1,4 +1,4 @@
-"""Storage that fails while a checkpoint is written: it is retried, reported, and in the end given up in one line."""
+"""Storage failures during a save: retries, logs, and one-line errors in the end."""
 
 import os
 import resource
@@ -120,7 +120,7 @@ def test_close_returns_during_outage(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """4 MiB."""
+    """File system of 4 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -156,7 +156,7 @@ def test_full_disk_delays_save_then_raises(run: Run, small_disk: Path) -> None:
 
 
 def test_file_size_limit_delays_save(run: Run) -> None:
-    """As a quota does: the write itself fails, midway."""
+    """Fails in the middle of a write, like a quota."""
     saver = run.saver()
     save(saver, 1, values(1, num=10_000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""The private names of Ray, torch and TorchRec exist in the installed versions and take the arguments that rayrec gives them."""
+"""Private names of Ray, torch and TorchRec in the installed versions, and the arguments they accept."""
 
 import inspect
 from types import ModuleType

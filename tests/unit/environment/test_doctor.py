@@ -1,4 +1,4 @@
-"""The doctor names what does not fit and the command that fixes it, and survives imports that end the process."""
+"""Findings of the doctor, their fixes, and imports that crash."""
 
 import json
 import sys
@@ -304,7 +304,7 @@ def test_missing_packaging_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Modules that import, raise, end the process, and never end."""
+    """Modules that import, raise, crash and hang."""
     sources = {
         "fine": "__version__ = '1.2'\nprint('noise')",
         "chatty": "import sys; print('{\"module\": ', file=sys.stderr)",

@@ -1,4 +1,4 @@
-"""Arrays of TorchRec's own scripts train as the same rows do when they are given raw; what cannot be trained on is refused."""
+"""Adopted arrays of TorchRec's scripts: training matches raw rows, and invalid arrays are rejected."""
 
 import functools
 import json
@@ -43,7 +43,7 @@ train = functools.partial(rayrec.train, console=QUIET)
 
 @pytest.fixture(scope="module")
 def npy(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three days by TorchRec's first script: ids are hashes, int64."""
+    """Write three days like TorchRec's first script: hashed int64 IDs."""
     folder = tmp_path_factory.mktemp("torchrec")
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     days = []
@@ -57,21 +57,21 @@ def npy(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def arrays(npy: Path) -> Path:
-    """The same by all three scripts: contiguous ids, int32, shuffled but for the last day, whose ids stay int64."""
+    """Write three days like all three scripts: contiguous int32 IDs, shuffled except for the last day, whose IDs stay int64."""
     write_contiguous_and_shuffled(npy, npy.parent / "arrays", rows=ROWS, threshold=2)
     return npy.parent / "arrays"
 
 
 @pytest.fixture(scope="module")
 def adopted(arrays: Path) -> Path:
-    """A folder of its own, since others adopt `arrays` themselves."""
+    """Adopt a copy, because other tests adopt `arrays` themselves."""
     adopt(str(arrays), out=str(arrays.parent / "adopted"), rows_per_segment=SEGMENT)
     return arrays.parent / "adopted"
 
 
 @pytest.fixture(scope="module")
 def raw(arrays: Path, adopted: Path) -> Path:
-    """The rows of `arrays` as a raw log: a Parquet file a day, whose row groups are as large as the segments of `adopted`."""
+    """Write the rows of `arrays` as a raw log: a Parquet file per day, with row groups as large as the segments of `adopted`."""
     folder = arrays.parent / "raw"
     folder.mkdir()
     for number in range(len(ROWS)):
@@ -113,7 +113,7 @@ def config_of(path: Path, runs: Path, name: str, **changes: Any) -> TrainConfig:
 
 
 def from_raw(config: TrainConfig, adopted: Path) -> TrainConfig:
-    """As `config`, for the raw log of the rows of adopted data."""
+    """Return the counterpart of `config` for the raw log of adopted rows."""
     preprocessor = Preprocessor.load(str(adopted / "preprocessor"))
     workload = {"schema": preprocessor.schema.to_dict(), "preprocessor": str(adopted / "preprocessor")}
     preset = {"multi_hot": None, "split": {"kind": "last_file"}}
@@ -172,7 +172,7 @@ def test_adopt_splits_last_day_like_torchrec(arrays: Path, adopted: Path) -> Non
 
 
 def test_adopt_reads_mixed_integer_types(adopted: Path) -> None:
-    """The last day's ids have 64 bits, the others' 32."""
+    """IDs of the last day have 64 bits, the others 32."""
     order = np.random.default_rng(0).permutation(sum(ROWS))
     rows, ordered = read(adopted), read(adopted, order)
     assert ordered.ids[0].dtype == np.int32
@@ -212,7 +212,7 @@ def test_adopt_notes_hashed_ids(npy: Path, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.fixture(scope="module")
 def runs(adopted: Path, raw: Path) -> tuple[Path, Path]:
-    """A run on adopted arrays, and one on the same rows given raw."""
+    """Train on adopted arrays, and on the same raw rows."""
     folder = adopted.parent / "runs"
     train(config_of(adopted, folder, "adopted"))
     train(from_raw(config_of(raw, folder, "raw"), adopted))
@@ -232,7 +232,7 @@ def test_adopted_training_matches_raw_training(runs: tuple[Path, Path]) -> None:
 
 
 def test_adopted_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp_path: Path) -> None:
-    """Without its last checkpoint it is trained from the one before, in the middle of the epoch."""
+    """Resumes from the second last checkpoint, in the middle of the epoch."""
     run = copy_of(runs[0], tmp_path / "adopted")
     shutil.rmtree(run / "checkpoints" / "step_00000016")
     (run / "summary.json").unlink()
@@ -243,7 +243,7 @@ def test_adopted_run_resumes_exactly(runs: tuple[Path, Path], adopted: Path, tmp
 
 
 def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path, raw: Path, arrays: Path, tmp_path: Path) -> None:
-    """By evaluate and predict, by an export of the model, and over HTTP, where a row carries its numbers and ids as they are."""
+    """Compares evaluate, predict, an export of the model, and HTTP, with unchanged numbers and IDs in the request."""
     run = str(runs[0])
     assert rayrec.evaluate(run, str(adopted)) == rayrec.evaluate(run, str(raw))
     for name, path in (("of-adopted", adopted), ("of-raw", raw)):
@@ -265,7 +265,7 @@ def test_adopted_scores_match_raw_scores(runs: tuple[Path, Path], adopted: Path,
 
 
 def test_adopt_reuses_preprocessor_of_run(runs: tuple[Path, Path], arrays: Path, adopted: Path, tmp_path: Path) -> None:
-    """An id that the run's tables lack is taken modulo their rows."""
+    """IDs missing from the run's tables are taken modulo their rows."""
     folder = tmp_path / "more"
     folder.mkdir()
     for part in PARTS:
@@ -290,7 +290,7 @@ def test_adopted_plan_has_array_tables(adopted: Path, tmp_path: Path) -> None:
 
 
 def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
-    """Archives as materialize_synthetic_multihot_dataset.py writes them, in a folder without labels and dense features."""
+    """Archives like those of materialize_synthetic_multihot_dataset.py, without labels and dense features."""
     bags, raw = tmp_path / "bags", tmp_path / "raw"
     bags.mkdir()
     raw.mkdir()
@@ -328,7 +328,7 @@ def changed(folder: Path, name: str, change: Callable[[np.ndarray], np.ndarray |
 
 
 def test_adopt_skips_invalid_rows(arrays: Path, tmp_path: Path) -> None:
-    """An infinite number, as TorchRec's scripts of before June 2025 write for -3, and a label that is none."""
+    """Invalid: an infinite number, which TorchRec's scripts before June 2025 write for -3, and a label other than 0 and 1."""
     folder = copy_of(arrays, tmp_path / "arrays")
     dense, labels = (np.load(folder / f"day_0_{part}.npy") for part in ("dense", "labels"))
     dense[[0, 131, 132], 2], labels[[200, 0]] = (-np.inf, np.nan, np.inf), 2
@@ -428,7 +428,7 @@ def test_adopt_names_wrong_labels_and_fix(arrays: Path, tmp_path: Path) -> None:
 
 
 def test_adopt_rejects_ids_above_table_limit(arrays: Path, tmp_path: Path) -> None:
-    """What it writes can be read: the largest id is that of the largest table."""
+    """IDs up to the limit can be written and read."""
     folder = copy_of(arrays, tmp_path / "arrays")
 
     def put_id(value: int) -> None:

@@ -1,4 +1,4 @@
-"""Shards that MosaicML's own writer made are read and trained on as they are; what cannot be is refused in one line."""
+"""Adopted shards of MosaicML's writer: training matches rayrec's shards, and invalid shards are rejected in one line."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ MASK = np.ones(BLOCK, np.uint8)
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ids below 260."""
+    """Tokenizer with IDs below 260."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(bytes_bpe(["the cat and the hat and the bat"] * 4, 260), str(folder))
     return folder
@@ -104,7 +104,7 @@ def test_adopt_writes_next_to_shards_at_url(tmp_path: Path, tokenizer: Path, com
 
 
 def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenizer: Path) -> None:
-    """The same tokens, written by rayrec and, compressed and with other columns, by MosaicML's writer; linked to, not copied."""
+    """Equal tokens, written by rayrec and by MosaicML's writer, compressed and with other columns. Linked, not copied."""
     columns = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int32"}
     for name, rows in (("train", ROWS[:48]), ("val", ROWS[48:])):
         write(
@@ -162,7 +162,7 @@ def fixed(row: np.ndarray) -> dict[str, Any]:
 
 
 def flipped(folder: Path) -> Path:
-    """A bit of the second shard."""
+    """Flip a bit of the second shard."""
     path = sorted(folder.glob("shard*"))[1]
     data = bytearray(path.read_bytes())
     data[-9] ^= 4

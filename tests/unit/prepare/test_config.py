@@ -1,4 +1,4 @@
-"""Which engine prepares a log; decided without a Ray."""
+"""Choice of the engine, without starting Ray."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from rayrec.storage import cache
 
 
 class Ray:
-    """Notes what is asked of it."""
+    """Recorder of calls to Ray."""
 
     def __init__(self) -> None:
         self.addresses: list[str | None] = []

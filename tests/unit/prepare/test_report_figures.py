@@ -1,4 +1,4 @@
-"""Tallies against plain Python, in any division of the rows; the arithmetic against numbers worked out by hand."""
+"""Statistics compared with plain Python for any division of the rows, and figures compared with manual results."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""`rayrec split`: each row is in one part, unchanged and in its order; the same parts for any engine, block and cut."""
+"""`rayrec split`: each row is in one part, unchanged and in order, for any engine, block size and cut."""
 
 import gzip
 import json
@@ -54,7 +54,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
-    """Rows that are not in the order of their times; `note` is in no schema."""
+    """Create rows that are not sorted by time; `note` is not in the schema."""
     chance = np.random.default_rng(0)
     return pa.table(
         {
@@ -69,7 +69,7 @@ def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
 
 
 def written(table: pa.Table, folder: Path, *, files: int = 3) -> str:
-    """As Parquet files with small row groups."""
+    """Write Parquet files with small row groups."""
     folder.mkdir()
     size = -(-len(table) // files)
     for number in range(files):
@@ -82,7 +82,7 @@ def split(path: str, out: Path, by: Any, **options: Any) -> dict[str, Any]:
 
 
 def parts_of(out: Path) -> dict[str, pa.Table]:
-    """The rows of each part, in the order of the files."""
+    """Return the rows of each part, in file order."""
     files = {name: sorted(out.glob(f"{name}-*.parquet")) for name in ("train", "validation", "test")}
     return {name: pa.concat_tables([*map(pq.read_table, of_part)]) for name, of_part in files.items() if of_part}
 
@@ -92,7 +92,7 @@ def numbers(table: pa.Table) -> list[int]:
 
 
 def check_whole(parts: dict[str, pa.Table], table: pa.Table) -> None:
-    """Each row once, unchanged, those of a part in their order."""
+    """Check that each row exists once, unchanged, and in order within its part."""
     found = {name: numbers(part) for name, part in parts.items()}
     assert sorted(number for of_part in found.values() for number in of_part) == list(range(len(table)))
     for name, part in parts.items():
@@ -243,7 +243,7 @@ def test_split_writes_csv_as_parquet_text(tmp_path: Path) -> None:
 
 
 def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quoted fields have line ends, at many of which the file is cut first. Rows, parts and faults are those of one task."""
+    """Quoted fields contain line breaks, where the file is often cut first. Rows, parts and faults match those of one task."""
     lines = ["note,click,at,price,user,item"]
     for number in range(2000):
         note = '"' + f"a line\n{number % 2},1,2,3,4,5\n" * (number % 7) + f'row {number}"'

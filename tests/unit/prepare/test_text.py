@@ -1,4 +1,4 @@
-"""Text becomes rows of tokens: all of it, in order, held-out text apart, the same bytes whatever happened on the way."""
+"""Token rows of text: complete, in order, with a separate validation set, and the same bytes after interruptions."""
 
 import gzip
 import json
@@ -121,7 +121,7 @@ def test_characters_tokenizer_matches_text(here: LoopEngine, beer: Path, tmp_pat
 
 
 def test_custom_tokenizer_is_used(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
-    """A folder, also in GPT-2's older form; nothing else that lies there is taken along."""
+    """Reads a folder, also in GPT-2's older form, and copies no other files."""
     first = prepared(beer, tmp_path / "first")
     own = tmp_path / "first" / "tokenizer"
     (own / "model.safetensors").write_bytes(b"weights")
@@ -157,7 +157,7 @@ def test_ids_above_16_bits_are_stored(here: LoopEngine, beer: Path, tmp_path: Pa
 
 
 def test_files_are_separated_by_end_tokens(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
-    """Plain and gzip, by folder, glob and names."""
+    """Plain and gzip files, by folder, glob and names."""
     prepared(beer, tmp_path / "one")
     folder = tmp_path / "many"
     folder.mkdir()

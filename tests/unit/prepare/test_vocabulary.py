@@ -1,4 +1,4 @@
-"""The Preprocessor of a log's training rows, counted while the log is indexed: every segment of text is parsed once for both."""
+"""Preprocessors counted while the log is indexed, with a single parse of each text segment."""
 
 from collections import Counter
 from pathlib import Path
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Parsed:
-    """How often each segment of a file of text was parsed, by its first byte."""
+    """Parse count of each segment of a text file, by its first byte."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.segments: Counter[int] = Counter()
@@ -43,14 +43,14 @@ class Parsed:
         monkeypatch.setattr(TextParser, "parse", noted)
 
     def beyond(self, times: int) -> float:
-        """All segments were parsed at least so often; how many were parsed beyond that, as a share of all."""
+        """Check that all segments were parsed at least N times, and return the additional parses as a fraction of all."""
         assert len(self.segments) > 50
         assert min(self.segments.values()) == times
         return self.segments.total() / len(self.segments) - times
 
 
 def separately(path: Path, config: PreparationConfig, rows: tuple[int, int] | None) -> Preprocessor:
-    """The Preprocessor of some rows of a log (None: all), counted from an index that is there."""
+    """Count some rows of a log (None: all) with an existing index."""
     engine = ThreadEngine(1)
     index: LogIndex = raw_index(str(path), config, engine, CONSOLE)
     parts = list(index.parts(*(rows or (0, index.rows))))
@@ -137,7 +137,7 @@ def test_schema_without_tokens_fits_plain_csv(tmp_path: Path) -> None:
 
 
 def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
-    """Its preprocessed data, too; but a schema that cannot be of such text is refused as before."""
+    """Its preprocessed data too. A schema that cannot match such text is rejected."""
     log_path = tmp_path / "day_0"
     log_path.write_text("".join(f"{n % 2}\t{n}\t{n % 7:08x}\n" for n in range(60)))
     made = []
