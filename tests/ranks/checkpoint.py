@@ -243,7 +243,7 @@ def save_in_background(folder: str, rank: int) -> None:
         assert saver.begin(2, values, state={}, score=None)
         assert "step_00000002: no space left. Free some or choose another --storage-path" in raised(saver.wait)
     save_now(saver, 3, values)  # space is there again
-    assert "rates is no tensor" in raised(
+    assert "rates: must be a tensor" in raised(
         lambda: saver.begin(4, {**values, **({"rates": 1} if rank else {})}, state={}, score=None)
     )
     assert "not JSON serializable" in raised(

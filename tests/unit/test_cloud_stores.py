@@ -154,7 +154,7 @@ def test_missing_bucket_raises_one_line(store: cloud_stores.CloudStore) -> None:
     other = store.bucket.replace("logs", "none")
     for call in (lambda: storage.write_bytes(f"{other}/a", b"x"), lambda: storage.read_bytes(f"{other}/a"),
                  lambda: storage.list_files(f"{other}/a")):  # fmt: skip
-        with pytest.raises(InputError, match=rf"^{other}: no such (bucket|container); create it"):
+        with pytest.raises(InputError, match=rf"^{other}: (bucket|container) not found; create it"):
             call()
 
 

@@ -235,7 +235,7 @@ def test_write_replaces_only_one_linked_file(tmp_path: Path, prefix: str, replac
     assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == [kept.name, "other"]
 
 
-# ErrorKind of stores ---------------------------------------------------------------------------------------------------
+# Errors of stores
 
 # As pyarrow says it, of a real store.
 _HEAD = "When getting information for key 'a' in bucket 'logs': AWS Error {} during HeadObject operation: {}"
@@ -363,7 +363,7 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert GcsLocation.of("gcs://b/a?endpoint_override=x.com") == GcsLocation("b/a", "https://x.com", anonymous=False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
     assert GcsLocation.of("gs://bucket/a") == GcsLocation("bucket/a", "http://127.0.0.1:9", anonymous=True)
-    with pytest.raises(InputError, match="names no storage account; set AZURE_STORAGE_ACCOUNT"):
+    with pytest.raises(InputError, match=r"storage account not found\. Set AZURE_STORAGE_ACCOUNT"):
         AzureLocation.of("az://logs/a")
     url = "abfss://logs@acct.dfs.core.windows.net/a/b"
     assert AzureLocation.of(url) == AzureLocation("logs/a/b", "acct", "https://acct.blob.core.windows.net")
@@ -374,7 +374,7 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert AzureLocation.of("az://logs/a") == AzureLocation("logs/a", "tester", "http://h:1")
     assert AzureLocation.of("az://logs@acct/a").blob_url == "https://acct.blob.core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "hush")
-    with pytest.raises(InputError, match=r"^AZURE_STORAGE_CONNECTION_STRING: is no list") as raised:
+    with pytest.raises(InputError, match=r"^AZURE_STORAGE_CONNECTION_STRING: must be a list") as raised:
         AzureLocation.of("az://logs/a")
     assert "hush" not in str(raised.value)
 
@@ -398,7 +398,7 @@ def test_s3_location_matches_aws_tools(tmp_path: Path, monkeypatch: pytest.Monke
         assert (place.inner, place.endpoint, place.region) == expected
     assert S3Location.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
     config.write_text("rubbish")
-    with pytest.raises(InputError, match="not a configuration of AWS"):
+    with pytest.raises(InputError, match="must be an AWS config file"):
         S3Location.of("s3://bucket")
 
 

@@ -134,7 +134,7 @@ def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(storage, "write_json", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path)
-    with pytest.raises(TypeError, match=r"rates is no tensor"):
+    with pytest.raises(TypeError, match=r"rates: must be a tensor"):
         save(tmp_path, tensors={"rates": [1, 2]})
 
 
@@ -163,7 +163,7 @@ def test_damage_error_names_file(tmp_path: Path, name: str, how: str) -> None:
     path = Path(saved.path, name)
     harm(path, how)
     tensor = {"model.weight": torch.ones(40, 10)}
-    with pytest.raises(DamagedError, match=rf"{re.escape(str(path))}: (damaged|cut|missing).*use an earlier") as caught:
+    with pytest.raises(DamagedError, match=rf"{re.escape(str(path))}: (damaged|truncated|missing).*use an earlier") as caught:
         checkpoint.restore(saved, tensor)
     assert name != "data_00000.safetensors" or "model.weight" in str(caught.value)
     with pytest.raises(DamagedError, match=re.escape(name)):
@@ -267,14 +267,14 @@ def test_weights_hash_is_stable_and_reads_bounded_ranges(tmp_path: Path, monkeyp
         expected.update(f"{name}\0{dtypes[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
         expected.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     sizes: list[int] = []
-    read = reader._rows_of
+    read = reader.TableReader.rows
 
     def noting(*arguments: Any) -> torch.Tensor:
         rows = read(*arguments)
         sizes.append(rows.nbytes)
         return rows
 
-    monkeypatch.setattr(reader, "_rows_of", noting)
+    monkeypatch.setattr(reader.TableReader, "rows", noting)
     monkeypatch.setattr(reader, "_WINDOW_BYTES", 1000)
     assert checkpoint.weights_sha256(saved) == expected.hexdigest()
     assert max(sizes) <= 1000
@@ -299,7 +299,7 @@ def test_weights_hash_changes_only_with_weights(tmp_path: Path) -> None:
     assert len(seen) == 6
 
 
-def test_urls(tmp_path: Path) -> None:
+def test_restore_reads_file_url(tmp_path: Path) -> None:
     saved = Checkpoint(f"file://{tmp_path}/checkpoints/step_00000001")
     checkpoint.save(saved.path, tensors(), state={})
     target = zeros()

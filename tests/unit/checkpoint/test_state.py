@@ -65,12 +65,12 @@ def test_restore_rejects_another_optimizer(tmp_path: Path) -> None:
     save(saved.path, all_tensors(model, adam), state={})
     restore_all(saved, model, adam)
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
-    with pytest.raises(InputError, match=r"step_00000001: holds optimizer\.bias\.exp_avg, which the optimizer of this run"):
+    with pytest.raises(InputError, match=r"step_00000001: contains optimizer\.bias\.exp_avg, which the optimizer of this run"):
         restore_all(saved, model, sgd)
     smaller = torch.nn.Linear(8, 3, bias=False)
     save(saved.path, model_tensors(model), state={})
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(smaller.named_parameters()))
-    with pytest.raises(InputError, match=r"step_00000001: holds model\.bias, which the model of this run"):
+    with pytest.raises(InputError, match=r"step_00000001: contains model\.bias, which the model of this run"):
         restore_all(saved, smaller, sgd)
 
 
