@@ -61,6 +61,7 @@ CUDA = {
 WORKS = {name: Probe(ok=True, version="1", import_s=0.5) for name in ("torch", "fbgemm_gpu", "torchrec", "ray")}
 WORKS_ON_CUDA = {**WORKS, "torch": replace(WORKS["torch"], cuda_build="13.0", cuda_devices=1)}
 ANEW = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
+BARE = "pip install --no-deps"
 
 
 def _without(installed: dict[str, Installed], *names: str) -> dict[str, Installed]:
@@ -147,21 +148,37 @@ def test_missing_torchrec_or_fbgemm_is_problem(gone: tuple[str, ...], machine: M
     assert finding.remedy == commands
 
 
-@pytest.mark.parametrize(("machine", "build"), [(MACHINE, "fbgemm-gpu-cpu==1.8.0"), (GPU_MACHINE, "fbgemm-gpu==1.8.0")])
-def test_both_fbgemm_builds_are_problem(machine: Machine, build: str) -> None:
-    installed = {**CUDA, "fbgemm-gpu-cpu": CPU["fbgemm-gpu-cpu"]}
-    finding = _only(diagnose(installed, WORKS_ON_CUDA, machine))
-    assert finding.kind == "problem"
-    assert "overwritten" in finding.text
-    assert finding.remedy == (ANEW, f"pip install --no-deps {build}")
+BOTH = "fbgemm-gpu and fbgemm-gpu-cpu are both installed and have overwritten each other's module fbgemm_gpu"
+NO_DEVICE = "fbgemm-gpu is the CUDA build, which does not import without a CUDA device"
 
 
-def test_cuda_fbgemm_without_device_is_problem() -> None:
-    fails = Probe(ok=False, error="OSError: libcuda.so.1: cannot open shared object file")
-    findings = diagnose(CUDA, {**WORKS, "fbgemm_gpu": fails, "torchrec": fails}, MACHINE)
-    finding = _only(findings)
-    assert finding.kind == "problem"
-    assert finding.remedy == (ANEW, "pip install --no-deps fbgemm-gpu-cpu==1.8.0")
+@pytest.mark.parametrize(
+    ("changes", "failing", "machine", "text", "commands"),
+    [
+        ({**CUDA, "fbgemm-gpu-cpu": CPU["fbgemm-gpu-cpu"]}, (), MACHINE, BOTH, (ANEW, f"{BARE} fbgemm-gpu-cpu==1.8.0")),
+        ({**CUDA, "fbgemm-gpu-cpu": CPU["fbgemm-gpu-cpu"]}, (), GPU_MACHINE, BOTH, (ANEW, f"{BARE} fbgemm-gpu==1.8.0")),
+        (CUDA, ("fbgemm_gpu", "torchrec"), MACHINE, NO_DEVICE, (ANEW, f"{BARE} fbgemm-gpu-cpu==1.8.0")),
+        ({}, ("fbgemm_gpu", "torchrec"), MACHINE, "fbgemm_gpu does not import: SIGILL", (ANEW, f"{BARE} fbgemm-gpu-cpu==1.8.0")),
+        ({}, ("torchrec",), MACHINE, "torchrec does not import: SIGILL",
+         ("pip install --force-reinstall --no-deps torchrec==1.8.0",)),
+        ({}, ("ray",), MACHINE, "ray does not import: SIGILL", ("pip install --force-reinstall --no-deps ray==2.60.0",)),
+        ({"torch": "2.14.0"}, (), MACHINE, "torch is 2.14.0; rayrec needs torch==2.13.0", ("pip install torch==2.13.0",)),
+        ({"packaging": "23.1"}, (), MACHINE, "packaging is 23.1; rayrec needs packaging>=24", ("pip install 'packaging>=24'",)),
+        ({"pyarrow": "8.0"}, (), MACHINE, "pyarrow is 8.0; ray needs pyarrow>=9", ("pip install 'pyarrow>=9'",)),
+        ({"torchrec": "1.9.0"}, (), MACHINE, "torchrec is 1.9.0, rayrec is tested with torchrec==1.8.0",
+         (f"{BARE} torchrec==1.8.0",)),
+        ({"fbgemm-gpu-cpu": "1.7.0"}, (), MACHINE, "fbgemm-gpu-cpu is 1.7.0, rayrec is tested with fbgemm-gpu-cpu==1.8.0",
+         (f"{BARE} fbgemm-gpu-cpu==1.8.0",)),
+    ],
+)  # fmt: skip
+def test_problem_names_fix(
+    changes: dict[str, Installed | str], failing: tuple[str, ...], machine: Machine, text: str, commands: tuple[str, ...]
+) -> None:
+    """`changes` are installed distributions, or other versions of those in CPU."""
+    changed = {name: replace(CPU[name], version=each) if isinstance(each, str) else each for name, each in changes.items()}
+    probes = {**WORKS_ON_CUDA, **dict.fromkeys(failing, Probe(ok=False, error="SIGILL"))}
+    installed = changed if "rayrec" in changed else {**CPU, **changed}
+    assert _only(diagnose(installed, probes, machine)) == Finding("problem", text, commands)
 
 
 def test_cpu_builds_with_cuda_device_are_noted() -> None:
@@ -172,13 +189,6 @@ def test_cpu_builds_with_cuda_device_are_noted() -> None:
     assert torch.text.startswith("torch is a CPU build and sees none")
     built_for = replace(WORKS["torch"], cuda_build="13.0")
     assert "built for CUDA 13.0" in diagnose(CUDA, {**WORKS, "torch": built_for}, GPU_MACHINE)[0].text
-
-
-def test_failing_fbgemm_import_is_problem() -> None:
-    probes = {name: Probe(ok=False, error="the process died of SIGILL") for name in ("fbgemm_gpu", "torchrec")}
-    finding = _only(diagnose(CPU, {**WORKS, **probes}, MACHINE))
-    assert finding.text == "fbgemm_gpu does not import: the process died of SIGILL"
-    assert finding.remedy == (ANEW, "pip install --no-deps fbgemm-gpu-cpu==1.8.0")
 
 
 def test_cuda_torch_without_libraries_suggests_cpu_index() -> None:
@@ -193,38 +203,6 @@ def test_cuda_torch_without_libraries_suggests_cpu_index() -> None:
     on_gpu = _only(diagnose(CUDA, probes, GPU_MACHINE))
     assert on_gpu.remedy == ("pip uninstall -y torch", "pip install torch==2.13.0")
     assert "CPU" not in on_gpu.text
-
-
-@pytest.mark.parametrize("name", ["torchrec", "ray"])
-def test_failing_imports_are_problems(name: str) -> None:
-    finding = _only(diagnose(CPU, {**WORKS, name: Probe(ok=False, error="ValueError: 3")}, MACHINE))
-    assert finding.text == f"{name} does not import: ValueError: 3"
-    assert finding.remedy == (f"pip install --force-reinstall --no-deps {name}=={CPU[name].version}",)
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "text", "command"),
-    [
-        ("torch", "2.14.0", "torch is 2.14.0; rayrec needs torch==2.13.0", "pip install torch==2.13.0"),
-        ("packaging", "23.1", "packaging is 23.1; rayrec needs packaging>=24", "pip install 'packaging>=24'"),
-        ("pyarrow", "8.0", "pyarrow is 8.0; ray needs pyarrow>=9", "pip install 'pyarrow>=9'"),
-        (
-            "torchrec",
-            "1.9.0",
-            "torchrec is 1.9.0, rayrec is tested with torchrec==1.8.0",
-            "pip install --no-deps torchrec==1.8.0",
-        ),
-        (
-            "fbgemm-gpu-cpu",
-            "1.7.0",
-            "fbgemm-gpu-cpu is 1.7.0, rayrec is tested with fbgemm-gpu-cpu==1.8.0",
-            "pip install --no-deps fbgemm-gpu-cpu==1.8.0",
-        ),
-    ],
-)
-def test_wrong_versions_are_problems(name: str, version: str, text: str, command: str) -> None:
-    finding = _only(diagnose({**CPU, name: replace(CPU[name], version=version)}, WORKS, MACHINE))
-    assert finding == Finding("problem", text, (command,))
 
 
 def test_transitive_requirements_are_checked() -> None:
