@@ -89,7 +89,7 @@ def check_shared(token: str, ranks: Communicator) -> None:
     """
     visible = ranks.each(lambda: (socket.gethostname(), _appears(token)))
     if ranks.first:
-        with log_cleanup_errors(f"{token}: is left"):
+        with log_cleanup_errors(f"Cannot remove {token}"):
             storage.remove_file(token)
     blind = [f"{rank} on {host}" for rank, (host, seen) in enumerate(visible) if not seen]
     if blind:

@@ -187,7 +187,7 @@ class Saver:
 
     def _work(self) -> None:
         if self._clean_uncommitted and self._lease is not None:
-            with log_cleanup_errors(f"{self._folder}: torn saves are left"):
+            with log_cleanup_errors(f"Cannot remove uncommitted saves in {self._folder}"):
                 for folder in uncommitted_folders(self._folder):
                     if self._lease.valid():
                         storage.remove_folder(folder)
@@ -276,7 +276,7 @@ class Saver:
     def _clean(self, job: _Job, referenced: list[str]) -> None:
         self._scores[job.step] = job.score
         self._damaged.discard(job.step)  # overwritten by this save
-        with log_cleanup_errors(f"{self._folder}: checkpoints that could go are left"):
+        with log_cleanup_errors(f"Cannot remove old checkpoints in {self._folder}"):
             assert self._lease is not None
             if self._lease.valid():
                 # Data files of earlier attempts at this step. A newer attempt may be writing files with later tags.
