@@ -126,7 +126,10 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
     reject_options(config, AdoptionConfig(), "an option for MDS shards, not for arrays of TorchRec's scripts", but=array_options)
     folders = [path, *([config.sparse_path] if config.sparse_path else [])]
     for folder in folders:
-        _check_folder(folder)
+        if storage.is_url(folder):
+            raise InputError(f"{folder}: arrays must be on a file system, to be mapped into memory. Copy them to one")
+        if not os.path.isdir(folder):
+            raise InputError(f"{folder}: folder not found. Use the folder of the arrays")
     if out is None:
         _check_new(path)
     if config.sparse_path and out is None:
@@ -181,13 +184,6 @@ def adopt(path: str, *, out: str | None = None, config: AdoptionConfig, console:
         "seconds": seconds,
         "rows_per_s": index.rows / seconds,
     }
-
-
-def _check_folder(path: str) -> None:
-    if storage.is_url(path):
-        raise InputError(f"{path}: arrays must be on a file system, to be mapped into memory. Copy them to one")
-    if not os.path.isdir(path):
-        raise InputError(f"{path}: folder not found. Use the folder of the arrays")
 
 
 def _check_new(path: str) -> None:
@@ -274,11 +270,7 @@ def _index(folder: str, days: Sequence[Day], scanned: Scanned, rows_per_segment:
         good = ~np.isin(starts, faulty)
         for start, stop in zip(starts[good].tolist(), stops[good].tolist(), strict=True):
             entries.append(Entry(path, start, stop, stop - start))
-    return LogIndex(numbered(entries, _format(days)), scanned.faults)
-
-
-def _format(days: Sequence[Day]) -> Literal["npy", "npz"]:
-    return "npy" if days[0].matrices[2].name == "sparse" else "npz"
+    return LogIndex(numbered(entries, "npy" if days[0].matrices[2].name == "sparse" else "npz"), scanned.faults)
 
 
 @contextmanager

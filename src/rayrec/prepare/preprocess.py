@@ -53,8 +53,15 @@ def vocabulary(path: str, *, out: str, extend: str | None = None, config: Prepar
             preprocessor = extension.preprocessor if extension else make_preprocessor(rules, config.schema, counts)
     with storage.writing_folder(out) as folder:
         preprocessor.save(folder)
+    extended: dict[str, Any] = {}
     if extension is not None:
         console.table("categories", _extension_rows(extension))
+        extended = {
+            "extends": extension.preprocessor.constants["extends"],
+            "kept": extension.kept,
+            "appended": extension.appended,
+            "left_out": {name: number for name, number in extension.left_out.items() if number},
+        }
     return {
         "out": storage.absolute(out),
         "hash": preprocessor.hash(),
@@ -63,7 +70,7 @@ def vocabulary(path: str, *, out: str, extend: str | None = None, config: Prepar
         "rows": preprocessor.constants["rows"],
         "bad_rows": index.faults.total,
         "num_embeddings": dict(zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)),
-        **({} if extension is None else _extension_result(extension)),
+        **extended,
     }
 
 
@@ -99,15 +106,6 @@ def _extension_rows(extension: Extension) -> list[tuple[str, str]]:
 def _amounts(kept: int, appended: int, left_out: int) -> str:
     text = f"{kept:,} kept, {appended:,} appended"
     return f"{text}, {left_out:,} left out (max_num_embeddings)" if left_out else text
-
-
-def _extension_result(extension: Extension) -> dict[str, Any]:
-    return {
-        "extends": extension.preprocessor.constants["extends"],
-        "kept": extension.kept,
-        "appended": extension.appended,
-        "left_out": {name: number for name, number in extension.left_out.items() if number},
-    }
 
 
 def counting_indexer(config: PreparationConfig, rules: Preset) -> CountingIndexer:

@@ -98,7 +98,9 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
     ):
         if running.resumed:
             console.note(f"Resuming {running.folder.path}")
-        work = _Work(text, existing_files, _sources(files, data_engine, console), running, data_engine, console)
+        plain = plain_files(files, task_context(data_engine, console))
+        sources = [Source(local.path, file.path, local.size_bytes) for file, local in zip(files, plain, strict=True)]
+        work = _Work(text, existing_files, sources, running, data_engine, console)
         manifest = work.finish(files, work.write_shards(work.tokenize()))
     size_bytes = sum(described["bytes"] for described in manifest["sets"].values())
     names = ("format", "block_size", "vocabulary_size", "tokenizer", "end_token", "sets", "tokens_left_out", "hash")
@@ -115,11 +117,6 @@ def _load_tokenizer(folder: str) -> Files:
     files = read_tokenizer(os.path.expanduser(folder))
     TextTokenizer(files, folder)
     return files
-
-
-def _sources(files: Sequence[storage.File], engine: Engine, console: Console) -> list[Source]:
-    plain = plain_files(files, task_context(engine, console))
-    return [Source(plain_file.path, file.path, plain_file.size_bytes) for file, plain_file in zip(files, plain, strict=True)]
 
 
 @final

@@ -284,6 +284,11 @@ def examine(
         hash_shift=_hash_shift(index.rows, config.memory_bytes),
     )
     stats, hashes = _count_stats(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
+    schema = config.schema
+    drift = data_report.drift_of(stats, schema)
+    dense = data_report.dense_columns(stats, schema, drift)
+    for name, rate in categories.dense_unknown.items():
+        dense[name]["unknown_rate"] = rate
     content = {
         "path": path,
         "rows": index.rows,
@@ -295,29 +300,17 @@ def examine(
             "first": index.faults.to_dict()["first"],
             "labels": index.faults.labels,
         },
-        **_sections(stats, job, [slice_.name for slice_ in slices], categories),
+        "label": data_report.label_of(stats, schema.label) if schema.label else None,
+        "weight": data_report.weight_of(stats) if schema.weight else None,
+        "slices": data_report.slices_of(stats, schema, [slice_.name for slice_ in slices], drift),
+        "dense": dense,
+        "sparse": data_report.sparse_columns(stats, schema, drift, categories.columns),
         "slices_by": slices_by,
         "unknown_to": categories.unknown_to,
         "duplicates": {"rate": data_report.duplicate_rate(hashes), "rows": len(hashes), "sampled": 1 / (1 << job.hash_shift)},
         "gates": gates.to_dict(),
     }
     return Report(content, tuple(warnings_of(content)), tuple(failures_of(content, gates)))
-
-
-def _sections(stats: ColumnStats, job: StatsJob, names: Sequence[str], categories: Categories) -> dict[str, Any]:
-    """Return the report's sections on labels, slices and columns."""
-    schema = job.schema
-    drift = data_report.drift_of(stats, schema)
-    dense = data_report.dense_columns(stats, schema, drift)
-    for name, rate in categories.dense_unknown.items():
-        dense[name]["unknown_rate"] = rate
-    return {
-        "label": data_report.label_of(stats, schema.label) if schema.label else None,
-        "weight": data_report.weight_of(stats) if schema.weight else None,
-        "slices": data_report.slices_of(stats, schema, names, drift),
-        "dense": dense,
-        "sparse": data_report.sparse_columns(stats, schema, drift, categories.columns),
-    }
 
 
 def _hash_shift(rows: int, memory_bytes: int | None) -> int:
