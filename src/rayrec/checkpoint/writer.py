@@ -61,21 +61,25 @@ class ExtraFiles:
         new = [name for name in self._sources if name not in self._described]
         self._described |= zip(new, _threaded(_describe, [self._sources[name] for name in new]), strict=True)
         before = _recorded(folder) if self._sources else {}
-        unchanged = {
+        preserved = {
             name: before[name]
             for name, file in self._described.items()
             if name in before and before[name]["sha256"] != file["sha256"] and _is(storage.join(folder, name), before[name])
         }
-        paths = {name: storage.join(folder, name) for name in self._sources if name not in unchanged}
+        paths = {name: storage.join(folder, name) for name in self._sources if name not in preserved}
         _threaded(lambda name: self._write(name, paths[name]), paths)
         self._last |= paths
-        return self._described | unchanged
+        return self._described | preserved
 
     def _write(self, name: str, target: str) -> None:
         source, last = self._sources[name], self._last.get(name)
         # Shares the last checkpoint's copy, unless retention removed it, or it was truncated.
-        shared = last is not None and isinstance(source, str) and storage.size_of(last) == self._described[name]["bytes"]
-        if not (shared and (last == target or storage.clone_file(last, target))):
+        if not (
+            last is not None
+            and isinstance(source, str)
+            and storage.size_of(last) == self._described[name]["bytes"]
+            and (last == target or storage.clone_file(last, target))
+        ):
             _copy(source, target)
 
 
