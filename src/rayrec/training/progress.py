@@ -96,15 +96,12 @@ class StopSignal(Protocol):
     def poll(self) -> tuple[bool, bool]:
         """Return (whether a stop was requested or a node is about to go, whether to poll for preemption notices); cheap,
         local."""
-        ...
 
     def preempted(self) -> bool:
         """Return whether to save because of a new preemption notice for a worker's node; collective."""
-        ...
 
     def urgent(self) -> bool:
         """Return whether this worker was asked to stop for a reason that cannot wait for the end of an evaluation; local."""
-        ...
 
 
 class Save(Protocol):
@@ -118,7 +115,6 @@ class Save(Protocol):
             needed: Whether this step must be saved even if the previous save is late.
             complete: Whether to return only when the checkpoint is in storage.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,6 @@ class ControlChannel(Protocol):
 
     def stop_reason(self) -> str | None:
         """Return the driver's first reason to stop, or None."""
-        ...
 
     def report_bytes_written(self, rank: int, written_bytes: int) -> None: ...
 
@@ -119,7 +118,6 @@ class ControlChannel(Protocol):
 
     def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
         """Call `requested`, in any thread, for every later request of the attempt."""
-        ...
 
 
 MORE_WORKERS = "there is room for more workers"

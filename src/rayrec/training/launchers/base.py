@@ -126,24 +126,18 @@ class Launcher(Protocol):
 
     def connect(self, folder: str, console: Console) -> None:
         """Reach the workers' machines. Raises InputError if they, or the run's storage and data, cannot be reached."""
-        ...
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
         """Assign CPUs; wait for nodes if the run `resumes`. Raises InputError if the workers do not fit."""
-        ...
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         """Return the engine of the driver's data tasks while no worker runs."""
-        ...
 
     def trackers(self) -> Makers:
         """Return trackers specific to this launcher."""
-        ...
 
     def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
         """Train until the run ends; return worker 0's result, or None after a signal or pause. Raises the run's error."""
-        ...
 
     def cause_of(self, error: BaseException) -> str:
         """Describe the error that ended the run in one line."""
-        ...
