@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rayrec.serve.counters import Snapshot
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -97,3 +99,10 @@ async def post_async(
     reply = await request(app, "POST", "/v1/score", parts=[body], headers=all_headers, **arguments)
     assert reply is not None
     return reply
+
+
+def sample_values(snapshot: Snapshot) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Return the values of counters by (sample name, labels)."""
+    return {
+        (sample.name, tuple(sample.labels.items())): sample.value for family in snapshot.families for sample in family.samples
+    }

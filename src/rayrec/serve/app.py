@@ -11,26 +11,25 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, final
 
 import orjson
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rayrec.serve.batcher import Batcher
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
 from rayrec.serve.openapi import document
 from rayrec.serve.replica_models import ReplicaModels
-from rayrec.serve.requests import FORMATS, Body, RequestError, open_body, shown
+from rayrec.serve.requests import FORMATS, RequestError, open_body, shown
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -78,18 +77,17 @@ class ScoringApp:
             max_waiting_rows=config.max_waiting_rows,
             max_waiting_requests=config.max_waiting_requests,
         )
-        token = [Middleware(_BearerToken, token_digest)] if token_digest is not None else []
         self._routes = (
-            Route(SCORE, self._score, methods=["POST"], middleware=token),
-            # No token needed: these show the model version, but no rows.
+            Route(SCORE, self._score, methods=["POST"]),
             Route("/", self._page),
             Route("/healthz", self._health),
             Route("/readyz", self._ready),
-            Route("/metrics", self._metrics, middleware=token),
-            Route("/openapi.json", self._openapi, middleware=token),
+            Route("/metrics", self._metrics),
+            Route("/openapi.json", self._openapi),
         )
+        self._router = Router(self._routes, redirect_slashes=False)
         self._app = ExceptionMiddleware(
-            _OwnHost(Router(self._routes, redirect_slashes=False), config),
+            self._route,
             handlers={RequestError: _refused, HTTPException: self._unrouted, ClientDisconnect: _disconnected, Exception: _failed},
         )
 
@@ -115,6 +113,28 @@ class ScoringApp:
 
         await self._app(scope, receive, counted)
 
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the header Host, and call the handler of the path."""
+        if scope["type"] == "http":
+            hosts = Request(scope).headers.getlist("host")
+            if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
+                raise RequestError(400, f"a request needs one header Host, not {len(hosts)}", headers=_CLOSE)
+            if hosts and not self._config.is_own_host(hosts[0]):
+                message = f"this is not {shown(hosts[0])}; the server's --allowed-hosts (allowed_hosts) adds names"
+                raise RequestError(421, message)
+        await self._router(scope, receive, send)
+
+    def _check_token(self, request: Request) -> None:
+        """Check the bearer token. Paths that show only the model version do not need it."""
+        if self._token_digest is None:
+            return
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        # Compares digests, so that neither timing nor memory leaks the token.
+        given = hashlib.sha256(token.encode("latin-1").strip()).digest()
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._token_digest):
+            challenge = {"www-authenticate": "Bearer"}
+            raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)
+
     async def _unrouted(self, request: Request, error: Exception) -> Response:
         """Return the error for an unknown path or a wrong method."""
         assert isinstance(error, HTTPException)
@@ -129,19 +149,24 @@ class ScoringApp:
     # -- paths
 
     async def _score(self, request: Request) -> Response:
-        deadline_s = time.monotonic() + self._config.time_limit_s
+        self._check_token(request)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._config.time_limit_s
         with_columns = _with_columns(request)
         form = _form(request)
         if not self._models.ready:
             raise _NOT_READY
         schema = self._models.model.preprocessor.schema
         weigh = partial(held_by_json if form["format"] == "json" else held_by_text, schema=schema)
-        with _HeldMemory(self) as held:
-            content = await self._read(request, deadline_s, weigh=weigh, held=held)
+        with self._memory() as take:
+            content = await self._read(request, deadline_s, take=lambda piece: take(weigh(piece)))
             start = time.perf_counter()
             try:
-                body = await self._open(content, form)
-                async with asyncio.timeout_at(_loop_time(deadline_s)):
+                opened = partial(open_body, content, **form, schema=schema, max_rows=self._config.max_rows)
+                # Parsing a large body would block the event loop.
+                large = len(content) > _INLINE_BYTES
+                body = await loop.run_in_executor(None, opened) if large else opened()
+                async with asyncio.timeout_at(deadline_s):
                     answer = await self._batcher.submit(body)
                 return _Response(answer.to_json(columns=with_columns))
             except TimeoutError:
@@ -149,17 +174,30 @@ class ScoringApp:
             finally:
                 self._counters.request_seconds.observe(time.perf_counter() - start)
 
-    async def _open(self, content: bytes, form: Mapping[str, Any]) -> Body:
-        """Parse the body, in a thread if it is large, so that it does not block the event loop."""
-        schema = self._models.model.preprocessor.schema
-        opened = partial(open_body, content, **form, schema=schema, max_rows=self._config.max_rows)
-        if len(content) <= _INLINE_BYTES:
-            return opened()
-        return await asyncio.get_running_loop().run_in_executor(None, opened)
+    @contextlib.contextmanager
+    def _memory(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves memory for one request until the context ends. It raises RequestError if the limit of
+        all requests is exceeded."""
+        taken = 0
 
-    async def _read(self, request: Request, deadline_s: float, *, weigh: Callable[[bytes], int], held: _HeldMemory) -> bytes:
-        """Read the request body, limited by the received bytes, regardless of the announced length. `weigh` returns the memory
-        of a chunk, in bytes."""
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if taken + num_bytes > self.max_held_bytes:
+                message = f"the rows take more than {self.max_held_bytes} bytes of memory; send them in several requests"
+                raise RequestError(413, message, headers=_CLOSE)
+            if self.held_bytes + num_bytes > self.max_held_bytes:
+                raise RequestError(503, "too many bytes are held already; send them again a little later", headers=_LATER)
+            taken += num_bytes
+            self.held_bytes += num_bytes
+
+        try:
+            yield take
+        finally:
+            self.held_bytes -= taken
+
+    async def _read(self, request: Request, deadline_s: float, *, take: Callable[[bytes], None]) -> bytes:
+        """Read the request body, limited by the received bytes, regardless of the announced length. Calls `take` with each
+        chunk."""
         most = self._config.max_body_bytes
         too_large = RequestError(413, f"more than {most} bytes; send the rows in several requests", headers=_CLOSE)
         announced = request.headers.get("content-length", "")
@@ -170,7 +208,7 @@ class ScoringApp:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout_at(_loop_time(deadline_s)):
+            async with asyncio.timeout_at(deadline_s):
                 async for piece in pieces:
                     parts.append(piece)
                     size += len(piece)
@@ -178,7 +216,7 @@ class ScoringApp:
                         parts.clear()
                         await _drain(pieces, most)
                         raise too_large
-                    held.take(weigh(piece))
+                    take(piece)
             return b"".join(parts)
         except TimeoutError:
             raise RequestError(408, "the request did not end in time", headers=_CLOSE) from None
@@ -193,10 +231,12 @@ class ScoringApp:
         return _Response(orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash}))
 
     async def _metrics(self, request: Request) -> Response:
+        self._check_token(request)
         snapshot = await self._collect() if self._collect else self.snapshot()
         return _Response(snapshot.to_text(), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
+        self._check_token(request)
         model = self._models.model
         if self._document[0] is not model:
             content = orjson.dumps(document(model, config=self._config, with_token=self._token_digest is not None))
@@ -206,8 +246,6 @@ class ScoringApp:
     async def _page(self, request: Request) -> Response:
         content, headers = _read_page()
         return _Response(content, media_type="text/html", headers=headers)
-
-    # --
 
     def snapshot(self) -> Snapshot:
         """Return the counters of this replica."""
@@ -236,10 +274,9 @@ def _read_page() -> tuple[bytes, Mapping[str, str]]:
 
 
 _CLOSE: Final = {"connection": "close"}  # The rest of the request is not read
+_LATER: Final = {**_CLOSE, "retry-after": "1"}
 _INLINE_BYTES: Final = 1 << 20
 _DRAIN_S: Final = 1.0
-
-
 _NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-after": "1"})
 
 
@@ -258,35 +295,6 @@ def held_by_text(text: bytes, *, schema: Schema) -> int:
     return held + 40 * text.count(schema.list_delimiter.encode()) if schema.lists else held
 
 
-@final
-class _HeldMemory:
-    """Memory reservation of one request, from its first byte to its answer, within the limit for all requests."""
-
-    def __init__(self, app: ScoringApp) -> None:
-        self._app = app
-        self._num_bytes = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Reserve memory. Raises RequestError if the limit is exceeded."""
-        app = self._app
-        if self._num_bytes + num_bytes > app.max_held_bytes:
-            message = f"the rows take more than {app.max_held_bytes} bytes of memory; send them in several requests"
-            raise RequestError(413, message, headers=_CLOSE)
-        if app.held_bytes + num_bytes > app.max_held_bytes:
-            raise RequestError(503, "too many bytes are held already; send them again a little later", headers=_LATER)
-        self._num_bytes += num_bytes
-        app.held_bytes += num_bytes
-
-    def __enter__(self) -> _HeldMemory:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._app.held_bytes -= self._num_bytes
-
-
-_LATER: Final = {**_CLOSE, "retry-after": "1"}
-
-
 async def _drain(pieces: AsyncIterator[bytes], most: int) -> None:
     """Read and drop a little more: closing a connection with unread bytes loses its answer."""
     with contextlib.suppress(TimeoutError):
@@ -297,25 +305,21 @@ async def _drain(pieces: AsyncIterator[bytes], most: int) -> None:
                     return
 
 
-def _loop_time(deadline_s: float) -> float:
-    return asyncio.get_running_loop().time() + deadline_s - time.monotonic()
-
-
 def _form(request: Request) -> dict[str, Any]:
     """Return the body format and, if specified by the client, whether CSV has a header (RFC 4180) and lines have a label."""
-    media_type, *parameters = request.headers.get("content-type", "").lower().split(";")
-    taken = ", ".join(FORMATS)
-    if media_type.strip() not in FORMATS:
-        raise RequestError(415, f"the content type must be one of {taken}")
-    form: dict[str, Any] = {"format": FORMATS[media_type.strip()]}
-    of_format = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[FORMATS[media_type.strip()]]
+    media_type, *parameters = (part.strip() for part in request.headers.get("content-type", "").lower().split(";"))
+    if media_type not in FORMATS:
+        raise RequestError(415, f"the content type must be one of {', '.join(FORMATS)}")
+    form: dict[str, Any] = {"format": FORMATS[media_type]}
+    known = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[FORMATS[media_type]]
     for parameter in parameters:
-        name, _, value = parameter.strip().partition("=")
-        if name in of_format:
-            if value.strip('"') not in ("present", "absent"):
-                raise RequestError(415, f"the parameter {name} of {media_type.strip()} must be present or absent")
-            form[name] = value.strip('"') == "present"
-        if name == "charset" and value.strip('"') not in ("utf-8", "utf8", "us-ascii"):
+        name, _, value = parameter.partition("=")
+        value = value.strip('"')
+        if name in known:
+            if value not in ("present", "absent"):
+                raise RequestError(415, f"the parameter {name} of {media_type} must be present or absent")
+            form[name] = value == "present"
+        if name == "charset" and value not in ("utf-8", "utf8", "us-ascii"):
             raise RequestError(415, "the charset must be utf-8")
     if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
         raise RequestError(415, "the body must not be compressed")
@@ -324,52 +328,12 @@ def _form(request: Request) -> dict[str, Any]:
 
 def _with_columns(request: Request) -> bool:
     """Parse the only query parameter, columns=true or false."""
-    with_columns = False
     for name, value in request.query_params.multi_items():
         if name != "columns":
             raise RequestError(400, "the query's only parameter is columns", field=name[:64])
         if value not in ("true", "false"):
             raise RequestError(400, "columns must be true or false", field="columns")
-        with_columns = value == "true"
-    return with_columns
-
-
-@final
-class _OwnHost:
-    """Middleware that rejects requests to other host names."""
-
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self._app, self._config = app, config
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self._check(Request(scope).headers.getlist("host"), scope["http_version"])
-        await self._app(scope, receive, send)
-
-    def _check(self, hosts: list[str], http_version: str) -> None:
-        if len(hosts) > 1 or (not hosts and http_version != "1.0"):
-            raise RequestError(400, f"a request needs one header Host, not {len(hosts)}", headers=_CLOSE)
-        if hosts and not self._config.is_own_host(hosts[0]):
-            message = f"this is not {shown(hosts[0])}; the server's --allowed-hosts (allowed_hosts) adds names"
-            raise RequestError(421, message)
-
-
-@final
-class _BearerToken:
-    """Middleware that rejects requests without the token."""
-
-    def __init__(self, app: ASGIApp, digest: bytes) -> None:
-        """`digest` is the SHA-256 of the token."""
-        self._app, self._digest = app, digest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scheme, _, token = Request(scope).headers.get("authorization", "").partition(" ")
-        # Compares digests, so that neither timing nor memory leaks the token.
-        given = hashlib.sha256(token.encode("latin-1").strip()).digest()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._digest):
-            challenge = {"www-authenticate": "Bearer"}
-            raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)
-        await self._app(scope, receive, send)
+    return request.query_params.get("columns") == "true"
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -383,12 +347,8 @@ async def _failed(request: Request, error: Exception) -> Response:
     return await _refused(request, RequestError(500, "the server failed at this request; its log says why"))
 
 
-class _NoResponse(Response):
-    """Empty response to a disconnected client."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+async def _disconnected(request: Request, error: Exception) -> Any:
+    async def send_nothing(scope: Scope, receive: Receive, send: Send) -> None:
         pass
 
-
-async def _disconnected(request: Request, error: Exception) -> Response:
-    return _NoResponse()
+    return send_nothing

@@ -9,7 +9,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
@@ -24,7 +24,8 @@ INLINE_ROWS: Final = 64
 INLINE_BYTES: Final = 64 << 10
 """Maximum bytes scored in the event loop, because list columns have any number of values."""
 
-Done = Future[Sequence["ScoreResponse | RequestError"]] | asyncio.Future[Sequence["ScoreResponse | RequestError"]]
+Outcomes = Sequence["ScoreResponse | RequestError"]
+"""Answer or error of each body of a batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class Batcher:
 
     def __init__(
         self,
-        score: Callable[[Sequence[Body]], Sequence[ScoreResponse | RequestError]],
+        score: Callable[[Sequence[Body]], Outcomes],
         *,
         max_batch_rows: int,
         max_batch_bytes: int,
@@ -89,12 +90,11 @@ class Batcher:
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._score, bodies)
                 work.add_done_callback(functools.partial(self._finish, jobs))
                 return
-            done: Future[Sequence[ScoreResponse | RequestError]] = Future()
             try:
-                done.set_result(self._score(bodies))
+                outcomes: Outcomes | BaseException = self._score(bodies)
             except Exception as error:  # Passed to the callers, as from the thread
-                done.set_exception(error)
-            _tell(jobs, done)
+                outcomes = error
+            _answer(jobs, outcomes)
         self._at_work = False
 
     def _next(self) -> list[_Job]:
@@ -110,25 +110,22 @@ class Batcher:
             jobs.append(self._waiting.popleft())
         return jobs
 
-    def _finish(self, jobs: list[_Job], done: asyncio.Future[Sequence[ScoreResponse | RequestError]]) -> None:
+    def _finish(self, jobs: list[_Job], done: asyncio.Future[Outcomes]) -> None:
         self._begin()  # First, so that the thread has work while answers are written
-        _tell(jobs, done)
+        error = RequestError(503, "the server ends", headers=_RETRY) if done.cancelled() else done.exception()
+        _answer(jobs, error or done.result())
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _tell(jobs: list[_Job], done: Done) -> None:
-    """Pass each job its part of the batch result."""
-    error = RequestError(503, "the server ends", headers=_RETRY) if done.cancelled() else done.exception()
+def _answer(jobs: list[_Job], outcomes: Outcomes | BaseException) -> None:
+    """Pass each job its part of the batch result, or the error of the batch."""
     for number, job in enumerate(jobs):
+        outcome = outcomes if isinstance(outcomes, BaseException) else outcomes[number]
         if job.answer.done():  # The caller gave up
             continue
-        if error is not None:
-            job.answer.set_exception(error)
-            continue
-        outcome = done.result()[number]
-        if isinstance(outcome, RequestError):
+        if isinstance(outcome, BaseException):
             job.answer.set_exception(outcome)
         else:
             job.answer.set_result(outcome)

@@ -5,9 +5,12 @@ import ipaddress
 import os
 import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
+
+from annotated_types import Ge, Le
 
 from rayrec import storage
+from rayrec.bounds import Count, Positive
 from rayrec.config import Config, InputError
 from rayrec.imports import is_in_file
 from rayrec.workloads.scoring import Device
@@ -24,7 +27,7 @@ class ServeConfig(Config):
 
     host: str = "127.0.0.1"
     """Address to listen at. 0.0.0.0 admits other machines (set a token then)."""
-    port: int = 8000
+    port: Annotated[int, Ge(1), Le(65535)] = 8000
     """Port to listen at."""
     allowed_hosts: tuple[str, ...] = ()
     """Additional server names in the header Host, such as api.example.org or *.example.org. * allows any. Loopback names and
@@ -32,28 +35,28 @@ class ServeConfig(Config):
     ingress: Literal["auto", "serve", "direct"] = "auto"
     """Route of requests to the replicas. serve: Ray Serve's proxies; direct: replicas listen themselves, which is many times as
     fast; auto: direct on a private local Ray, serve on a cluster."""
-    replicas: int = 1
+    replicas: Count = 1
     """Number of processes, each with a copy of the model."""
-    cpus_per_replica: float = 1.0
+    cpus_per_replica: Positive = 1.0
     """CPU cores and compute threads per replica."""
     device: Device = "cpu"
     """Compute device. With cuda, each replica gets one GPU."""
-    max_batch_rows: int = 8192
+    max_batch_rows: Count = 8192
     """Maximum rows per batch, over several requests."""
-    max_batch_bytes: int = 16 << 20
+    max_batch_bytes: Count = 16 << 20
     """Maximum bytes per batch of several requests. A single request may have more."""
-    max_rows: int = 8192
+    max_rows: Count = 8192
     """Maximum rows per request. More are answered with 413."""
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: Count = 16 << 20
     """Maximum bytes per request. More are answered with 413."""
-    max_waiting_rows: int = 65536
+    max_waiting_rows: Count = 65536
     """Maximum waiting rows per replica. More are answered with 503."""
-    max_waiting_requests: int = 512
+    max_waiting_requests: Count = 512
     """Maximum waiting requests per replica. More are answered with 503."""
-    max_held_bytes: int = 1 << 30
+    max_held_bytes: Count = 1 << 30
     """Maximum memory of unanswered requests per replica, in bytes (8 to 80 times their length, most for lists of categories).
     Beyond it the answer is 503, or 413 if one request alone exceeds it."""
-    time_limit_s: float = 10.0
+    time_limit_s: Positive = 10.0
     """Maximum seconds from a request's first byte to its answer. Late requests are answered with 408 if incomplete, else 504."""
     token_file: str | None = None
     """File with the bearer token that requests must have."""
@@ -64,27 +67,9 @@ class ServeConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = (
-            "replicas",
-            "max_batch_rows",
-            "max_batch_bytes",
-            "max_rows",
-            "max_body_bytes",
-            "max_waiting_rows",
-            "max_waiting_requests",
-            "max_held_bytes",
-        )
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: {getattr(self, name)} must be at least 1")
-        for name in ("time_limit_s", "cpus_per_replica"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"{name}: {getattr(self, name)} must be above 0")
         for name in self.allowed_hosts:
             if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f]*(:[0-9A-Fa-f.]*){2,}", name):
                 raise InputError(f"allowed_hosts: {name!r} must be a name without scheme and port, such as api.example.org")
-        if not 0 < self.port < 65536:
-            raise InputError(f"port: {self.port} must be from 1 to 65535")
         if self.recipe is not None and not is_in_file(self.recipe):
             raise InputError(f"recipe: {self.recipe!r} is not FILE.py:FUNCTION; for rayrec's own models leave it out")
         if self.token_file and self.token_env:

@@ -1,9 +1,11 @@
 """Metrics of one server process, and their sum over all replicas as Prometheus text."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, final
+from functools import partial
+from typing import Any, Final, final
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -30,12 +32,6 @@ class Snapshot(Collector):
         """Return the metrics in Prometheus text format 0.0.4."""
         return generate_latest(self)
 
-    def values(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """Return values by (sample name, labels)."""
-        return {
-            (sample.name, tuple(sample.labels.items())): sample.value for family in self.families for sample in family.samples
-        }
-
 
 @final
 class Counters:
@@ -43,49 +39,25 @@ class Counters:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.replicas = Gauge(
-            "rayrec_serve_replicas",
-            "Replicas that serve a model, by its version and Preprocessor.",
-            ["model", "preprocessor"],
-            registry=registry,
-        )
-        self.requests = Counter(
-            "rayrec_serve_requests_total", "Answered requests, by path and status.", ["path", "status"], registry=registry
-        )
-        self.request_seconds = Histogram(
-            "rayrec_serve_request_seconds",
-            "From the last byte of a scoring request to its answer.",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.rows = Counter("rayrec_serve_rows_total", "Scored rows, by the version of the model.", ["model"], registry=registry)
-        self.batch_rows = Histogram(
-            "rayrec_serve_batch_rows", "Rows the model scored in one batch.", buckets=ROWS, registry=registry
-        )
-        self.forward_seconds = Histogram(
-            "rayrec_serve_forward_seconds", "Reading, encoding and scoring of one batch.", buckets=SECONDS, registry=registry
-        )
-        self.waiting_rows = Gauge("rayrec_serve_waiting_rows", "Rows that wait for the model.", registry=registry)
-        self.waiting_requests = Gauge("rayrec_serve_waiting_requests", "Requests that wait for the model.", registry=registry)
-        self.unknown = Counter(
-            "rayrec_serve_unknown_total",
-            "Categories that the vocabulary does not contain, by column.",
-            ["column"],
-            registry=registry,
-        )
-        self.swaps = Counter("rayrec_serve_swaps_total", "Changes of the model, by outcome.", ["outcome"], registry=registry)
-        self.shadow_rows = Counter(
-            "rayrec_serve_shadow_rows_total",
-            "Rows scored with the shadow model too, by its version.",
-            ["model"],
-            registry=registry,
-        )
-        self.shadow_dropped_rows = Counter(
-            "rayrec_serve_shadow_dropped_rows_total", "Rows the shadow model was too slow for.", registry=registry
-        )
-        self.shadow_failures = Counter(
-            "rayrec_serve_shadow_failures_total", "Batches the shadow model failed at.", registry=registry
-        )
+        common: dict[str, Any] = {"namespace": "rayrec", "subsystem": "serve", "registry": registry}
+        gauge: Callable[..., Gauge] = partial(Gauge, **common)
+        counter: Callable[..., Counter] = partial(Counter, **common)
+        histogram: Callable[..., Histogram] = partial(Histogram, **common)
+        models = "Replicas that serve a model, by its version and Preprocessor."
+        self.replicas = gauge("replicas", models, ["model", "preprocessor"])
+        self.requests = counter("requests_total", "Answered requests, by path and status.", ["path", "status"])
+        seconds = "From the last byte of a scoring request to its answer."
+        self.request_seconds = histogram("request_seconds", seconds, buckets=SECONDS)
+        self.rows = counter("rows_total", "Scored rows, by the version of the model.", ["model"])
+        self.batch_rows = histogram("batch_rows", "Rows the model scored in one batch.", buckets=ROWS)
+        self.forward_seconds = histogram("forward_seconds", "Reading, encoding and scoring of one batch.", buckets=SECONDS)
+        self.waiting_rows = gauge("waiting_rows", "Rows that wait for the model.")
+        self.waiting_requests = gauge("waiting_requests", "Requests that wait for the model.")
+        self.unknown = counter("unknown_total", "Categories that the vocabulary does not contain, by column.", ["column"])
+        self.swaps = counter("swaps_total", "Changes of the model, by outcome.", ["outcome"])
+        self.shadow_rows = counter("shadow_rows_total", "Rows scored with the shadow model too, by its version.", ["model"])
+        self.shadow_dropped_rows = counter("shadow_dropped_rows_total", "Rows the shadow model was too slow for.")
+        self.shadow_failures = counter("shadow_failures_total", "Batches the shadow model failed at.")
         self.shadow_score_difference = _BulkHistogram(
             "rayrec_serve_shadow_score_difference",
             "|score of the shadow model - score in the answer|, one for each row.",
@@ -128,20 +100,14 @@ class _BulkHistogram(Collector):
 def summed(snapshots: Iterable[Snapshot]) -> Snapshot:
     """Sum each sample over the snapshots."""
     families: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    totals: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
     for family in (family for snapshot in snapshots for family in snapshot.families):
-        families.setdefault(family.name, family)
-        of_family = values.setdefault(family.name, {})
+        families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
         for sample in family.samples:
-            key = (sample.name, tuple(sample.labels.items()))
-            of_family[key] = of_family.get(key, 0.0) + sample.value
-    total = []
-    for name, family in families.items():
-        metric = Metric(name, family.documentation, family.type)
-        for (sample_name, labels), value in values[name].items():
-            metric.add_sample(sample_name, dict(labels), value)
-        total.append(metric)
-    return Snapshot(tuple(total))
+            totals[family.name, sample.name, tuple(sample.labels.items())] += sample.value
+    for (name, sample_name, labels), value in totals.items():
+        families[name].add_sample(sample_name, dict(labels), value)
+    return Snapshot(tuple(families.values()))
 
 
 def without_gauges(snapshot: Snapshot) -> Snapshot:

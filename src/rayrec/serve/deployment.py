@@ -20,6 +20,7 @@ from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import WILDCARDS, ServeConfig
 from rayrec.serve.control import APPLICATION, CALL_S, REGISTER, Control, Register, reconfigured, refused
 from rayrec.serve.counters import Counters, Snapshot
+from rayrec.serve.listener import Listener
 from rayrec.serve.replica_models import Configured, ReplicaModels, Source, Wanted
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
     from rayrec.inference.model import ServedModel
     from rayrec.models.base import ClickModelConfig
-    from rayrec.serve.listener import Listener
-
 
 _log = logging.getLogger(__name__)
 
@@ -182,25 +181,20 @@ class _Replica:
 
     def _mend(self, leads: bool) -> None:
         """Load missing models. The leading replica applies the application's configuration to all."""
+        configured = self._configured
         try:
-            if leads:
-                self._lead()
-            else:
+            if not leads:
                 self._models.switch()
+            elif configured is not None:
+                try:
+                    self._control.change(lambda wanted: reconfigured(wanted, configured))
+                except InputError as error:
+                    _log.error("user_config: %s; the replicas continue with their model", error)
+                    self._control.change(lambda wanted: refused(wanted, configured))
         except Exception:
             _log.exception("a change of the model failed")
         finally:
             self._mending.release()
-
-    def _lead(self) -> None:
-        configured = self._configured
-        if configured is None:
-            return
-        try:
-            self._control.change(lambda wanted: reconfigured(wanted, configured))
-        except InputError as error:
-            _log.error("user_config: %s; the replicas continue with their model", error)
-            self._control.change(lambda wanted: refused(wanted, configured))
 
     async def _collect(self) -> Snapshot:
         found: Snapshot = await self._ask("collect", self._name, self._scoring.snapshot())
@@ -217,14 +211,9 @@ class _ListeningReplica(_Replica):
         """Apply a configuration, and listen once there is a model."""
         await super().reconfigure(user_config)
         if self._listener is None:
-            self._listener = await asyncio.to_thread(self._listen)
-
-    def _listen(self) -> Listener:
-        from rayrec.serve.listener import Listener
-
-        config = self._config
-        end_s = config.time_limit_s + 1
-        return Listener(self._scoring, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes, end_s=end_s)
+            config = self._config
+            listen = partial(Listener, self._scoring, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes)
+            self._listener = await asyncio.to_thread(listen, end_s=config.time_limit_s + 1)
 
     async def check_health(self) -> None:
         """Report to the register, and check the listener."""
@@ -262,7 +251,6 @@ def http_options(config: ServeConfig) -> dict[str, Any]:
     }
 
 
-_PROXY_FIELDS: Final = ("host", "port")
 _TEXT_FIELDS: Final = ("token_file", "token_env", "device", "ingress", "host", "recipe")
 
 
@@ -275,8 +263,17 @@ def build_application(args: Mapping[str, Any]) -> Application:
     config = ServeConfig(ingress="serve").updated(values)
     if config.ingress == "auto":
         config = config.replace(ingress="serve")
-    _check(config, values, autoscaling)
+    if autoscaling is not None:
+        if not isinstance(autoscaling, Mapping):
+            raise InputError("autoscaling: must be a mapping, such as {min_replicas: 1, max_replicas: 8}")
+        if "replicas" in values:
+            raise InputError("autoscaling: excludes replicas; give min_replicas and max_replicas in autoscaling")
+        if config.ingress == "direct":
+            raise InputError("autoscaling: Ray Serve does not see the requests of the direct ingress; leave ingress out")
     if config.ingress == "serve":
+        for name in ("host", "port"):
+            if name in values:
+                raise InputError(f"{name}: Ray Serve's proxies listen; set it in http_options of the Serve configuration file")
         config = config.replace(host=WILDCARDS[0])  # Set by http_options
     return make_application(
         config, token_digest=config.token_digest(), model=configured.model, shadow=configured.shadow, autoscaling=autoscaling
@@ -291,16 +288,3 @@ def _parsed(name: str, value: Any) -> Any:
         return yaml.safe_load(value)
     except yaml.YAMLError:
         raise InputError(f"{name}: {value!r} cannot be read as YAML") from None
-
-
-def _check(config: ServeConfig, given: Mapping[str, Any], autoscaling: Any) -> None:
-    if autoscaling is not None and not isinstance(autoscaling, Mapping):
-        raise InputError("autoscaling: must be a mapping, such as {min_replicas: 1, max_replicas: 8}")
-    if autoscaling is not None and "replicas" in given:
-        raise InputError("autoscaling: excludes replicas; give min_replicas and max_replicas in autoscaling")
-    if autoscaling is not None and config.ingress == "direct":
-        raise InputError("autoscaling: Ray Serve does not see the requests of the direct ingress; leave ingress out")
-    if config.ingress == "serve":
-        for name in _PROXY_FIELDS:
-            if name in given:
-                raise InputError(f"{name}: Ray Serve's proxies listen; set it in http_options of the Serve configuration file")

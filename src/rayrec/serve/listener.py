@@ -125,7 +125,10 @@ class Listener:
         Closing a listening socket resets connections in the accept queue. So the socket first drops packets that open
         connections (clients retry after a second, perhaps with another process), and closes after accepting all others."""
         if self._thread.is_alive():
-            _drop_new_connections(self._socket)
+            program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _DROP_NEW_CONNECTIONS))
+            option = struct.pack("HL", len(_DROP_NEW_CONNECTIONS), ctypes.addressof(program))
+            with contextlib.suppress(OSError):  # Not every system has such filters
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
             time.sleep(_SETTLE_S)
         self._server.should_exit = True
         self._thread.join(self._end_s + 1)
@@ -252,8 +255,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._timer is None:
-            self._start_timer()
+        self._start_timer()
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= _MAX_PIPELINED:
@@ -298,7 +300,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._parse(data)
         if not self._completed:
             self._received += len(data)
-        if not (self._answer_due or self._timer or self.timeout_keep_alive_task or self.transport.is_closing()):
+        if not (self._answer_due or self.timeout_keep_alive_task or self.transport.is_closing()):
             self._start_timer()
 
     def _parse(self, data: bytes) -> None:
@@ -376,7 +378,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(self._limits.head_s, self._time_out)
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._limits.head_s, self._time_out)
 
     def _time_out(self) -> None:
         self._timer = None
@@ -398,12 +401,3 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._answer_timer is not None:
             self._answer_timer.cancel()
             self._answer_timer = None
-
-
-def _drop_new_connections(listening: socket.socket) -> None:
-    """Drop packets that open a connection. Without such a filter, as on some systems, a connection may be reset on closing."""
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _DROP_NEW_CONNECTIONS))
-    with contextlib.suppress(OSError):
-        listening.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", len(_DROP_NEW_CONNECTIONS), ctypes.addressof(program))
-        )

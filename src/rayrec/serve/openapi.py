@@ -35,7 +35,10 @@ _STATUSES = {
 def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> dict[str, Any]:
     """Return the document as JSON values. `with_token` is whether requests need a token."""
     schema = model.preprocessor.schema
-    columns = _columns(schema)
+    secured: dict[str, Any] = {"security": [{"token": []}]} if with_token else {}
+    metrics = {"200": _content("Metrics in Prometheus' text format.", "text/plain", {"type": "string"})}
+    if with_token:
+        metrics["401"] = _error(401)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -44,20 +47,19 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
             "description": "Scores rows of a click log. The model and the Preprocessor are named in every answer.",
         },
         "paths": {
-            "/v1/score": {"post": _score(schema, example_row(model.preprocessor), config, with_token)},
-            "/healthz": {"get": _get("Whether the process lives.", {"200": _json("Alive.", "Alive")})},
-            "/readyz": {"get": _get("Whether a model is loaded.", {"200": _json("Ready.", "Ready"), "503": _error(503)})},
-            "/metrics": {
-                "get": _get(
-                    "Counts of all replicas, for Prometheus.",
-                    {"200": _text("Metrics in Prometheus' text format.", "text/plain"), **_unauthorized(with_token)},
-                    with_token=with_token,
-                )
+            "/v1/score": {"post": {**_score(schema, example_row(model.preprocessor), config, with_token), **secured}},
+            "/healthz": {"get": {"summary": "Whether the process lives.", "responses": {"200": _json("Alive.", "Alive")}}},
+            "/readyz": {
+                "get": {
+                    "summary": "Whether a model is loaded.",
+                    "responses": {"200": _json("Ready.", "Ready"), "503": _error(503)},
+                }
             },
+            "/metrics": {"get": {"summary": "Counts of all replicas, for Prometheus.", "responses": metrics, **secured}},
         },
         "components": {
             "schemas": {
-                "Row": {"type": "object", "properties": columns, "additionalProperties": False},
+                "Row": {"type": "object", "properties": _columns(schema), "additionalProperties": False},
                 **_answers(model.scorer.heads),
             },
             **({"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}} if with_token else {}),
@@ -89,32 +91,24 @@ def _columns(schema: Schema) -> dict[str, Any]:
     else:
         dense = {"type": ["number", "boolean", "null"], "minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
         dense["description"] = _MISSING
-        token = {"type": ["string", "integer", "boolean", "null"], **_INT64, "description": f"A category. {_MISSING}"}
+        token = {"type": ["string", "integer", "boolean", "null"], "minimum": -(2**63), "maximum": 2**64 - 1}
+        token["description"] = f"A category. {_MISSING}"
     ignored = {"description": "Ignored."}
     scored = schema.unlabelled().columns
-    columns: dict[str, Any] = {name: ignored for name in schema.columns if name not in scored}
-    columns.update(dict.fromkeys(schema.dense, dense))
-    for name in schema.sparse:
-        of_list = {"type": ["array", "null"], "items": token, "description": f"Any number of categories. {_MISSING}"}
-        columns[name] = of_list if name in schema.lists else token
+    categories = {"type": ["array", "null"], "items": token, "description": f"Any number of categories. {_MISSING}"}
     weights = {"type": ["array", "null"], "items": dense, "description": "A weight for each category of a list."}
-    columns.update(dict.fromkeys(schema.list_weights, weights))
-    return columns
-
-
-_INT64 = {"minimum": -(2**63), "maximum": 2**64 - 1}
+    return {
+        **{name: ignored for name in schema.columns if name not in scored},
+        **dict.fromkeys(schema.dense, dense),
+        **{name: categories if name in schema.lists else token for name in schema.sparse},
+        **dict.fromkeys(schema.list_weights, weights),
+    }
 
 
 def _score(schema: Schema, example: dict[str, Any], config: ServeConfig, with_token: bool) -> dict[str, Any]:
-    rows = {
-        "type": "object",
-        "required": ["rows"],
-        "additionalProperties": False,
-        "properties": {
-            "rows": {"type": "array", "minItems": 1, "maxItems": config.max_rows, "items": {"$ref": "#/components/schemas/Row"}}
-        },
-    }
-    content: dict[str, Any] = {"application/json": {"schema": rows, "example": {"rows": [example]}}}
+    rows = {"type": "array", "minItems": 1, "maxItems": config.max_rows, "items": {"$ref": "#/components/schemas/Row"}}
+    body = {**_fields({"rows": rows}), "additionalProperties": False}
+    content: dict[str, Any] = {"application/json": {"schema": body, "example": {"rows": [example]}}}
     texts = {"text/tab-separated-values": "\t"}
     if schema.tokens != "hexadecimal":
         texts["text/csv"] = schema.delimiter
@@ -142,62 +136,42 @@ def _score(schema: Schema, example: dict[str, Any], config: ServeConfig, with_to
         ],
         "requestBody": {"required": True, "content": content},
         "responses": responses,
-        **_security(with_token),
     }
 
 
 def _answers(heads: Sequence[Head]) -> dict[str, Any]:
-    def fields(described: dict[str, Any], *, optional: tuple[str, ...] = ()) -> dict[str, Any]:
-        required = [name for name in described if name not in optional]
-        return {"type": "object", "required": required, "properties": described}
-
     text = {"type": "string"}
+    scores = {
+        **{name: field for head in heads for name, field in head.json_schema().items()},
+        "unknown": many({"type": "integer", "minimum": 0}, "Categories the vocabulary does not hold."),
+        "model": text,
+        "preprocessor": text,
+        "unknown_columns": many(many(text, "Names."), "Where these are, with columns=true."),
+    }
+    error = {
+        "message": text,
+        "row": {"type": ["integer", "null"], "description": "Number of the row at fault, from 0."},
+        "field": {"type": ["string", "null"], "description": "Column or field at fault."},
+    }
     return {
-        "Scores": fields(
-            {
-                **{name: field for head in heads for name, field in head.json_schema().items()},
-                "unknown": many({"type": "integer", "minimum": 0}, "Categories the vocabulary does not hold."),
-                "model": text,
-                "preprocessor": text,
-                "unknown_columns": many(many(text, "Names."), "Where these are, with columns=true."),
-            },
-            optional=("unknown_columns",),
-        ),
-        "Error": fields(
-            {
-                "error": fields(
-                    {
-                        "message": text,
-                        "row": {"type": ["integer", "null"], "description": "Number of the row at fault, from 0."},
-                        "field": {"type": ["string", "null"], "description": "Column or field at fault."},
-                    }
-                )
-            }
-        ),
-        "Alive": fields({"status": text}),
-        "Ready": fields({"status": text, "model": text, "preprocessor": text}),
+        "Scores": _fields(scores, optional="unknown_columns"),
+        "Error": _fields({"error": _fields(error)}),
+        "Alive": _fields({"status": text}),
+        "Ready": _fields({"status": text, "model": text, "preprocessor": text}),
     }
 
 
-def _get(summary: str, responses: dict[str, Any], *, with_token: bool = False) -> dict[str, Any]:
-    return {"summary": summary, "responses": responses, **_security(with_token)}
+def _fields(described: dict[str, Any], *, optional: str = "") -> dict[str, Any]:
+    return {"type": "object", "required": [name for name in described if name != optional], "properties": described}
 
 
-def _security(with_token: bool) -> dict[str, Any]:
-    return {"security": [{"token": []}]} if with_token else {}
-
-
-def _unauthorized(with_token: bool) -> dict[str, Any]:
-    return {"401": _error(401)} if with_token else {}
+def _content(description: str, media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {media_type: {"schema": schema}}}
 
 
 def _json(description: str, name: str) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
+    return _content(description, "application/json", {"$ref": f"#/components/schemas/{name}"})
 
 
 def _error(status: int) -> dict[str, Any]:
     return _json(_STATUSES[status], "Error")
-
-
-def _text(description: str, media_type: str) -> dict[str, Any]:
-    return {"description": description, "content": {media_type: {"schema": {"type": "string"}}}}

@@ -161,7 +161,7 @@ class ReplicaModels:
             if self._standby and self._standby[0] == refused.model:
                 self._standby = None
             if self._shadow and self._shadow[0] == refused.shadow:
-                self._close_shadow()
+                self.close()
 
     @property
     def incomplete(self) -> bool:
@@ -188,7 +188,10 @@ class ReplicaModels:
         )
 
     def close(self) -> None:
-        self._close_shadow()
+        """Stop the shadow model."""
+        before, self._shadow = self._shadow, None
+        if before:
+            before[1].close()
 
     def _serves(self, source: Source) -> bool:
         return self._serving is not None and self._serving[0] == source
@@ -211,7 +214,7 @@ class ReplicaModels:
     def _load_shadow(self, wanted: Wanted) -> str:
         if (self._shadow[0] if self._shadow else None) == wanted.shadow:
             return ""
-        self._close_shadow()
+        self.close()
         if wanted.shadow is None:
             return ""
         found = self._open(wanted.shadow, wanted.schema)
@@ -219,11 +222,6 @@ class ReplicaModels:
             return found
         self._shadow = (wanted.shadow, Shadow(found, self._counters))
         return ""
-
-    def _close_shadow(self) -> None:
-        before, self._shadow = self._shadow, None
-        if before:
-            before[1].close()
 
     def _open(self, source: Source, schema: Schema | None) -> BatchScorer | str:
         """Open a model. Returns the cause of failure if it cannot be served."""

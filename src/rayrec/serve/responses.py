@@ -15,7 +15,7 @@ from rayrec.data.encoding.known_categories import UnknownCategories, tokens_by_i
 from rayrec.data.raw_block import RawBlock
 from rayrec.serve.counters import Counters
 from rayrec.serve.requests import Body, RequestError
-from rayrec.serve.row_readers import Outcome, make_reader, take
+from rayrec.serve.row_readers import Outcome, make_reader
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -66,7 +66,7 @@ class BatchScorer:
         start = time.perf_counter()
         raw, outcomes = self._reader.read(bodies)
         if not raw.rows:
-            return [_refused(outcome) for outcome in outcomes], raw, np.empty(0, np.float32)
+            return [outcome for outcome in outcomes if isinstance(outcome, RequestError)], raw, np.empty(0, np.float32)
         encoded = self.model.preprocessor.encode(raw)
         heads, values = self.model.scorer.heads, self.model.scorer.predict(encoded)
         fields = {name: field for head in heads for name, field in head.answer(values, self._tokens).items()}
@@ -90,12 +90,13 @@ class BatchScorer:
     def _answer(self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray) -> ScoreResponse | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
-        own = {name: take(field, outcome) for name, field in fields.items()}
+        own = {name: np.ascontiguousarray(field[outcome]) for name, field in fields.items()}
         for field in own.values():
             bad = np.flatnonzero(~np.isfinite(field).reshape(len(field), -1).all(axis=1))
             if len(bad):
                 return RequestError(422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0]))
-        return ScoreResponse(own, take(unknown, outcome), self._columns, self.model.version, self.model.preprocessor_hash)
+        own_unknown = np.ascontiguousarray(unknown[outcome])
+        return ScoreResponse(own, own_unknown, self._columns, self.model.version, self.model.preprocessor_hash)
 
     def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:
         self._counters.rows.labels(self.model.version).inc(rows)
@@ -104,8 +105,3 @@ class BatchScorer:
         of_columns = unknown.sum(axis=0)
         for column in np.flatnonzero(of_columns).tolist():
             self._counters.unknown.labels(self._columns[column]).inc(int(of_columns[column]))
-
-
-def _refused(outcome: Outcome) -> RequestError:
-    assert isinstance(outcome, RequestError)
-    return outcome

@@ -2,12 +2,11 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, final
 
-import numpy as np
 import pyarrow as pa
 
 from rayrec.config import InputError
@@ -209,16 +208,13 @@ class AnyReader(RowReader):
             self._check_names(row, number)
         arrays: dict[str, pa.Array] = {}
         for name in self.schema.columns:
-            values = [row.get(name) for row in rows]
-            if name in self.schema.dense:
-                arrays[name] = pa.array(_numbers(values, name), pa.float64())
-            elif name in self.schema.lists:
-                arrays[name] = pa.array(_lists(values, name, _token_text), pa.large_list(pa.large_string()))
-            elif name in self.schema.list_weights:
-                arrays[name] = pa.array(_lists(values, name, _number), pa.large_list(pa.float64()))
+            is_number = name in self.schema.dense or name in self.schema.list_weights
+            item_of, kind = (_number, pa.float64()) if is_number else (_token_text, pa.large_string())
+            values: Iterator[Any] = (row.get(name) for row in rows)
+            if name in self.schema.lists or name in self.schema.list_weights:
+                arrays[name] = pa.array(_lists(values, name, item_of), pa.large_list(kind))
             else:
-                texts = [_token_text(value, name, number) for number, value in enumerate(values)]
-                arrays[name] = pa.array(texts, pa.large_string())
+                arrays[name] = pa.array([item_of(value, name, number) for number, value in enumerate(values)], kind)
         return pa.table(arrays)
 
     def _split(self, body: Body) -> pa.Table:
@@ -273,10 +269,6 @@ def _refuse_empty_lines(text: bytes, delimiter: str) -> None:
         behind = end
 
 
-def _numbers(values: list[Any], name: str) -> list[float | None]:
-    return [_number(value, name, number) for number, value in enumerate(values)]
-
-
 def _number(value: Any, name: str, row: int) -> float | None:
     if value is None:
         return None
@@ -301,7 +293,7 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
     raise RequestError(400, f"row {number}: {name} is {kind}, not a string or an integer", row=number, field=name)
 
 
-def _lists(values: list[Any], name: str, item_of: Callable[[Any, str, int], Any]) -> list[list[Any] | None]:
+def _lists(values: Iterator[Any], name: str, item_of: Callable[[Any, str, int], Any]) -> list[list[Any] | None]:
     """Convert the items of lists with `item_of` (item, name, row)."""
     found: list[list[Any] | None] = []
     for number, value in enumerate(values):
@@ -324,8 +316,3 @@ def _kind(value: Any) -> str:
 def make_reader(schema: Schema) -> RowReader:
     """Return the reader of a schema. It ignores labels, row weights and timestamps."""
     return HexadecimalReader(schema) if schema.tokens == "hexadecimal" else AnyReader(schema)
-
-
-def take(values: np.ndarray, outcome: slice) -> np.ndarray:
-    """Return a contiguous copy of a body's rows."""
-    return np.ascontiguousarray(values[outcome])

@@ -23,7 +23,7 @@ from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.observe.console import Console
-from rayrec.serve.config import LOOPBACK, WILDCARDS, Follow, ServeConfig, ServerConfig
+from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
 from rayrec.serve.control import APPLICATION, Control, end, quieten, swapped
 from rayrec.serve.deployment import http_options, make_application, own_network
 from rayrec.serve.listener import held_port
@@ -65,22 +65,16 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    path: str, *, config: ServeConfig, address: str | None, shadow: str | None = None, console: Console
+    path: str, *, config: ServeConfig, address: str | None, shadow: str | None = None, console: Console, hide_token: bool = False
 ) -> Iterator[Server]:
     """Serve a checkpoint, run or export while the context is open, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
-    local Ray). Answers requests in flight before it exits.
+    local Ray). Answers requests in flight before it exits. `hide_token` removes `config.token_env` from the environment.
 
     Raises InputError for an unusable model or address, and if the cluster or port already has a server.
     """
     digest = config.token_digest()
-    with _serving(path, config=config, digest=digest, address=address, shadow=shadow, console=console) as server:
-        yield server
-
-
-@contextlib.contextmanager
-def _serving(
-    path: str, *, config: ServeConfig, digest: bytes | None, address: str | None, shadow: str | None, console: Console
-) -> Iterator[Server]:
+    if hide_token and config.token_env:
+        del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
     path = source_of(path)
     shadow = source_of(shadow) if shadow else None
     own_network(config.recipe)  # Fails before Ray starts
@@ -134,12 +128,15 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
     direct = config.ingress == "direct"
     quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
     location = "HeadOnly" if config.host in LOOPBACK else "EveryNode"
-    with _hushed():
+    logging.disable(logging.INFO)  # Ray Serve logs its start with a logger that it configures itself
+    try:
         serve.start(
             proxy_location="Disabled" if direct else location,
             http_options=None if direct else http_options(config),
             logging_config=quiet,
         )
+    finally:
+        logging.disable(logging.NOTSET)
     quieten()
     try:
         serve.run(make(), name=APPLICATION, route_prefix=None if direct else "/")
@@ -255,16 +252,6 @@ def first_answering(found: Sequence[str], *, versions: Sequence[str], timeout_s:
         time.sleep(0.2)
 
 
-@contextlib.contextmanager
-def _hushed() -> Iterator[None]:
-    """Suppress Ray Serve's startup logs, for which it configures its own logger."""
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def serve_forever(
     path: str, *, config: ServerConfig, address: str | None, console: Console, started: Callable[[dict[str, Any]], None]
 ) -> None:
@@ -273,12 +260,13 @@ def serve_forever(
     With `config.follow`, `path` is a run, and the server switches to its newest or best checkpoints. Calls `started` when it
     accepts requests. Removes the variable `config.token_env` from the environment.
     """
-    first = _first_of_run(path, config.follow)
-    digest = config.token_digest()
-    if config.token_env:
-        del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
+    first = path
+    if config.follow != "no":
+        if storage.exists(storage.join(path, "manifest.json")):
+            raise InputError(f"follow: {path} is a checkpoint or an export; give the run's folder")
+        first = choose(path, config.follow) or open_checkpoint(path).path
     with (
-        _serving(first, config=config, digest=digest, address=address, shadow=config.shadow, console=console) as server,
+        serving(first, config=config, address=address, shadow=config.shadow, console=console, hide_token=True) as server,
         _until_signal() as asked,  # After Ray has started, which sets signal handlers
     ):
         started(server.describe())
@@ -293,14 +281,6 @@ def serve_forever(
                 last_follow_s = time.monotonic()
                 watch.follow(path, config.follow)
         console.note("the server ends: requests in flight are answered")
-
-
-def _first_of_run(path: str, follow: Follow) -> str:
-    if follow == "no":
-        return path
-    if storage.exists(storage.join(path, "manifest.json")):
-        raise InputError(f"follow: {path} is a checkpoint or an export; give the run's folder")
-    return choose(path, follow) or open_checkpoint(path).path
 
 
 @contextlib.contextmanager
@@ -369,7 +349,14 @@ class _Watch:
                 if not change.done():
                     return
                 self._change = None
-                self._finish(path, change)
+                number, _ = self._attempts.pop(path)
+                error = change.exception()
+                if error is None:  # No further attempts, so that a rollback by the user stays
+                    self._attempts[path] = _ATTEMPTS, 0.0
+                elif isinstance(error, InputError):  # Reported by `poll`
+                    self._attempts[path] = number, time.monotonic() + _RETRY_S * 2**number
+                else:
+                    raise error
             with storage.retry_timeout(_STORE_S):
                 found = choose(run, which, skipped=self._note_skipped)
             number, due_s = self._attempts.get(found or "", (0, 0.0))
@@ -381,16 +368,6 @@ class _Watch:
             if str(error) != self._trouble:
                 self._console.note(f"follow: {' '.join(str(error).split())}; the server keeps its model")
             self._trouble = str(error)
-
-    def _finish(self, path: str, change: Future[Any]) -> None:
-        number, _ = self._attempts.pop(path)
-        error = change.exception()
-        if error is None:  # No further attempts, so that a rollback by the user stays
-            self._attempts[path] = _ATTEMPTS, 0.0
-        elif isinstance(error, InputError):  # Reported by `poll`
-            self._attempts[path] = number, time.monotonic() + _RETRY_S * 2**number
-        else:
-            raise error
 
     def _note_skipped(self, error: InputError) -> None:
         if str(error) not in self._skipped:

@@ -16,6 +16,7 @@ import pytest
 import ray
 import torch
 from builders.click_models import ANY, make_model, make_preprocessor
+from builders.requests import sample_values
 
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
@@ -382,16 +383,16 @@ def test_counts_outlive_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     report("one", counters)
     now_s[0] = 1.0
     report("three", counters)
-    found = register.collect("two", two.snapshot()).values()
+    found = sample_values(register.collect("two", two.snapshot()))
     assert (found[rows], found[waiting]) == (20, 6)
     assert [found[key] for key in batches] == [0, 2, 2]
     now_s[0] = 2 + GONE_S
     report("two", two)
-    found = register.collect("two", two.snapshot()).values()
+    found = sample_values(register.collect("two", two.snapshot()))
     assert (found[rows], found[waiting]) == (20, 0)
     assert set(register.describe()["replicas"]) == {"two"}
     report("one", two)  # it was busy, and counts on
-    assert register.collect("two", two.snapshot()).values()[rows] == 25
+    assert sample_values(register.collect("two", two.snapshot()))[rows] == 25
 
 
 def test_register_is_sent_without_rayrec(monkeypatch: pytest.MonkeyPatch) -> None:
