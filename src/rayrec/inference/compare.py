@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from rayrec import storage
-from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
 from rayrec.inference.config import ComparisonConfig, ComparisonGates
 from rayrec.inference.evaluate import ScoredRows, scored_rows
@@ -100,9 +99,8 @@ def compare(
     if options.ensemble:
         models.append(_ensemble(models))
     last = len(models) - 1
-    for kind in options.baselines:
-        assert baselines is not None
-        models.append(_baseline(kind, baselines, path, labels, console))
+    if baselines is not None:
+        models += [_baseline(kind, baselines, path, labels, console) for kind in options.baselines]
     return json_values(_result(models, labels, groups, options, gates, last))
 
 
@@ -138,38 +136,26 @@ def _names(checkpoints: Sequence[str]) -> list[str]:
 
 def _described(name: str, job: ScoringJob, config: TrainConfig, kept: ScoredRows, seconds: float) -> dict[str, Any]:
     assert isinstance(config.workload, ClickWorkload)
+    parameters = sum(
+        math.prod(entry["shape"])
+        for tensor, entry in job.checkpoint.manifest()["tensors"].items()
+        if tensor.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))  # Skips index buffers
+    )
+    inputs = ModelInputs.of(load_preprocessor(job.checkpoint.path).inputs)
+    with torch.random.fork_rng(devices=[]):
+        network = config.workload.model.build(inputs, precision=config.precision).eval()
     return {
         "name": name,
-        "checkpoint": job.checkpoint.path,
-        **job.scoring.described,
-        "parameters": _num_parameters(job.checkpoint),
-        "multiply_adds": _multiply_adds(config, config.workload, job.checkpoint),
+        **job.described,
+        "parameters": parameters,
+        "multiply_adds": network_multiply_adds(network, inputs, config.workload.model),
         "rows_per_s": kept.rows / seconds if seconds else math.nan,
     }
 
 
-def _num_parameters(checkpoint: Checkpoint) -> int:
-    tensors = checkpoint.manifest()["tensors"]
-    return sum(
-        math.prod(entry["shape"])
-        for name, entry in tensors.items()
-        if name.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))  # Skips index buffers
-    )
-
-
-def _multiply_adds(config: TrainConfig, workload: ClickWorkload, checkpoint: Checkpoint) -> float | None:
-    inputs = ModelInputs.of(load_preprocessor(checkpoint.path).inputs)
-    with torch.random.fork_rng(devices=[]):
-        network = workload.model.build(inputs, precision=config.precision).eval()
-    return network_multiply_adds(network, inputs, workload.model)
-
-
 def _ensemble(models: Sequence[_Model]) -> _Model:
     """Return the mean of the logits, and the summed costs of the models."""
-    logits = np.zeros(len(models[0].logits))
-    for model in models:
-        logits += model.logits
-    logits = (logits / len(models)).astype(np.float32)
+    logits = (sum((model.logits for model in models), np.zeros(len(models[0].logits))) / len(models)).astype(np.float32)
     costs = [model.described for model in models]
     multiply_adds = [cost["multiply_adds"] for cost in costs]
     return _Model(
@@ -223,7 +209,13 @@ def _result(
         intervals = {name: list(ends) for name, ends in of_model.items()}
         told.append({**model.described, **binary_metrics(model.logits, labels), **ranking, "intervals": intervals})
     names = [model.described["name"] for model in models]
-    gains = {pair: {name: _reversed(found) for name, found in of_pair.items()} for pair, of_pair in compared.differences.items()}
+    gains = {  # 0 - x instead of -x avoids -0
+        pair: {
+            name: replace(found, difference=0 - found.difference, low=0 - found.high, high=0 - found.low)
+            for name, found in of_pair.items()
+        }
+        for pair, of_pair in compared.differences.items()
+    }
     return {
         "rows": len(labels),
         "label_rate": told[0]["label_rate"],
@@ -235,10 +227,6 @@ def _result(
         "resampling": vars(options.resampling),
         "failures": _failures(gates, names[0], names[last], gains[0, last]["auroc"]) if last else [],
     }
-
-
-def _reversed(found: Difference) -> Difference:
-    return replace(found, difference=0 - found.difference, low=0 - found.high, high=0 - found.low)  # Avoids -0
 
 
 def _failures(gates: ComparisonGates, first: str, last: str, gain: Difference) -> list[str]:

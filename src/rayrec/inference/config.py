@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
+from annotated_types import Ge
+
+from rayrec.bounds import Count, Fraction
 from rayrec.config import Config, InputError
 from rayrec.metrics.ranking import DEFAULT_KS, check_ks
 from rayrec.metrics.significance import Resampling
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 class ScoringConfig(Config):
     """Settings of scoring."""
 
-    batch_rows: int | None = None
+    batch_rows: Count | None = None
     """Rows per batch. None: 8192 for click models, for others as in evaluations during training."""
     device: Device = "cpu"
     """Compute device. With cuda, each scoring process gets one GPU."""
@@ -59,15 +62,13 @@ class EvaluationConfig(_ResampledConfig):
     slice_by: tuple[str, ...] = ()
     """Slice for additional metrics: day, COLUMN (its values) or frequency:COLUMN (number of training rows with its value).
     Repeatable."""
-    slice_top: int = 10
+    slice_top: Count = 10
     """Number of the most frequent values of a column with separate slices. All others share one."""
     compare: str | None = None
     """Another click model checkpoint to compare with on the same rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.slice_top < 1:
-            raise InputError(f"slice_top: {self.slice_top} must be at least 1")
         if len(set(self.slice_by)) < len(self.slice_by):
             raise InputError(f"slice_by: {', '.join(self.slice_by)} names one twice")
         check_ks(self.ranking_k)
@@ -94,15 +95,13 @@ class ComparisonConfig(_ResampledConfig):
     baselines: tuple[Literal["lightgbm", "logistic"], ...] = ()
     """Baselines to add, trained on the first model's training rows: lightgbm (gradient-boosted trees on numbers and smoothed
     click rates) and logistic (regression on hashed categories)."""
-    baseline_rows: int = 1_000_000
+    baseline_rows: Count = 1_000_000
     """Number of the last training rows to train baselines on, kept in memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.baselines)) < len(self.baselines):
             raise InputError(f"baselines: {', '.join(self.baselines)} names one twice")
-        if self.baseline_rows < 1:
-            raise InputError(f"baseline_rows: {self.baseline_rows} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,22 +128,15 @@ class ExportConfig(Config):
     """Quantization of the embedding tables. None keeps fp32."""
     parity_path: str | None = None
     """Labelled log for the comparison with the checkpoint. None uses the run's evaluation rows."""
-    parity_rows: int = 50_000
+    parity_rows: Annotated[int, Ge(2)] = 50_000
     """Number of rows to compare, spread over the log."""
-    max_auroc_loss: float | None = None
+    max_auroc_loss: Fraction | None = None
     """Maximum AUROC difference from the checkpoint. None: 0.0001, with int4 0.002."""
     ignore_parity: bool = False
     """Whether to export even if the comparison fails or the run's log is unreadable (random rows are compared then). report.json
     has the failure."""
     triton: bool = False
     """Whether to also write a model repository for Triton, in folder triton."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.parity_rows < 2:
-            raise InputError(f"parity_rows: {self.parity_rows} must be at least 2")
-        if self.max_auroc_loss is not None and not 0 <= self.max_auroc_loss <= 1:
-            raise InputError(f"max_auroc_loss: {self.max_auroc_loss} must lie between 0 and 1")
 
     @property
     def quantization(self) -> Quantization:

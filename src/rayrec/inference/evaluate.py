@@ -63,11 +63,14 @@ def evaluate(
     options, console = options or EvaluationConfig(), console or Console()
     request = ScoringRequest(checkpoint, path, config, options, console)
     opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k)
-    if options.ranking_k:
+    if options.ranking_k or options.asks_for_more:
         _check_clicks(opened, config, options)
     if not options.asks_for_more:
-        return json_values({**_metrics(opened, console), **_described(opened)})
-    _check_clicks(opened, config, options)
+        totals = opened.scoring.make_totals()
+        for table in opened.tables(console):
+            totals.update(table)
+        assert totals.rows == opened.scoring.rows, f"{totals.rows} of {opened.scoring.rows} rows were scored"
+        return json_values({**totals.compute(), "rows": totals.rows, **opened.described})
     compared: ScoringJob | None = None
     others: ScoredRows | None = None
     if options.compare is not None:  # Opened before scoring, so that errors show up early
@@ -82,19 +85,21 @@ def evaluate(
             raise InputError(
                 f"compare: {options.compare} reads other rows of {path} than {checkpoint}; compare checkpoints of one schema"
             )
-    return json_values(_evaluation(opened, kept, compared, others, options, console))
-
-
-def _metrics(opened: ScoringJob, console: Console) -> dict[str, Any]:
-    totals = opened.scoring.make_totals()
-    for table in opened.tables(console):
-        totals.update(table)
-    assert totals.rows == opened.scoring.rows, f"{totals.rows} of {opened.scoring.rows} rows were scored"
-    return {**totals.compute(), "rows": totals.rows}
-
-
-def _described(opened: ScoringJob) -> dict[str, Any]:
-    return {**opened.scoring.described, "checkpoint": opened.checkpoint.path}
+    measured = _Measured(kept.logits, others and others.logits, kept.labels, kept.groups, options)
+    found = {**measured.told(), **opened.described}
+    if compared is not None:
+        found["compared"] = {**found["compared"], **compared.described}
+    if options.confidence is not None or compared is not None:
+        found["resampling"] = vars(options.resampling)
+    done, total = 0, kept.rows * len(options.slice_by)
+    with console.preparing():
+        for by in options.slice_by:
+            told = found.setdefault("slices", {}).setdefault(by, [])
+            for piece in slices_of(by, kept.key(by), most=options.slice_top):
+                told.append({"value": piece.name, **measured.of(piece.rows).told()})
+                done += len(piece.rows)
+                console.progress("slices (rows)", done, total)
+    return json_values(found)
 
 
 def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
@@ -114,9 +119,6 @@ def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = (
         kept.update(table)
     assert kept.rows == opened.scoring.rows, f"{kept.rows} of {opened.scoring.rows} rows were scored"
     return kept
-
-
-# -- computation
 
 
 @dataclass(frozen=True)
@@ -152,32 +154,6 @@ class _Measured:
                 "differences": {name: vars(difference) for name, difference in differences.items()},
             }
         return found
-
-
-def _evaluation(
-    opened: ScoringJob,
-    kept: ScoredRows,
-    compared: ScoringJob | None,
-    others: ScoredRows | None,
-    options: EvaluationConfig,
-    console: Console,
-) -> dict[str, Any]:
-    measured = _Measured(kept.logits, None if others is None else others.logits, kept.labels, kept.groups, options)
-    found = {**measured.told(), **_described(opened)}
-    if compared is not None:
-        found["compared"] = {**found["compared"], **_described(compared)}
-    if options.confidence is not None or compared is not None:
-        found["resampling"] = vars(options.resampling)
-    done = 0
-    total = kept.rows * len(options.slice_by)
-    with console.preparing():
-        for by in options.slice_by:
-            told = found.setdefault("slices", {}).setdefault(by, [])
-            for piece in slices_of(by, kept.key(by), most=options.slice_top):
-                told.append({"value": piece.name, **measured.of(piece.rows).told()})
-                done += len(piece.rows)
-                console.progress("slices (rows)", done, total)
-    return found
 
 
 @final
@@ -263,30 +239,19 @@ def slices_of(by: str, values: pa.ChunkedArray, *, most: int) -> list[RowSlice]:
     group_of = np.full(len(names), len(top))
     group_of[top] = np.arange(len(top))
     top_names = [names[place] for place in top.tolist()]
-    return _grouped(_looked_up(codes, group_of, len(top) + 1), [*top_names, OTHERS, MISSING])
+    groups = np.append(group_of, len(top) + 1)[codes]  # The code -1 of missing values selects the last one
+    return _grouped(groups, [*top_names, OTHERS, MISSING])
 
 
 def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
     """Return the name index of each row, -1 if missing, int32 [rows], and the names, in their original order."""
-    if pa.types.is_dictionary(values.type):
-        encoded = values.unify_dictionaries().combine_chunks()
-    else:
-        encoded = values.dictionary_encode().combine_chunks()
+    is_dictionary = pa.types.is_dictionary(values.type)
+    encoded = (values.unify_dictionaries() if is_dictionary else values.dictionary_encode()).combine_chunks()
     if isinstance(encoded, pa.ChunkedArray):  # Without rows, there are no chunks
         encoded = pa.concat_arrays(encoded.chunks)
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
-    distinct = encoded.dictionary
-    return codes, [_name(value, distinct.type) for value in distinct.to_pylist()]
-
-
-def _name(value: object, kind: pa.DataType) -> str:
-    """Format a value as in the log."""
-    return f"{value:08x}" if pa.types.is_uint32(kind) else str(value)
-
-
-def _looked_up(codes: np.ndarray, group_of: np.ndarray, missing: int) -> np.ndarray:
-    """Return the group of each row's value, `missing` without one, int [rows]."""
-    return np.append(group_of, missing)[codes]  # -1 is the last one
+    form = "{:08x}" if pa.types.is_uint32(encoded.dictionary.type) else "{}"
+    return codes, [form.format(value) for value in encoded.dictionary.to_pylist()]
 
 
 def _grouped(groups: np.ndarray, names: list[str]) -> list[RowSlice]:

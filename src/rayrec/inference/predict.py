@@ -76,28 +76,23 @@ def predict_to(
         parts.finish()
     return {
         "rows": parts.rows,
-        **opened.scoring.described,
+        **opened.described,
         "out": storage.absolute(out),
         "rows_per_s": (parts.rows - before) / (time.monotonic() - start),
-        "checkpoint": opened.checkpoint.path,
     }
 
 
 def _made_of(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
     """Return everything that determines the bytes of the files."""
-    weights = json.dumps(opened.checkpoint.manifest(), sort_keys=True)
+    weights, path = json.dumps(opened.checkpoint.manifest(), sort_keys=True), request.path
+    is_folder = storage.exists(path) and storage.size_of(path) is None
+    files = storage.files_in(path) if is_folder else storage.list_files(path)  # Size and time reveal changes
     return {
         "checkpoint": hashlib.sha256(weights.encode()).hexdigest()[:16],
-        "input": [storage.absolute(request.path), *map(list, map(astuple, _files(request.path)))],
+        "input": [storage.absolute(path), *map(list, map(astuple, files))],
         "rows": {**opened.scoring.described, "blocks": list(opened.scoring.block_rows)},
         "batch_rows": request.options.batch_rows,
         "device": request.options.device,
         "files": [PART_ROWS, GROUP_ROWS],
         "versions": versions(),
     }
-
-
-def _files(path: str) -> list[storage.File]:
-    """List the input files with size and time, to detect changes."""
-    is_folder = storage.exists(path) and storage.size_of(path) is None
-    return storage.files_in(path) if is_folder else storage.list_files(path)

@@ -43,8 +43,11 @@ class Parts:
         self._place = folder.aid() if self._is_local else self._exit.enter_context(storage.Scratch("journal"))
         os.makedirs(self._place, exist_ok=True)
         self._journal = self._new_journal()
-        self.rows = self._rows_of_files() + self._journal.rows
+        self.rows = self._journal.rows
         """Rows written so far, including earlier calls."""
+        if self._number:  # All files but the last one are full
+            filesystem, inner = storage.resolve(storage.join(folder.path, _name(self._number - 1)))
+            self.rows += (self._number - 1) * PART_ROWS + pq.read_metadata(inner, filesystem=filesystem).num_rows
 
     def __enter__(self) -> Parts:
         return self
@@ -73,13 +76,6 @@ class Parts:
     def _new_journal(self) -> _Journal:
         return _Journal(os.path.join(self._place, f"journal-{self._number:05d}"))
 
-    def _rows_of_files(self) -> int:
-        """Return the number of rows in complete files. All but the last one are full."""
-        if not self._number:
-            return 0
-        filesystem, inner = storage.resolve(storage.join(self._folder.path, _name(self._number - 1)))
-        return (self._number - 1) * PART_ROWS + pq.read_metadata(inner, filesystem=filesystem).num_rows
-
     def _end_part(self) -> None:
         with storage.writing(storage.join(self._folder.path, _name(self._number))) as path:
             _write_parquet(self._journal.tables(), path)
@@ -105,19 +101,14 @@ def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
             while num_waiting >= GROUP_ROWS or (table is None and num_waiting):
                 joined = pa.concat_tables(waiting)
                 if writer is None:
-                    dictionaries = _repeating(joined.schema)
-                    writer = opened.enter_context(pq.ParquetWriter(path, joined.schema, use_dictionary=dictionaries))
+                    # Dictionaries only for columns with repeated values.
+                    is_float = {field.name: pa.types.is_floating(field.type) for field in joined.schema}
+                    repeating = [name for name in is_float if name == "label" or not (name == "row" or is_float[name])]
+                    writer = opened.enter_context(pq.ParquetWriter(path, joined.schema, use_dictionary=repeating))
                 # A single chunk, because chunk boundaries would change the bytes of the file.
                 writer.write_table(joined.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
                 waiting = [joined.slice(GROUP_ROWS)]
                 num_waiting = len(waiting[0])
-
-
-def _repeating(schema: pa.Schema) -> list[str]:
-    """Return the columns with repeated values, which profit from a dictionary."""
-    return [
-        field.name for field in schema if field.name == "label" or (field.name != "row" and not pa.types.is_floating(field.type))
-    ]
 
 
 @final
@@ -127,11 +118,11 @@ class _Journal:
     def __init__(self, path: str) -> None:
         self.path, self.rows = path, 0
         self._file = open(path, "ab+", buffering=0)  # noqa: SIM115
-        whole_bytes = 0
-        for end, data in self._entries():
-            whole_bytes = end
-            self.rows += len(_table(data))
-        self._file.truncate(whole_bytes)
+        complete_bytes = 0
+        for end, table in self._entries():
+            complete_bytes = end
+            self.rows += len(table)
+        self._file.truncate(complete_bytes)
 
     def append(self, table: pa.Table) -> None:
         sink = pa.BufferOutputStream()
@@ -144,11 +135,10 @@ class _Journal:
         self.rows += len(table)
 
     def tables(self) -> Iterator[pa.Table]:
-        for _, data in self._entries():
-            yield _table(data)
+        return (table for _, table in self._entries())
 
-    def _entries(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the end offset and table bytes of each complete entry."""
+    def _entries(self) -> Iterator[tuple[int, pa.Table]]:
+        """Yield the end offset and table of each complete entry."""
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             while len(header := file.read(_HEADER.size)) == _HEADER.size:
@@ -158,7 +148,8 @@ class _Journal:
                 data = file.read(length)
                 if zlib.crc32(data) != checksum:
                     return
-                yield file.tell(), data
+                with pa.ipc.open_stream(data) as stream:
+                    yield file.tell(), stream.read_all()
 
     def close(self) -> None:
         self._file.close()
@@ -166,8 +157,3 @@ class _Journal:
     def remove(self) -> None:
         self.close()
         os.remove(self.path)
-
-
-def _table(data: bytes) -> pa.Table:
-    with pa.ipc.open_stream(data) as stream:
-        return stream.read_all()

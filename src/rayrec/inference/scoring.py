@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import pyarrow as pa
 
@@ -79,7 +79,8 @@ def plan_pool(
             f"scoring needs {size_text(needed)} of memory on one node for the weights, the largest node offers "
             f"Ray {size_text(largest)}; use larger nodes"
         )
-    cpus_each = max(_cpus_each(cpus, fitting) for cpus, fitting in usable)
+    # As many processes per node as fit, one per core at most.
+    cpus_each = max(math.ceil(int(cpus) / min(fitting, int(cpus))) if cpus >= 1 else cpus for cpus, fitting in usable)
     num_actors = sum(int(cpus // cpus_each) for cpus, _ in usable)
     free = sum(cpus for cpus, _ in usable) - num_actors * cpus_each
     while free < spare_cpus and num_actors > 1:
@@ -88,11 +89,6 @@ def plan_pool(
     if free < spare_cpus:
         cpus_each = max(cpus_each - spare_cpus, cpus_each / 2)
     return Pool(max(1, min(num_actors, blocks)), cpus_each, 0.0)
-
-
-def _cpus_each(cpus: float, fitting: int) -> float:
-    """Return the cores per process if as many as fit run on a node, one per core at most."""
-    return math.ceil(int(cpus) / min(fitting, int(cpus))) if cpus >= 1 else cpus
 
 
 def weight_bytes(checkpoint: Checkpoint) -> int:
@@ -138,9 +134,8 @@ def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block:
     context.print_on_execution_start = False
     context.execution_options = ExecutionOptions(preserve_order=True)
     with DataContext.current(context):
-        wanted = range(first_block, scoring.num_blocks)
-        numbers = ray.data.from_blocks([pa.table({"block": [number]}) for number in wanted])
-        return numbers.map_batches(
+        blocks = [pa.table({"block": [number]}) for number in range(first_block, scoring.num_blocks)]
+        return ray.data.from_blocks(blocks).map_batches(
             _ScoringProcess,
             fn_constructor_args=(scoring.load, device, max(1, int(pool.cpus_per_actor))),
             batch_size=None,
@@ -181,6 +176,11 @@ class ScoringJob:
     device: Device
     on_ray: bool
     """True if the pool consists of Ray processes, False for threads."""
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Description of the workload, and checkpoint folder, as JSON values."""
+        return {**self.scoring.described, "checkpoint": self.checkpoint.path}
 
     def dataset(self, first_block: int = 0) -> ray.data.Dataset:
         """Return the scores from a block on."""
@@ -240,9 +240,6 @@ class ScoringRequest:
         Raises:
             InputError: For an unusable checkpoint or input, and damaged weights.
         """
-        batch_rows, device = self.options.batch_rows, self.options.device
-        if batch_rows is not None and batch_rows < 1:
-            raise InputError(f"batch_rows: {batch_rows} must be at least 1")
         checkpoint = open_checkpoint(self.checkpoint)
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.
@@ -255,7 +252,7 @@ class ScoringRequest:
                 checkpoint=checkpoint.path,
                 path=self.path,
                 evaluating=evaluating,
-                batch_rows=batch_rows,
+                batch_rows=self.options.batch_rows,
                 engine=engine,
                 console=self.console,
                 slice_by=slice_by,
@@ -270,19 +267,17 @@ class ScoringRequest:
             weight_bytes=weight_bytes(checkpoint),
             blocks=scoring.num_blocks,
             spare_cpus=spare_cpus,
-            device=device,
+            device=self.options.device,
             shared_weights=not on_ray and scoring.thread_safe,
         )
-        return ScoringJob(scoring, checkpoint, pool, device, on_ray)
+        return ScoringJob(scoring, checkpoint, pool, self.options.device, on_ray)
 
     def _engine_here(self) -> StreamEngine:
-        return ThreadEngine(self._cpus_here())
-
-    def _cpus_here(self) -> int:
-        return machine.usable_cpus(granted=self.config.cluster.num_cpus)
+        return ThreadEngine(machine.usable_cpus(granted=self.config.cluster.num_cpus))
 
     def _this_machine(self) -> Node:
-        resources = {"CPU": float(self._cpus_here()), "memory": float(machine.memory().available)}
+        cpus = machine.usable_cpus(granted=self.config.cluster.num_cpus)
+        resources = {"CPU": float(cpus), "memory": float(machine.memory().available)}
         if self.options.device == "cuda":
             import torch
 
@@ -293,11 +288,11 @@ class ScoringRequest:
         from rayrec.cluster.node_storage import require_reachable
         from rayrec.ingest.ray_engine import RayEngine
 
-        wanted = self.config.cluster
+        cluster = self.config.cluster
         connection.connect(
-            wanted.address,
-            num_cpus=wanted.num_cpus,
-            object_store_bytes=wanted.object_store_bytes,
+            cluster.address,
+            num_cpus=cluster.num_cpus,
+            object_store_bytes=cluster.object_store_bytes,
             log_to_driver=self.console.verbose,
         )
         require_reachable((self.checkpoint, self.path))

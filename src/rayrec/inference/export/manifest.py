@@ -12,7 +12,7 @@ import torch
 from typing_extensions import TypedDict
 
 from rayrec import storage
-from rayrec.checkpoint.format import MANIFEST, DataFile, check_manifest, load_manifest, seal
+from rayrec.checkpoint.format import MANIFEST, DataFile, check_manifest, load_manifest
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model
@@ -118,11 +118,6 @@ class ExportedModel:
         if {**exported.described, "model": stored["model"]} != stored:  # Older models may have fewer settings
             raise InputError(f"{path}: its Preprocessor is not the one its manifest names; {REMEDY}")
         return exported
-
-
-def manifest_of(exported: ExportedModel, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Build the manifest of an export. `files` has `bytes` and `sha256` of every other file, by relative path."""
-    return seal({"format": FORMAT, "version": VERSION, "model": exported.described, "files": files})
 
 
 def read_manifest(path: str) -> dict[str, Any]:

@@ -39,15 +39,13 @@ class _WholeModel(nn.Module):
     ) -> None:
         super().__init__()
         self._model, self._format, self._hotness = model, row_format, tuple(hotness)
-        dim, packed = row_format.dim, row_format.quantization in ("int8", "int4")
-        width = {"int8": dim, "int4": dim // 2}.get(row_format.quantization, dim)
+        width = row_format.dim // 2 if row_format.quantization == "int4" else row_format.dim
         for number, table in enumerate(tables):
             self.register_buffer(f"values_{number}", table[:, :width].contiguous())
-            if packed:  # ONNX cannot reinterpret bytes as floats
+            if row_format.quantization in ("int8", "int4"):  # ONNX cannot reinterpret bytes as floats
                 kind = torch.float32 if row_format.quantization == "int8" else torch.float16
-                self.register_buffer(
-                    f"affine_{number}", table[:, width:].clone(memory_format=torch.contiguous_format).view(kind).float()
-                )
+                affine = table[:, width:].clone(memory_format=torch.contiguous_format).view(kind).float()
+                self.register_buffer(f"affine_{number}", affine)
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor | None = None) -> torch.Tensor:
         pooled, start = [], 0

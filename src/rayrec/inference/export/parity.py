@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,17 +106,16 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
 
 def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str) -> ParityRows:
     assert isinstance(config.workload, ClickWorkload)
-    if config.eval_data.path is not None:
-        index = open_run_log(config.eval_data, preprocessor, cache=cache)
-        return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {config.eval_data.path}")
-    index = open_run_log(config.train_data, preprocessor, cache=cache)
-    sets = config.workload.split_rows(config.train_data.path or "", index)
-    name = "test" if "test" in sets else "validation"
-    start, stop = sets[name]
-    if stop - start >= settings.parity_rows:
-        return _read(index, (start, stop), preprocessor, settings, origin=f"{name} rows of {config.train_data.path}")
-    # Training rows are as good for a comparison, and an AUROC of few rows is noise.
-    return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {config.train_data.path}")
+    data = config.train_data if config.eval_data.path is None else config.eval_data
+    index = open_run_log(data, preprocessor, cache=cache)
+    if config.eval_data.path is None:
+        sets = config.workload.split_rows(data.path or "", index)
+        name = "test" if "test" in sets else "validation"
+        start, stop = sets[name]
+        if stop - start >= settings.parity_rows:
+            return _read(index, (start, stop), preprocessor, settings, origin=f"{name} rows of {data.path}")
+        # Training rows are as good for a comparison, and an AUROC of few rows is noise.
+    return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {data.path}")
 
 
 def _read(
@@ -146,38 +146,23 @@ def drawn_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> Parit
     for start in range(0, rows, BATCH_ROWS):
         count = min(BATCH_ROWS, rows - start)
         dense = rng.standard_normal((count, len(preprocessor.inputs.dense)), np.float32)
-        lengths = _DrawnLengths(rng, preprocessor.schema, count)
-        ids = [
-            _drawn_ids(rng, lengths, name, num_embeddings, hotness, preprocessor.id_dtype)
-            for name, num_embeddings, hotness in zip(
-                preprocessor.inputs.sparse, preprocessor.num_embeddings, preprocessor.hotness, strict=True
-            )
-        ]
+        lengths_of, dtype = _drawn_lengths(rng, preprocessor.schema, count), preprocessor.id_dtype
+        columns = zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, preprocessor.hotness, strict=True)
+        ids: list[Ids] = []
+        for name, num_embeddings, hotness in columns:
+            if hotness is None:
+                lengths = lengths_of(name).astype(np.int32)
+                ids.append(Bags(rng.integers(0, num_embeddings, int(lengths.sum()), dtype), lengths))
+            else:
+                ids.append(rng.integers(0, num_embeddings, count if hotness == 1 else (count, hotness), dtype))
         batches.append(EncodedRows(dense, ids))
     return ParityRows("rows drawn at random, their labels by the checkpoint's own scores", tuple(batches))
 
 
-class _DrawnLengths:
-    """Random lengths of lists, equal for aligned lists."""
-
-    def __init__(self, rng: np.random.Generator, schema: Schema, rows: int) -> None:
-        self.rows, self._rng, self._schema, self._drawn = rows, rng, schema, dict[str, np.ndarray]()
-
-    def of(self, name: str) -> np.ndarray:
-        """Return the length of a list in each row, int64 [rows]."""
-        first = self._schema.feature(name).aligned_with or name
-        if first not in self._drawn:
-            self._drawn[first] = self._rng.integers(0, _DRAWN_BAG + 1, self.rows)
-        return self._drawn[first]
-
-
-def _drawn_ids(
-    rng: np.random.Generator, lengths: _DrawnLengths, name: str, num_embeddings: int, hotness: int | None, dtype: np.dtype
-) -> Ids:
-    if hotness is None:
-        of_rows = lengths.of(name).astype(np.int32)
-        return Bags(rng.integers(0, num_embeddings, int(of_rows.sum()), dtype), of_rows)
-    return rng.integers(0, num_embeddings, lengths.rows if hotness == 1 else (lengths.rows, hotness), dtype)
+def _drawn_lengths(rng: np.random.Generator, schema: Schema, rows: int) -> Callable[[str], np.ndarray]:
+    """Return a function from list names to random lengths, equal for aligned lists, int64 [rows]."""
+    draw = functools.cache(lambda first: rng.integers(0, _DRAWN_BAG + 1, rows))
+    return lambda name: draw(schema.feature(name).aligned_with or name)
 
 
 def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) -> dict[str, Any]:
@@ -235,7 +220,7 @@ def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
 def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
     """Generate raw values of every column: numbers, known and unknown categories, missing values."""
     schema, rng = preprocessor.schema, np.random.default_rng(0)
-    hexadecimal, of_lists = schema.tokens == "hexadecimal", _DrawnLengths(rng, schema, _DRAWN_ROWS)
+    hexadecimal, lengths_of = schema.tokens == "hexadecimal", _drawn_lengths(rng, schema, _DRAWN_ROWS)
 
     def present() -> np.ndarray:
         return rng.random(_DRAWN_ROWS) < 0.9
@@ -247,7 +232,7 @@ def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
     for number, name in enumerate(preprocessor.inputs.sparse):
         if name not in schema.sparse:
             continue
-        lengths = of_lists.of(name) if name in schema.lists else np.ones(_DRAWN_ROWS, np.int64)
+        lengths = lengths_of(name) if name in schema.lists else np.ones(_DRAWN_ROWS, np.int64)
         dtype, known = (np.uint32 if hexadecimal else np.uint64), preprocessor.vocabulary(number)
         tokens = rng.integers(0, np.iinfo(dtype).max, int(lengths.sum()), dtype, endpoint=True)
         if len(known):

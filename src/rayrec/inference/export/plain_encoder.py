@@ -162,15 +162,15 @@ class Encoder:
 
     def _lists(self, rows: Sequence[Mapping[str, Any]], name: str) -> list[list[int | None]]:
         """Return the tokens of each row's list, None if missing."""
-        lists = [self._items(_plain(row.get(name)), name, number) for number, row in enumerate(rows)]
-        return [[self._token(_plain(item), name, row) for item in items] for row, items in enumerate(lists)]
-
-    def _items(self, value: Any, name: str, row: int) -> list[Any]:
-        if value is None or isinstance(value, str):
-            return [] if value is None else value.split(self.schema["list_delimiter"])
-        if isinstance(value, (list, tuple, np.ndarray)):
-            return list(value)
-        raise ValueError(f"row {row}: {name} is not a list: {value!r}")
+        lists = []
+        for row, values in enumerate(rows):
+            items = _plain(values.get(name))
+            if isinstance(items, str):
+                items = items.split(self.schema["list_delimiter"])
+            if not isinstance(items, (list, tuple, np.ndarray, type(None))):
+                raise ValueError(f"row {row}: {name} is not a list: {items!r}")
+            lists.append([self._token(_plain(item), name, row) for item in (() if items is None else items)])
+        return lists
 
     def _token(self, value: Any, name: str, row: int) -> int | None:
         if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):

@@ -84,20 +84,14 @@ def _place(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
     return place
 
 
-def _aligned(size_bytes: int) -> np.ndarray:
-    """Allocate uint8 [size_bytes], aligned to a cache line, so that rows of 64 bytes do not straddle two."""
-    room = np.empty(size_bytes + 63, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + size_bytes]
-
-
 def read_tensors(
     path: str, name: str, files: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]]
 ) -> dict[str, torch.Tensor]:
     """Read one safetensors file of an export. The tensors share one buffer of the file's size. Raises InputError for damage, and
     if names, dtypes or shapes differ from `wanted`."""
     place = _place(path, name, files)
-    data = _aligned(files[name]["bytes"])
+    room = np.empty(files[name]["bytes"] + 63, np.uint8)
+    data = room[-room.ctypes.data % 64 :][: files[name]["bytes"]]  # Aligned, so that rows of 64 bytes lie in one cache line
     digest = hashlib.sha256()
     for start in range(0, len(data), _PIECE_BYTES):
         piece = data[start : start + _PIECE_BYTES]

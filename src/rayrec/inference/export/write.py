@@ -17,7 +17,7 @@ import torch
 from rayrec import hashing, storage
 from rayrec.checkpoint import MANIFEST, Checkpoint, full_tensors, open_checkpoint
 from rayrec.checkpoint.discovery import reject_pickles
-from rayrec.checkpoint.format import sha256_of
+from rayrec.checkpoint.format import seal, sha256_of
 from rayrec.checkpoint.safetensors import header, write_weights
 from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
@@ -26,7 +26,7 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.imports import require
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import plain_encoder
-from rayrec.inference.export.manifest import DENSE, ENCODER, PROGRAM, README, REPORT, TABLES, ExportedModel, manifest_of
+from rayrec.inference.export.manifest import DENSE, ENCODER, FORMAT, PROGRAM, README, REPORT, TABLES, VERSION, ExportedModel
 from rayrec.inference.export.onnx import id_widths
 from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
 from rayrec.inference.export.read import open_export
@@ -219,7 +219,8 @@ def _seal(out: str, exported: ExportedModel, known: dict[str, dict[str, Any]]) -
             relative = os.path.relpath(path, out).replace(os.sep, "/")
             if relative not in known and relative != MANIFEST:
                 files[relative] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
-    storage.write_json(storage.join(out, MANIFEST), manifest_of(exported, dict(sorted(files.items()))))
+    manifest = {"format": FORMAT, "version": VERSION, "model": exported.described, "files": dict(sorted(files.items()))}
+    storage.write_json(storage.join(out, MANIFEST), seal(manifest))
     return files
 
 
