@@ -103,7 +103,7 @@ def test_a_server_takes_the_recipe_of_a_model_of_ones_own() -> None:
     own = own_network(OWN)  # of the file, which is another module than the one imported here
     assert own is not None
     assert own.__qualname__ == own_click_model.OwnConfig.__qualname__
-    with pytest.raises(InputError, match="trains no click model; only those are served"):
+    with pytest.raises(InputError, match=r"does not train a click model\. Only click models can be served"):
         own_network(f"{own_click_model.__file__}:own_images")
-    with pytest.raises(InputError, match=r"'criteo_demo' is not FILE\.py:FUNCTION"):
+    with pytest.raises(InputError, match=r"must be FILE\.py:FUNCTION, got 'criteo_demo'"):
         ServeConfig(recipe="criteo_demo")

@@ -88,9 +88,9 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
     log = write_log(str(tmp_path / "log"), "two_tower", users=20)
     config = small("two_tower", log, storage_path=str(tmp_path), steps=2, evaluate_every=2)
     run = rayrec.train(config.replace(name="run"), **QUIET)
-    with pytest.raises(InputError, match="recipe two_tower predicts no clicks, and only click models are compared"):
+    with pytest.raises(InputError, match=r"recipe two_tower does not predict clicks\. Only click models can be compared"):
         rayrec.compare([run.checkpoint, run.checkpoint], log, **QUIET)
-    with pytest.raises(InputError, match=r"predicts no clicks, .*confidence"):
+    with pytest.raises(InputError, match=r"does not predict clicks, .*confidence"):
         rayrec.evaluate(run.checkpoint, log, confidence=0.9, **QUIET)
     with pytest.raises(InputError, match="members"):
         rayrec.train(config.replace(name="two", workload={"model": {"members": 2}}), **QUIET)

@@ -54,7 +54,7 @@ def test_trouble_is_told_in_one_line(tmp_path: Path) -> None:
         rayrec.evaluate(checkpoint, unlabelled, recipe=scored, batch_row=3)
     with pytest.raises(InputError, match="batch_rows: 0 must be at least 1"):
         rayrec.evaluate(checkpoint, unlabelled, recipe=scored, batch_rows=0, console=QUIET)
-    with pytest.raises(InputError, match="predicts no clicks, and only of clicks there are slice_by and confidence"):
+    with pytest.raises(InputError, match="does not predict clicks, which slice_by and confidence need"):
         rayrec.evaluate(checkpoint, labelled, recipe=scored, slice_by=("day",), confidence=0.9, console=QUIET)
     with pytest.raises(InputError, match="cuda needs a GPU"):
         rayrec.predict(checkpoint, unlabelled, out=str(out), recipe=scored, device="cuda", console=QUIET)

@@ -67,11 +67,9 @@ def compare(
     """
     options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
     if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
-        raise InputError(
-            "compare: needs two checkpoints or more, or one and --baselines, and the path of a labelled log after them"
-        )
+        raise InputError("compare: needs at least two checkpoints, or one and --baselines, and then the path of a labelled log")
     if len(checkpoints) < 2 and (gates != ComparisonGates() or options.ensemble):
-        raise InputError("compare: gates and --ensemble are of two checkpoints or more; give another one")
+        raise InputError("compare: gates and --ensemble need at least two checkpoints. Add another one.")
     _check_schemas(checkpoints, configs)
     # Opens all before scoring the first, so that errors of the last one show up before hours of scoring.
     jobs = [
@@ -93,7 +91,7 @@ def compare(
             labels, groups, checksums = kept.labels, kept.groups, kept.checksums
         elif (len(kept.labels), kept.checksums) != (len(labels), checksums):
             raise InputError(
-                f"{name}: reads other rows or labels of {path} than {models[0].described['name']}; compare models of one log"
+                f"{name}: rows or labels of {path} do not match {models[0].described['name']}. Compare models of the same log."
             )
         models.append(_Model(kept.logits, _described(name, job, config, kept, seconds)))
     if options.ensemble:
@@ -115,13 +113,13 @@ def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -
     schemas = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
         if not isinstance(config.workload, ClickWorkload) or not config.workload.predicts_clicks:
-            raise InputError(f"{checkpoint}: recipe {config.recipe} predicts no clicks, and only click models are compared")
+            raise InputError(f"{checkpoint}: recipe {config.recipe} does not predict clicks. Only click models can be compared.")
         schemas.append(config.workload.schema)
     for checkpoint, schema in zip(checkpoints[1:], schemas[1:], strict=True):
         for name in _RAW_FIELDS:
             if getattr(schema, name) != getattr(schemas[0], name):
                 raise InputError(
-                    f"{checkpoint}: its schema has another '{name}' than that of {checkpoints[0]}; compare models of one log"
+                    f"{checkpoint}: '{name}' of the schema does not match {checkpoints[0]}. Compare models of the same log."
                 )
 
 
@@ -171,7 +169,7 @@ def _ensemble(models: Sequence[_Model]) -> _Model:
 
 
 def _baseline(kind: Kind, baselines: Baselines, path: str, labels: np.ndarray, console: Console) -> _Model:
-    console.note(f"{kind}: trains on {len(baselines.train):,} rows")
+    console.note(f"Training {kind} on {len(baselines.train):,} rows")
     scorer = baselines.fit(kind)
     start, done = time.perf_counter(), 0
     logits, own_labels = [], []

@@ -70,7 +70,7 @@ class EvaluationConfig(_ResampledConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.slice_by)) < len(self.slice_by):
-            raise InputError(f"slice_by: {', '.join(self.slice_by)} names one twice")
+            raise InputError(f"slice_by: values must be unique, got {', '.join(self.slice_by)}")
         check_ks(self.ranking_k)
 
     @property
@@ -101,7 +101,7 @@ class ComparisonConfig(_ResampledConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.baselines)) < len(self.baselines):
-            raise InputError(f"baselines: {', '.join(self.baselines)} names one twice")
+            raise InputError(f"baselines: values must be unique, got {', '.join(self.baselines)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,11 +34,13 @@ def ensemble(checkpoints: Sequence[str], out: str, *, configs: Sequence[TrainCon
         InputError: If models do not fit together or are damaged, or `out` exists.
     """
     if len(checkpoints) < 2:
-        raise InputError("ensemble: needs two checkpoints or more")
+        raise InputError("ensemble: needs at least two checkpoints")
     opened = [open_checkpoint(checkpoint) for checkpoint in checkpoints]
     for checkpoint, config in zip(opened, configs, strict=True):
         if not isinstance(config.workload, ClickWorkload):
-            raise InputError(f"{checkpoint.path}: recipe {config.recipe} predicts no clicks; an ensemble is of click models")
+            raise InputError(
+                f"{checkpoint.path}: recipe {config.recipe} does not predict clicks. An ensemble needs click models."
+            )
     settings = [click_settings(checkpoint, config) for checkpoint, config in zip(opened, configs, strict=True)]
     preprocessor = _common_preprocessor(opened)
     together = joined(opened, settings, preprocessor=preprocessor)

@@ -83,7 +83,7 @@ def evaluate(
         others = scored_rows(compared, console)
         if (others.rows, others.checksums) != (kept.rows, kept.checksums):
             raise InputError(
-                f"compare: {options.compare} reads other rows of {path} than {checkpoint}; compare checkpoints of one schema"
+                f"compare: rows of {path} for {options.compare} do not match {checkpoint}. Compare checkpoints with one schema."
             )
     measured = _Measured(kept.logits, others and others.logits, kept.labels, kept.groups, options)
     found = {**measured.told(), **opened.described}
@@ -107,8 +107,8 @@ def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationCo
         names = ("slice_by", "confidence", "compare", "ranking_k")
         asked = [name for name in names if getattr(options, name) != getattr(EvaluationConfig, name)]
         raise InputError(
-            f"{opened.checkpoint.path}: recipe {config.recipe} predicts no clicks, and only of clicks there are "
-            f"{' and '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'} out"
+            f"{opened.checkpoint.path}: recipe {config.recipe} does not predict clicks, which {' and '.join(asked)} need. "
+            f"Remove {'it' if len(asked) == 1 else 'them'}."
         )
 
 

@@ -82,8 +82,8 @@ def open_served(
     reject_pickles(checkpoint.path, manifest["files"])
     if not storage.exists(storage.join(checkpoint.path, PREPROCESSOR_FOLDER)):
         raise InputError(
-            f"{checkpoint.path}: holds no {PREPROCESSOR_FOLDER}/, which every checkpoint of a click model has; only those "
-            "are served"
+            f"{checkpoint.path}: {PREPROCESSOR_FOLDER}/ not found, which every checkpoint of a click model has. Only click "
+            "models can be served."
         )
     preprocessor = load_preprocessor(checkpoint.path)
     check_extra_files(checkpoint.path, manifest)

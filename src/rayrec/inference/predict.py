@@ -68,7 +68,7 @@ def predict_to(
     with resumable_job(out, _made_of(opened, request), last_file=None) as job, Parts(job.folder) as parts:
         before = parts.rows
         if before:
-            request.console.note(f"{job.folder.path}: going on, {before:,} of {opened.scoring.rows:,} rows were done")
+            request.console.note(f"Resuming {job.folder.path} after {before:,} of {opened.scoring.rows:,} rows")
         if before < opened.scoring.rows:
             for table in opened.tables(request.console, first_row=before):
                 parts.write(table)

@@ -60,15 +60,15 @@ def plan_pool(
     if device == "cuda":
         num_gpus = int(sum(node.resources.get("GPU", 0) for node in nodes))
         if not num_gpus:
-            raise InputError("device: cuda needs a GPU, and there is none; score on cpu")
+            raise InputError("device: GPU for cuda not found. Use cpu.")
         return Pool(max(1, min(num_gpus, blocks)), 1.0, 1.0)
     needed = weight_bytes + _PROCESS_BYTES
     if shared_weights:
         (node,) = nodes
         if node.resources["memory"] < needed:
             raise InputError(
-                f"scoring needs {size_text(needed)} of memory for the weights, this machine has "
-                f"{size_text(node.resources['memory'])} free; free some, or use a larger machine"
+                f"scoring needs {size_text(needed)} of memory for the weights, got {size_text(node.resources['memory'])} of "
+                "free memory. Free some, or use a larger machine."
             )
         return Pool(max(1, min(int(node.resources["CPU"]), blocks)), 1.0, 0.0)
     usable = [(node.resources.get("CPU", 0.0), int(node.resources.get("memory", 0) // needed)) for node in nodes]
@@ -76,8 +76,8 @@ def plan_pool(
     if not usable:
         largest = max((node.resources.get("memory", 0) for node in nodes), default=0)
         raise InputError(
-            f"scoring needs {size_text(needed)} of memory on one node for the weights, the largest node offers "
-            f"Ray {size_text(largest)}; use larger nodes"
+            f"scoring needs {size_text(needed)} of memory on one node for the weights, got at most "
+            f"{size_text(largest)} from Ray. Use larger nodes."
         )
     # As many processes per node as fit, one per core at most.
     cpus_each = max(math.ceil(int(cpus) / min(fitting, int(cpus))) if cpus >= 1 else cpus for cpus, fitting in usable)

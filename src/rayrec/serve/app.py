@@ -118,9 +118,9 @@ class ScoringApp:
         if scope["type"] == "http":
             hosts = Request(scope).headers.getlist("host")
             if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
-                raise RequestError(400, f"a request needs one header Host, not {len(hosts)}", headers=_CLOSE)
+                raise RequestError(400, f"a request must have one header Host, got {len(hosts)}", headers=_CLOSE)
             if hosts and not self._config.is_own_host(hosts[0]):
-                message = f"this is not {shown(hosts[0])}; the server's --allowed-hosts (allowed_hosts) adds names"
+                message = f"host {shown(hosts[0])} is not allowed; add it to the server's --allowed-hosts (allowed_hosts)"
                 raise RequestError(421, message)
         await self._router(scope, receive, send)
 
@@ -141,9 +141,9 @@ class ScoringApp:
         if error.status_code == 405:
             route = request.scope["route"]
             allowed = sorted(route.methods)
-            error = RequestError(405, f"{route.path} takes {' and '.join(allowed)}", headers={"allow": ", ".join(allowed)})
+            error = RequestError(405, f"{route.path} accepts only {' and '.join(allowed)}", headers={"allow": ", ".join(allowed)})
         else:
-            error = RequestError(404, f"nothing is here; there are {', '.join(route.path for route in self._routes)}")
+            error = RequestError(404, f"path not found; paths are {', '.join(route.path for route in self._routes)}")
         return await _refused(request, error)
 
     # -- paths
@@ -186,7 +186,7 @@ class ScoringApp:
                 message = f"the rows take more than {self.max_held_bytes} bytes of memory; send them in several requests"
                 raise RequestError(413, message, headers=_CLOSE)
             if self.held_bytes + num_bytes > self.max_held_bytes:
-                raise RequestError(503, "too many bytes are held already; send them again a little later", headers=_LATER)
+                raise RequestError(503, "too much memory is in use; retry later", headers=_LATER)
             taken += num_bytes
             self.held_bytes += num_bytes
 
@@ -219,7 +219,7 @@ class ScoringApp:
                     take(piece)
             return b"".join(parts)
         except TimeoutError:
-            raise RequestError(408, "the request did not end in time", headers=_CLOSE) from None
+            raise RequestError(408, "the request was not complete in time", headers=_CLOSE) from None
 
     async def _health(self, request: Request) -> Response:
         return _Response(b'{"status":"alive"}')
@@ -343,8 +343,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Log the cause of an unexpected error, which the answer does not show. The server continues."""
-    _log.error("a request failed", exc_info=error)
-    return await _refused(request, RequestError(500, "the server failed at this request; its log says why"))
+    _log.error("Request failed", exc_info=error)
+    return await _refused(request, RequestError(500, "the request failed; the server's log has the cause"))
 
 
 async def _disconnected(request: Request, error: Exception) -> Any:

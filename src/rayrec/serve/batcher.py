@@ -65,7 +65,7 @@ class Batcher:
         too_many = len(self._waiting) >= self._max_waiting_requests
         # An empty queue accepts a body larger than the limit, which would never be scored otherwise.
         if too_many or (self._waiting and self.waiting_rows + body.num_rows > self._max_waiting_rows):
-            raise RequestError(503, "too many rows wait already; send them again a little later", headers=_RETRY)
+            raise RequestError(503, "too many rows are waiting; retry later", headers=_RETRY)
         job = _Job(body, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self.waiting_rows += body.num_rows
@@ -112,7 +112,7 @@ class Batcher:
 
     def _finish(self, jobs: list[_Job], done: asyncio.Future[Outcomes]) -> None:
         self._begin()  # First, so that the thread has work while answers are written
-        error = RequestError(503, "the server ends", headers=_RETRY) if done.cancelled() else done.exception()
+        error = RequestError(503, "the server is stopping", headers=_RETRY) if done.cancelled() else done.exception()
         _answer(jobs, error or done.result())
 
     def close(self) -> None:

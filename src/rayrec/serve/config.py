@@ -69,11 +69,11 @@ class ServeConfig(Config):
         super().__post_init__()
         for name in self.allowed_hosts:
             if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f]*(:[0-9A-Fa-f.]*){2,}", name):
-                raise InputError(f"allowed_hosts: {name!r} must be a name without scheme and port, such as api.example.org")
+                raise InputError(f"allowed_hosts: must be names without scheme and port, such as api.example.org, got {name!r}")
         if self.recipe is not None and not is_in_file(self.recipe):
-            raise InputError(f"recipe: {self.recipe!r} is not FILE.py:FUNCTION; for rayrec's own models leave it out")
+            raise InputError(f"recipe: must be FILE.py:FUNCTION, got {self.recipe!r}. Leave it out for rayrec's models.")
         if self.token_file and self.token_env:
-            raise InputError("token_file and token_env are both given; one holds the token")
+            raise InputError("token_file: must not be set together with token_env")
 
     def token_digest(self) -> bytes | None:
         """Return the SHA-256 of the bearer token, None without one. Raises InputError if it is configured but empty."""
@@ -86,7 +86,7 @@ class ServeConfig(Config):
         else:
             return None
         if not token:
-            raise InputError(f"{where}: holds no token; put one there, such as `openssl rand -hex 32` gives")
+            raise InputError(f"{where}: token not found. Store one there, such as the output of `openssl rand -hex 32`.")
         return hashlib.sha256(token).digest()
 
     def is_own_host(self, value: str) -> bool:

@@ -248,14 +248,14 @@ class Control:
                 self._call("drop", new, deadline_s=time.monotonic() + CALL_S)
                 if isinstance(error, InputError):
                     self.ask("fail", new.shadow if new.model == wanted.model else new.model, str(error))
-                    raise InputError(f"{error} (the model before goes on)") from None
+                    raise InputError(f"{error} (the current model stays)") from None
                 raise
             _wait(deadline_s, timeout_s)  # Another change was faster, so retry on top of it
         self._call("switch", new, deadline_s=deadline_s)
         while True:
             missing, cause = self.ask("waiting", new)
             if cause:
-                raise InputError(f"not all replicas have changed over: {cause}")
+                raise InputError(f"not all replicas have switched: {cause}")
             if not missing:
                 return dict(self.ask("describe"))
             _wait(deadline_s, timeout_s)
@@ -280,7 +280,7 @@ class Control:
         found = ray_compat.call_replicas(server, method, wanted, timeout_s=max(0.0, deadline_s - time.monotonic()))
         for result in found:
             if isinstance(result, TimeoutError):
-                raise InputError(f"{method}: a replica did not answer in time; see the server's /metrics")
+                raise InputError(f"{method}: a replica did not answer in time. See the server's /metrics.")
             if isinstance(result, BaseException) and not isinstance(result, ray.exceptions.RayActorError):
                 raise result
         return [result for result in found if not isinstance(result, BaseException)]
@@ -288,7 +288,7 @@ class Control:
 
 def _wait(deadline_s: float, timeout_s: float) -> None:
     if time.monotonic() > deadline_s:
-        raise InputError(f"not all replicas have changed over within {timeout_s:g} s; see the server's /metrics")
+        raise InputError(f"not all replicas have switched within {timeout_s:g} s. See the server's /metrics.")
     time.sleep(0.1)
 
 
@@ -349,13 +349,13 @@ def _reached(address: str | None) -> Iterator[Control]:
     joined = ray.is_initialized()
     address = address or os.environ.get("RAY_ADDRESS")
     if address in (None, "", "local") and not joined:
-        raise InputError("which server? give --cluster.address, which `rayrec serve` printed when it started")
+        raise InputError("cluster.address: needed to find the server. Use the address that `rayrec serve` printed.")
     if not joined:
         quieten()
     connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     try:
         if APPLICATION not in serve.status().applications:
-            raise InputError(f"{address}: no `rayrec serve` runs on this Ray cluster")
+            raise InputError(f"{address}: `rayrec serve` not found on this Ray cluster")
         yield Control(APPLICATION)
     finally:
         if not joined:

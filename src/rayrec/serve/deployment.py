@@ -85,7 +85,7 @@ def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
         return None
     config = function_in_file(recipe, returns=TrainConfig)()
     if not isinstance(config.workload, ClickWorkload):
-        raise InputError(f"recipe: {recipe} trains no click model; only those are served")
+        raise InputError(f"recipe: {recipe} does not train a click model. Only click models can be served.")
     connection.ship_code(config)
     return type(config.workload.model)
 
@@ -173,7 +173,7 @@ class _Replica:
             self._silent = False
         except Exception as error:
             if not self._silent:
-                _log.warning("the register does not answer (%s); this replica continues with its model", error)
+                _log.warning("Keeping the model of this replica, because the register does not answer (%s)", error)
             self._silent = True
             return
         if models.ready and (leads or models.incomplete) and self._mending.acquire(blocking=False):
@@ -189,10 +189,10 @@ class _Replica:
                 try:
                     self._control.change(lambda wanted: reconfigured(wanted, configured))
                 except InputError as error:
-                    _log.error("user_config: %s; the replicas continue with their model", error)
+                    _log.error("Keeping the models of all replicas. user_config: %s", error)
                     self._control.change(lambda wanted: refused(wanted, configured))
         except Exception:
-            _log.exception("a change of the model failed")
+            _log.exception("Model change failed")
         finally:
             self._mending.release()
 
@@ -233,7 +233,7 @@ def read_user_config(user_config: Mapping[str, Any]) -> Configured:
     unknown = sorted(user_config.keys() - {"model", "shadow"})
     model, shadow = user_config.get("model"), user_config.get("shadow")
     if unknown:
-        raise InputError(f"user_config: unknown field {unknown[0]}; it has model and shadow")
+        raise InputError(f"user_config: fields must be model and shadow, got {unknown[0]}")
     if not isinstance(model, str) or not model:
         raise InputError("user_config: model must be the path of a checkpoint, a run or an export")
     if shadow is not None and not isinstance(shadow, str):
@@ -267,13 +267,15 @@ def build_application(args: Mapping[str, Any]) -> Application:
         if not isinstance(autoscaling, Mapping):
             raise InputError("autoscaling: must be a mapping, such as {min_replicas: 1, max_replicas: 8}")
         if "replicas" in values:
-            raise InputError("autoscaling: excludes replicas; give min_replicas and max_replicas in autoscaling")
+            raise InputError(
+                "autoscaling: must not be set together with replicas. Set min_replicas and max_replicas in autoscaling."
+            )
         if config.ingress == "direct":
-            raise InputError("autoscaling: Ray Serve does not see the requests of the direct ingress; leave ingress out")
+            raise InputError("autoscaling: Ray Serve does not see the requests of the direct ingress. Leave ingress out.")
     if config.ingress == "serve":
         for name in ("host", "port"):
             if name in values:
-                raise InputError(f"{name}: Ray Serve's proxies listen; set it in http_options of the Serve configuration file")
+                raise InputError(f"{name}: Ray Serve's proxies listen. Set it in http_options of the Serve configuration file.")
         config = config.replace(host=WILDCARDS[0])  # Set by http_options
     return make_application(
         config, token_digest=config.token_digest(), model=configured.model, shadow=configured.shadow, autoscaling=autoscaling
@@ -287,4 +289,4 @@ def _parsed(name: str, value: Any) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError:
-        raise InputError(f"{name}: {value!r} cannot be read as YAML") from None
+        raise InputError(f"{name}: must be YAML, got {value!r}") from None

@@ -112,7 +112,7 @@ class Listener:
         deadline_s = time.monotonic() + _START_S
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline_s:
-                raise InputError(f"{host}:{port}: the HTTP server did not start; its log says why")
+                raise InputError(f"{host}:{port}: the HTTP server did not start. See its log.")
             time.sleep(0.01)
 
     @property
@@ -180,7 +180,7 @@ def _cannot_listen(host: str, port: int, error: OSError, pid: int | None) -> Inp
     owner = ""
     with contextlib.suppress(psutil.Error):
         owner = f", by process {pid} ({psutil.Process(pid).name()})" if pid else ""
-    return InputError(f"{host}:{port}: cannot listen there ({error.strerror}{owner}); choose another --port or --host")
+    return InputError(f"{host}:{port}: cannot listen there ({error.strerror}{owner}). Choose another --port or --host.")
 
 
 def bound_proxy() -> None:

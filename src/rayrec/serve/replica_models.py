@@ -234,7 +234,7 @@ class ReplicaModels:
             scorer.warm()
         except Exception as error:  # The old model continues in any case
             if not isinstance(error, InputError):
-                _log.exception("%s was not loaded", source.path)
+                _log.exception("Failed to load %s", source.path)
             self._counters.swaps.labels("failed").inc()
             cause = " ".join(f"{error}".split()) or type(error).__name__
             self._failure = (source, cause, time.monotonic())
@@ -249,8 +249,8 @@ def _require_columns(model: ServedModel, schema: Schema) -> None:
     changed = [name for name, value in new.items() if value != old[name]]
     if changed:
         raise InputError(
-            f"{model.source}: its rows are not those of the served model (the schemas differ in {', '.join(changed)}), so "
-            "clients would have to change; serve it at another port"
+            f"{model.source}: rows do not match the served model (schemas differ in {', '.join(changed)}), so clients would "
+            "have to change. Serve it at another port."
         )
 
 
@@ -302,7 +302,7 @@ class Shadow:
             try:
                 scores = sigmoid(self._answerer.score(raw))
             except Exception:  # Must not affect answers
-                _log.exception("the shadow model failed")
+                _log.exception("Failed to score with the shadow model")
                 self._counters.shadow_failures.inc()
                 continue
             self._counters.shadow_rows.labels(self.version).inc(len(logits))

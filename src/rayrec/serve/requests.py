@@ -90,11 +90,11 @@ def open_body(
         num_rows = ends + (bool(text) and not text.endswith((b"\n", b"\r")))
         body = Body(format, num_rows, len(content), text=text, header=header, label=label)
     if not body.num_rows:
-        raise RequestError(400, "the request holds no row", field="rows" if format == "json" else None)
+        raise RequestError(400, "the request has no rows", field="rows" if format == "json" else None)
     lines = max_rows + (format == "csv" and header is not False)  # One line may be a header
     if body.num_rows > lines:
         raise RequestError(
-            413, f"{body.num_rows} rows in one request, at most {max_rows} are taken; send them in several requests"
+            413, f"{body.num_rows} rows in one request, more than the limit of {max_rows}; send them in several requests"
         )
     return body
 
@@ -105,10 +105,10 @@ def _open_json(content: bytes) -> Body:
     except orjson.JSONDecodeError as error:
         raise RequestError(400, f"not JSON: {error}") from None
     if type(found) is not dict:
-        raise RequestError(400, 'a JSON request is an object, {"rows": [{...}, ...]}')
+        raise RequestError(400, 'a JSON request must be an object, {"rows": [{...}, ...]}')
     for name in found:
         if name != "rows":
-            raise RequestError(400, f"unknown field {shown(name)}; there is only rows", field=shown(name))
+            raise RequestError(400, f"unknown field {shown(name)}; the only field is rows", field=shown(name))
     if type(found.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
     rows = found["rows"]
@@ -125,7 +125,7 @@ def _refuse_repeated_names(content: bytes) -> None:
         names = set[str]()
         for name, _ in pairs:
             if name in names:
-                raise RequestError(400, f"{shown(name)} is given twice in one object", field=shown(name))
+                raise RequestError(400, f"{shown(name)} occurs twice in one object", field=shown(name))
             names.add(name)
 
     with contextlib.suppress(RecursionError):

@@ -92,7 +92,7 @@ class HexadecimalReader(RowReader):
             start = parser.rows
             try:
                 if body.format == "csv":
-                    raise RequestError(415, "rows of this model come as application/json or text/tab-separated-values")
+                    raise RequestError(415, "rows of this model must be application/json or text/tab-separated-values")
                 if body.rows is not None:
                     # A missing value of a single column is an empty line, not a row. After a label it is a row.
                     single = len(self.schema.columns) == 1
@@ -221,7 +221,7 @@ class AnyReader(RowReader):
         """Parse text: TSV without a header, CSV with one if its first line names columns."""
         delimiter = delimiter_of(body.format, self.schema)
         if delimiter == self.schema.list_delimiter:
-            raise RequestError(415, "the columns' delimiter of this format is that of lists; send application/json")
+            raise RequestError(415, "columns and lists have the same delimiter in this format; send application/json")
         if body.text.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise RequestError(400, "the request is UTF-16; send UTF-8", row=0)
         end, start = next(row_ends(body.text, delimiter), (len(body.text),) * 2)
@@ -232,7 +232,7 @@ class AnyReader(RowReader):
             labelled = self._is_labelled(body, len(names))
             columns, text = (self._with_label if labelled else self.schema).columns, body.text
         if not text:
-            raise RequestError(400, "the request holds no row")
+            raise RequestError(400, "the request has no rows")
         _refuse_empty_lines(text, delimiter)
         return read_csv_text(text, self.schema, delimiter=delimiter, columns=columns, path="the request")
 
@@ -275,7 +275,7 @@ def _number(value: Any, name: str, row: int) -> float | None:
     if type(value) not in (int, float, bool):
         raise RequestError(400, f"row {row}: {name} is {_kind(value)}, not a number", row=row, field=name)
     if not -MAX_NUMBER <= value <= MAX_NUMBER:
-        raise RequestError(400, f"row {row}: {name} lies beyond 10^18", row=row, field=name)
+        raise RequestError(400, f"row {row}: {name} is beyond 10^18", row=row, field=name)
     return float(value)
 
 
@@ -310,7 +310,7 @@ def _refusal(fault: Fault, row: int) -> RequestError:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number that is no integer" if type(value) is float else "a number")
+    return names.get(type(value), "a number that is not an integer" if type(value) is float else "a number")
 
 
 def make_reader(schema: Schema) -> RowReader:

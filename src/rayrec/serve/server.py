@@ -79,7 +79,9 @@ def serving(
     shadow = source_of(shadow) if shadow else None
     own_network(config.recipe)  # Fails before Ray starts
     if digest is None and config.host not in LOOPBACK:
-        console.note(f"anyone who reaches {config.host}:{config.port} may score: --token-file or --token-env asks for a token")
+        console.note(
+            f"Accepting requests without a token at {config.host}:{config.port}: set --token-file or --token-env to require one"
+        )
     quieten()
     import ray
     from ray import serve
@@ -98,14 +100,14 @@ def serving(
         fresh = instance is None or not (instance.applications or instance.with_proxies)
         if instance is not None and APPLICATION in instance.applications:
             raise InputError(
-                "this Ray cluster runs a `rayrec serve` already; --swap gives it another model, --stop ends it (both with "
-                "--cluster.address)"
+                "this Ray cluster already runs a `rayrec serve`. Change its model with --swap or stop it with --stop, both with "
+                "--cluster.address."
             )
         ends_serve = fresh and not own_ray  # A private Ray ends anyway
         try:
             asked, config = config, settle(config, instance, own_ray=own_ray)
             if (asked.host, asked.port) != (config.host, config.port):
-                console.note(f"Ray Serve runs on this cluster already and listens at {config.host}:{config.port}")
+                console.note(f"Using the Ray Serve of this cluster, which listens at {config.host}:{config.port}")
             if not own_ray and (fresh or config.ingress == "direct"):
                 held.enter_context(held_port(config.host, config.port))
             if fresh and instance is not None:
@@ -145,8 +147,8 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
         if cause:
             raise InputError(cause) from None
         raise InputError(
-            f"Ray Serve did not start the server: {' '.join(str(error).split())[:500]}; its logs are in "
-            "/tmp/ray/session_latest/logs/serve"
+            f"Ray Serve did not start the server: {' '.join(str(error).split())[:500]}. Its logs are in "
+            "/tmp/ray/session_latest/logs/serve."
         ) from None
     instance = find_instance(APPLICATION)
     assert instance is not None
@@ -209,14 +211,14 @@ def settle(config: ServeConfig, instance: ServeInstance | None, *, own_ray: bool
     if config.ingress == "serve":
         if running is not None and not running.with_proxies:
             raise InputError(
-                f"ingress: Ray Serve runs on this cluster without HTTP proxies, for {', '.join(running.applications)}; give "
-                "--ingress direct, or end Ray Serve (`serve shutdown`) and start again"
+                f"ingress: Ray Serve runs on this cluster without HTTP proxies, for {', '.join(running.applications)}. Use "
+                "--ingress direct, or stop Ray Serve (`serve shutdown`) and retry."
             )
         if instance is not None and instance.with_proxies:
             config = config.replace(host=instance.host, port=instance.port)
     elif instance is not None and instance.with_proxies and instance.port == config.port:
         raise InputError(
-            f"port: Ray Serve's HTTP proxies listen at {config.port} on this cluster; give another --port, or --ingress serve"
+            f"port: Ray Serve's HTTP proxies listen at {config.port} on this cluster. Choose another --port, or --ingress serve."
         )
     return config
 
@@ -247,8 +249,8 @@ def first_answering(found: Sequence[str], *, versions: Sequence[str], timeout_s:
         if time.monotonic() > deadline_s:
             where = " or ".join(found) or "any node"
             local = any(f"//{host}" in where for host in LOOPBACK)
-            hint = "; from another machine than the server's it is reached with --host 0.0.0.0" if local else ""
-            raise InputError(f"ingress: the server started and does not answer at {where} ({trouble}){hint}; it was ended")
+            hint = "; reaching it from another machine needs --host 0.0.0.0" if local else ""
+            raise InputError(f"ingress: the server started but does not answer at {where} ({trouble}){hint}. Stopped it.")
         time.sleep(0.2)
 
 
@@ -263,7 +265,7 @@ def serve_forever(
     first = path
     if config.follow != "no":
         if storage.exists(storage.join(path, "manifest.json")):
-            raise InputError(f"follow: {path} is a checkpoint or an export; give the run's folder")
+            raise InputError(f"follow: must be a run's folder, got checkpoint or export {path}")
         first = choose(path, config.follow) or open_checkpoint(path).path
     with (
         serving(first, config=config, address=address, shadow=config.shadow, console=console, hide_token=True) as server,
@@ -274,13 +276,13 @@ def serve_forever(
         last_follow_s = 0.0
         while not asked.wait(_POLL_EVERY_S):
             if not watch.poll():
-                console.note("the server was stopped")
+                console.note("Server was stopped")
                 asked.wait(_STOPPER_S)
                 return
             if config.follow != "no" and time.monotonic() - last_follow_s > _FOLLOW_EVERY_S:
                 last_follow_s = time.monotonic()
                 watch.follow(path, config.follow)
-        console.note("the server ends: requests in flight are answered")
+        console.note("Stopping the server after answering requests in flight")
 
 
 @contextlib.contextmanager
@@ -333,11 +335,11 @@ class _Watch:
             return True  # The head or the register restarts
         for serial, cause in found["failures"].items():
             if self._failures.get(serial) != cause:
-                self._console.note(f"not served: {cause}; the server keeps its model")
+                self._console.note(f"Keeping the model: {cause}")
         versions = _versions(found)
         if versions != self._versions:
-            lost = f"nothing; if {found['model']} is gone, give another model with --swap"
-            self._console.note(f"serving {', '.join(versions) or lost}")
+            lost = f"nothing. If {found['model']} is gone, set another model with --swap"
+            self._console.note(f"Serving {', '.join(versions) or lost}")
         self._versions, self._failures, self._served = versions, dict(found["failures"]), found["model"]
         return True
 
@@ -366,13 +368,13 @@ class _Watch:
             self._trouble = ""
         except Exception as error:  # Storage or the cluster's head is unavailable
             if str(error) != self._trouble:
-                self._console.note(f"follow: {' '.join(str(error).split())}; the server keeps its model")
+                self._console.note(f"Keeping the model: {' '.join(str(error).split())}")
             self._trouble = str(error)
 
     def _note_skipped(self, error: InputError) -> None:
         if str(error) not in self._skipped:
             self._skipped.add(str(error))
-            self._console.note(f"follow: skipping a checkpoint: {' '.join(str(error).split())}")
+            self._console.note(f"Skipping a checkpoint: {' '.join(str(error).split())}")
 
 
 def _versions(found: dict[str, Any]) -> list[str]:

@@ -154,10 +154,10 @@ def _columns_swapped(saved: Saved, folder: Path) -> Saved:
 @pytest.mark.parametrize(
     ("places", "match"),
     [
-        (lambda models, folder: [models[0].run], "compare: needs two checkpoints or more, or one and --baselines"),
+        (lambda models, folder: [models[0].run], "compare: needs at least two checkpoints, or one and --baselines"),
         (
             lambda models, folder: [models[0].run, _columns_swapped(models[0], folder).run],
-            "d: its schema has another 'dense' than that of .*a; compare models of one log",
+            r"d: 'dense' of the schema does not match .*a\. Compare models of the same log\.",
         ),
         (lambda models, folder: [models[0].run, folder / "none"], "none: "),
     ],
@@ -174,7 +174,7 @@ def test_what_cannot_be_compared_is_one_line_before_anything_is_scored(
 
 def test_other_models_than_those_of_clicks_are_refused(models: list[Saved]) -> None:
     configs = [models[0].config, recipes.mnist_resnet18()]
-    with pytest.raises(InputError, match="runs/mnist: recipe mnist_resnet18 predicts no clicks"):
+    with pytest.raises(InputError, match="runs/mnist: recipe mnist_resnet18 does not predict clicks"):
         compare_checkpoints(["runs/a", "runs/mnist"], "log", configs=configs)
 
 
@@ -188,7 +188,7 @@ def test_other_rows_are_refused(models: list[Saved], log: Path, monkeypatch: pyt
         return given[-1]
 
     monkeypatch.setattr("rayrec.inference.compare.scored_rows", changed)
-    with pytest.raises(InputError, match=r"b: reads other rows or labels of .* than a; compare models of one log"):
+    with pytest.raises(InputError, match=r"b: rows or labels of .* do not match a\. Compare models of the same log\."):
         rayrec.compare([str(saved.run) for saved in models[:2]], str(log), **QUIET)
 
 
@@ -217,8 +217,8 @@ def test_baselines_are_trained_on_the_models_rows(log: Path, tmp_path: Path, cap
     assert again["models"][-1]["trained_rows"] == 500
     assert again["failures"] == []  # of the second network, not of the baseline
     refused: list[tuple[list[str], str]] = [
-        (["--baselines", "logistic", "--ensemble"], "gates and --ensemble are of two checkpoints or more"),
-        (["--baselines", "logistic", "logistic"], "names one twice"),
+        (["--baselines", "logistic", "--ensemble"], "gates and --ensemble need at least two checkpoints"),
+        (["--baselines", "logistic", "logistic"], "baselines: values must be unique"),
         (["--baselines", "logistic", "--baseline-rows", "0"], "baseline_rows: 0 must be at least 1"),
     ]
     for given, message in refused:

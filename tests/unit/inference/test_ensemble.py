@@ -104,7 +104,7 @@ def test_what_does_not_fit_together_is_refused(models: list[Saved], tmp_path: Pa
     elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=other)
     rounded = save_clicks(tmp_path / "rounded", precision="bf16")
     refused: list[tuple[list[str], str]] = [
-        ([first], "two checkpoints or more"),
+        ([first], "at least two checkpoints"),
         ([first, str(elsewhere.run)], "Preprocessor does not match"),
         ([first, str(rounded.run)], "precision bf16 does not match fp32 of"),
         ([first, str(tmp_path)], "contains no complete checkpoint"),

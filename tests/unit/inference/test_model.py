@@ -92,5 +92,5 @@ def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     for file in (saved.checkpoint / "preprocessor").iterdir():
         file.unlink()
     (saved.checkpoint / "preprocessor").rmdir()
-    with pytest.raises(InputError, match=r"holds no preprocessor/.*only those are served"):
+    with pytest.raises(InputError, match=r"preprocessor/ not found.*Only click models can be served"):
         open_served(str(tmp_path))

@@ -85,8 +85,8 @@ def test_rows_are_kept_whatever_way_they_come() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slice_top": 0}, "slice_top: 0"),
-        ({"slice_by": ("day", "day")}, "names one twice"),
+        ({"slice_top": 0}, "slice_top: must be at least 1, got 0"),
+        ({"slice_by": ("day", "day")}, "slice_by: values must be unique"),
         ({"confidence": 1.5}, "confidence: must be between 0 and 1, such as 0.95, got 1.5"),
         ({"resamples": 1}, "resamples: must be at least 2, got 1"),
     ],

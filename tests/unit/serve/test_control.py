@@ -253,7 +253,7 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     found = server.change(lambda wanted: swapped(wanted, "b"))
     assert (found["model"], found["previous"], found["shadow"]) == ("b", "a", None)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
-    for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the model before goes on\)")):
+    for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the current model stays\)")):
         with pytest.raises(InputError, match=cause):
             server.change(lambda wanted, path=path: swapped(wanted, path))
         with pytest.raises(InputError, match=cause):

@@ -116,7 +116,7 @@ class ExportedModel:
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{place}: is not the manifest of an export ({error}); {REMEDY}") from None
         if {**exported.described, "model": stored["model"]} != stored:  # Older models may have fewer settings
-            raise InputError(f"{path}: its Preprocessor is not the one its manifest names; {REMEDY}")
+            raise InputError(f"{path}: Preprocessor does not match the manifest; {REMEDY}")
         return exported
 
 
@@ -125,6 +125,6 @@ def read_manifest(path: str) -> dict[str, Any]:
     version."""
     manifest = load_manifest(path, fix=REMEDY)
     if manifest.get("version", VERSION) != VERSION:
-        raise InputError(f"{path}: export version {manifest['version']}, this rayrec reads {VERSION}; {REMEDY}")
+        raise InputError(f"{path}: export version must be {VERSION}, got {manifest['version']}; {REMEDY}")
     check_manifest(path, manifest, _Manifest, fix=REMEDY)
     return manifest

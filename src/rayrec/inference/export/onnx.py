@@ -119,7 +119,9 @@ def id_widths(preprocessor: Preprocessor) -> list[int]:
     widths = []
     for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:
-            raise InputError(f"onnx: column {name} has any number of ids a row, and inputs have a fixed width; serve with rayrec")
+            raise InputError(
+                f"onnx: column {name} has a variable number of ids per row, but inputs have a fixed width. Serve with rayrec."
+            )
         widths.append(size)
     return widths
 

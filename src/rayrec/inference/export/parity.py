@@ -88,18 +88,18 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
     if settings.parity_path is not None:
         path = settings.parity_path
         if not LogSource.at(path).is_labelled(preprocessor.schema):
-            raise InputError(f"{path}: holds no labels, so no AUROC can be compared; give a labelled log")
+            raise InputError(f"{path}: labels not found, but needed to compare the AUROC. Use a labelled log.")
         index = open_run_log(config.train_data.replace(path=path, files=()), preprocessor, cache=cache)
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {path}")
     try:
         return _of_the_run(config, preprocessor, settings, cache)
     except (InputError, OSError) as error:  # The log may be moved, removed or unavailable
         path = config.eval_data.path or config.train_data.path or "none"
-        fault = f"no rows of the run's log, {path}, which cannot be read ({' '.join(str(error).split())})"
+        fault = f"no rows of the run's log {path}, which cannot be read ({' '.join(str(error).split())})"
         if not settings.ignore_parity:
             raise InputError(
-                f"export: has {fault} to compare on; give a labelled log as --parity-path, or pass --ignore-parity, and rows "
-                "drawn at random are compared"
+                f"export: found {fault} to compare. Set --parity-path to a labelled log, or pass --ignore-parity to compare "
+                "random rows."
             ) from None
         return replace(drawn_rows(preprocessor, rows=settings.parity_rows), fault=fault)
 
@@ -252,7 +252,7 @@ def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, va
     try:
         dense, ids = encoder.encode(values)
     except ValueError as error:
-        return f"it refuses a row ({error})"
+        return f"it rejects a row ({error})"
     for number, name in enumerate(inputs.dense):
         pair = dense[:, number], expected.dense[:, number]
         # Logarithms of NumPy and the C library differ in the last bit.

@@ -53,7 +53,7 @@ class Encoder:
         for name, feature in self._features.items():
             _refuse_unknown(feature, _FEATURE, f"feature {name}")
             if feature.get("weights"):
-                raise ValueError(f"preprocessor.json: list {name} has weights, which this program does not apply")
+                raise ValueError(f"preprocessor.json: weights of list {name} are not supported by this program")
         self._hexadecimal = self.schema["tokens"] == "hexadecimal"
         self._booleans = self.schema.get("category_rules", 1) >= 2
         self._buckets: bool = stored["integer_buckets"]
@@ -83,7 +83,7 @@ class Encoder:
         for number, line in enumerate(lines):
             fields = line.rstrip("\r\n").split("\t")
             if len(fields) not in (len(columns), len(columns) + len(ignored)):
-                raise ValueError(f"row {number} has {len(fields)} columns, not {len(columns)}")
+                raise ValueError(f"row {number} must have {len(columns)} columns, got {len(fields)}")
             rows.append(dict(zip(columns, fields[-len(columns) :], strict=True)))
         return rows
 
@@ -137,7 +137,7 @@ class Encoder:
         if self._hexadecimal and isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int if self._hexadecimal else (int, float)) or not -_LIMIT <= value <= _LIMIT:
-            raise ValueError(f"row {row}: {name} is not a number of this column: {value!r}")
+            raise ValueError(f"row {row}: {name} must be a number of this column, got {value!r}")
         return value
 
     def _categories(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -149,7 +149,7 @@ class Encoder:
             other = self._features.get(name, {}).get("aligned_with")
             for row, (own, others) in enumerate(zip(found, self._lists(rows, other) if other else found, strict=True)):
                 if _places(own) != _places(others):
-                    raise ValueError(f"row {row}: the categories of {name} are not at the places of those of {other}")
+                    raise ValueError(f"row {row}: categories of {name} are not aligned with {other}")
             most = self._features.get(name, {}).get("max_length") or 0
             present = [[token for token in of_row if token is not None][-most:] for of_row in found]
             lengths = np.array([max(1, len(of_row)) for of_row in present], np.int64)
@@ -168,7 +168,7 @@ class Encoder:
             if isinstance(items, str):
                 items = items.split(self.schema["list_delimiter"])
             if not isinstance(items, (list, tuple, np.ndarray, type(None))):
-                raise ValueError(f"row {row}: {name} is not a list: {items!r}")
+                raise ValueError(f"row {row}: {name} must be a list, got {items!r}")
             lists.append([self._token(_plain(item), name, row) for item in (() if items is None else items)])
         return lists
 
@@ -178,7 +178,7 @@ class Encoder:
         if self._hexadecimal:
             if isinstance(value, str) and _HEXADECIMAL.fullmatch(value):
                 return int(value, 16)
-            raise ValueError(f"row {row}: {name} is not 8 hexadecimal digits as text: {value!r}")
+            raise ValueError(f"row {row}: {name} must be 8 hexadecimal digits as text, got {value!r}")
         if isinstance(value, date) and not isinstance(value, datetime):
             return _text_token(value.isoformat(), self._booleans)
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
@@ -186,10 +186,10 @@ class Encoder:
         if isinstance(value, int) and -(2**63) <= value < 2**64:  # Includes True and False
             return _text_token(str(int(value)), self._booleans)
         if isinstance(value, str) and name in self.schema.get("integers", ()):
-            return _whole_token(value, f"row {row}: {name} is not a whole number: {value!r}")
+            return _whole_token(value, f"row {row}: {name} must be an integer, got {value!r}")
         if isinstance(value, str):
             return _text_token(value, self._booleans)
-        raise ValueError(f"row {row}: {name} is neither text nor an integer of 64 bits: {value!r}")
+        raise ValueError(f"row {row}: {name} must be text or a 64-bit integer, got {value!r}")
 
     def _expanded(self, ids: list[Ids]) -> list[Ids]:
         if self._multi_hot is None:

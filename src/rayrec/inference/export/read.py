@@ -72,15 +72,15 @@ def verify_file(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) ->
     for piece in storage.read_stream(place):
         digest.update(piece)
     if digest.hexdigest() != files[name]["sha256"]:
-        raise InputError(f"{place}: damaged, its checksum does not fit; {REMEDY}")
+        raise InputError(f"{place}: damaged, checksum does not match; {REMEDY}")
 
 
 def _place(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
     place = storage.join(path, name)
     if name not in files:
-        raise InputError(f"{path}: its manifest names no {name}; {REMEDY}")
+        raise InputError(f"{path}: {name} not found in the manifest; {REMEDY}")
     if storage.size_of(place) != files[name]["bytes"]:
-        raise InputError(f"{place}: missing or of another size than when it was written; {REMEDY}")
+        raise InputError(f"{place}: missing, or its size does not match the manifest; {REMEDY}")
     return place
 
 
@@ -99,7 +99,7 @@ def read_tensors(
             raise InputError(f"{place}: cut short while it was read; {REMEDY}")
         digest.update(piece.data)
     if digest.hexdigest() != files[name]["sha256"]:
-        raise InputError(f"{place}: damaged, its checksum does not fit; {REMEDY}")
+        raise InputError(f"{place}: damaged, checksum does not match; {REMEDY}")
     head_bytes = int.from_bytes(data[:8].tobytes(), "little")
     try:
         table = json.loads(data[8 : 8 + head_bytes].tobytes())
@@ -109,13 +109,13 @@ def read_tensors(
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise InputError(f"{place}: is not a safetensors file; {REMEDY}") from None
     if found != {key: (DTYPES[dtype], list(shape)) for key, (dtype, shape) in wanted.items()}:
-        raise InputError(f"{place}: its tensors are not those of the model its manifest names; {REMEDY}")
+        raise InputError(f"{place}: tensors do not match the model in the manifest; {REMEDY}")
     body = data[8 + head_bytes :]
     tensors = {}
     for key, (dtype, shape) in wanted.items():
         start, stop = spans[key]
         size_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         if not 0 <= start <= stop <= len(body) or stop - start != size_bytes or (8 + head_bytes + start) % dtype.itemsize:
-            raise InputError(f"{place}: {key} lies outside of the file; {REMEDY}")
+            raise InputError(f"{place}: {key} is outside of the file; {REMEDY}")
         tensors[key] = torch.from_numpy(body[start:stop]).view(dtype).reshape(shape)
     return tensors

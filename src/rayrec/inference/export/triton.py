@@ -38,7 +38,7 @@ def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, 
     storage.write_bytes(storage.join(folder, MODEL_NAME, "config.pbtxt"), config.encode())
     difference = _difference(graph, rows, rows.score(scorer.score))
     if not difference <= (_LARGEST_DIFFERENCE if exported.precision == "fp32" else 100 * _LARGEST_DIFFERENCE):
-        raise InputError(f"triton: the ONNX graph gives a logit that differs by {difference:.2g}; export without --triton")
+        raise InputError(f"triton: logits of the ONNX graph differ by up to {difference:.2g}. Export without --triton.")
     return {
         "model": MODEL_NAME,
         "backend": "onnxruntime",

@@ -58,7 +58,7 @@ def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportCo
     is_click_model = isinstance(config.workload, ClickWorkload)
     if not is_click_model and settings != ExportConfig():
         raise InputError(
-            f"export: recipe {config.recipe} trains no click model; --quantize, --triton and the comparison are for those only"
+            f"export: recipe {config.recipe} does not train a click model, which --quantize, --triton and the comparison need"
         )
     with storage.writing_folder(out) as folder:
         if is_click_model:
@@ -91,8 +91,8 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     preprocessor = load_preprocessor(checkpoint.path)
     if weights := preprocessor.schema.list_weights:  # Not supported by the programs of an export
         raise InputError(
-            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), which exports do not apply; serve the "
-            "checkpoint itself"
+            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), which exports do not support. Serve the "
+            "checkpoint instead."
         )
     exported = ExportedModel(model, precision, settings.quantization, version_of(checkpoint), preprocessor)
     exported.row_format.check()
@@ -243,8 +243,8 @@ def _compare(
     failure = _failure(comparisons, exported, settings) or rows.fault
     if failure and not settings.ignore_parity:
         raise InputError(
-            f"export: gives {failure}, on {rows.rows} {rows.origin}; choose another --quantize or --parity-path, raise "
-            "--max-auroc-loss, or pass --ignore-parity"
+            f"export: comparison failed with {failure}, on {rows.rows} {rows.origin}. Choose another --quantize or "
+            "--parity-path, raise --max-auroc-loss, or pass --ignore-parity."
         )
     rows_per_s = rows.rows_per_s(scorer.values)
     return {

@@ -124,7 +124,7 @@ def test_changed_preprocessor(copied: Path, config: TrainConfig) -> None:
     with pytest.raises(InputError, match="its hash is"):
         open_served(str(copied), config=config)
     shutil.rmtree(copied / "preprocessor")
-    with pytest.raises(InputError, match="holds no preprocessor/, which every checkpoint of a click model has"):
+    with pytest.raises(InputError, match="preprocessor/ not found, which every checkpoint of a click model has"):
         open_served(str(copied), config=config)
 
 
