@@ -85,15 +85,15 @@ def compare(
     labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
     for name, job, config in zip(_names(checkpoints), jobs, configs, strict=True):
         start = time.perf_counter()
-        kept = scored_rows(job, console)
+        scored = scored_rows(job, console)
         seconds = time.perf_counter() - start
         if not models:
-            labels, groups, checksums = kept.labels, kept.groups, kept.checksums
-        elif (len(kept.labels), kept.checksums) != (len(labels), checksums):
+            labels, groups, checksums = scored.labels, scored.groups, scored.checksums
+        elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
             raise InputError(
                 f"{name}: rows or labels of {path} do not match {models[0].described['name']}. Compare models of the same log."
             )
-        models.append(_Model(kept.logits, _described(name, job, config, kept, seconds)))
+        models.append(_Model(scored.logits, _described(name, job, config, scored, seconds)))
     if options.ensemble:
         models.append(_ensemble(models))
     last = len(models) - 1
@@ -132,7 +132,7 @@ def _names(checkpoints: Sequence[str]) -> list[str]:
     return names
 
 
-def _described(name: str, job: ScoringJob, config: TrainConfig, kept: ScoredRows, seconds: float) -> dict[str, Any]:
+def _described(name: str, job: ScoringJob, config: TrainConfig, scored: ScoredRows, seconds: float) -> dict[str, Any]:
     assert isinstance(config.workload, ClickWorkload)
     parameters = sum(
         math.prod(entry["shape"])
@@ -147,7 +147,7 @@ def _described(name: str, job: ScoringJob, config: TrainConfig, kept: ScoredRows
         **job.described,
         "parameters": parameters,
         "multiply_adds": network_multiply_adds(network, inputs, config.workload.model),
-        "rows_per_s": kept.rows / seconds if seconds else math.nan,
+        "rows_per_s": scored.rows / seconds if seconds else math.nan,
     }
 
 
@@ -172,15 +172,15 @@ def _baseline(kind: Kind, baselines: Baselines, path: str, labels: np.ndarray, c
     console.note(f"Training {kind} on {len(baselines.train):,} rows")
     scorer = baselines.fit(kind)
     start, done = time.perf_counter(), 0
-    logits, own_labels = [], []
+    logits, scored_labels = [], []
     with console.preparing():
         for rows in baselines.rows(path):
             logits.append(scorer.logits(rows))
-            own_labels.append(rows.label)
+            scored_labels.append(rows.label)
             done += len(rows)
             console.progress(f"score {kind} (rows)", done, len(labels))
     seconds = time.perf_counter() - start
-    assert np.array_equal(np.concatenate(own_labels).astype(np.uint8), labels), "rows in the order that models scored"
+    assert np.array_equal(np.concatenate(scored_labels).astype(np.uint8), labels), "rows in the order that models scored"
     described = {
         "name": kind,
         "checkpoint": None,
@@ -201,11 +201,11 @@ def _result(
     last: int,
 ) -> dict[str, Any]:
     compared = compare_models([model.logits for model in models], labels, options.resampling)
-    told = []
+    described = []
     for model, of_model in zip(models, compared.intervals, strict=True):
         ranking = {} if groups is None else gauc(groups, model.logits, labels)
         intervals = {name: list(ends) for name, ends in of_model.items()}
-        told.append({**model.described, **binary_metrics(model.logits, labels), **ranking, "intervals": intervals})
+        described.append({**model.described, **binary_metrics(model.logits, labels), **ranking, "intervals": intervals})
     names = [model.described["name"] for model in models]
     gains = {  # 0 - x instead of -x avoids -0
         pair: {
@@ -216,8 +216,8 @@ def _result(
     }
     return {
         "rows": len(labels),
-        "label_rate": told[0]["label_rate"],
-        "models": told,
+        "label_rate": described[0]["label_rate"],
+        "models": described,
         "differences": [
             {"model": names[later], "other": names[earlier], **{name: vars(found[name]) for name in METRICS}}
             for (earlier, later), found in gains.items()
@@ -230,10 +230,10 @@ def _result(
 def _failures(gates: ComparisonGates, first: str, last: str, gain: Difference) -> list[str]:
     """Return failed gates on the AUROC difference of the last and first model, a line each."""
     failures = []
-    least, most = gates.min_auroc_gain, gates.max_p_value
-    said = f"{last} gains {gain.difference:+.5f} AUROC over {first}"
-    if least is not None and not gain.difference >= least:  # NaN fails too
-        failures.append(f"gates.min_auroc_gain: {said}, less than {least}")
-    if most is not None and not gain.p_value <= most:
-        failures.append(f"gates.max_p_value: {said} with p = {gain.p_value:.3g}, more than {most}")
+    min_gain, max_p_value = gates.min_auroc_gain, gates.max_p_value
+    summary = f"{last} gains {gain.difference:+.5f} AUROC over {first}"
+    if min_gain is not None and not gain.difference >= min_gain:  # NaN fails too
+        failures.append(f"gates.min_auroc_gain: {summary}, less than {min_gain}")
+    if max_p_value is not None and not gain.p_value <= max_p_value:
+        failures.append(f"gates.max_p_value: {summary} with p = {gain.p_value:.3g}, more than {max_p_value}")
     return failures

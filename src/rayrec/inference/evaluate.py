@@ -72,53 +72,53 @@ def evaluate(
         assert totals.rows == opened.scoring.rows, f"{totals.rows} of {opened.scoring.rows} rows were scored"
         return json_values({**totals.compute(), "rows": totals.rows, **opened.described})
     compared: ScoringJob | None = None
-    others: ScoredRows | None = None
+    other_rows: ScoredRows | None = None
     if options.compare is not None:  # Opened before scoring, so that errors show up early
         assert other is not None
-        asked = ScoringRequest(options.compare, path, other, options, console)
-        compared = asked.open(evaluating=True, spare_cpus=0)
+        other_request = ScoringRequest(options.compare, path, other, options, console)
+        compared = other_request.open(evaluating=True, spare_cpus=0)
         _check_clicks(compared, other, options)
-    kept = scored_rows(opened, console, keys=options.slice_by)
+    scored = scored_rows(opened, console, keys=options.slice_by)
     if compared is not None:
-        others = scored_rows(compared, console)
-        if (others.rows, others.checksums) != (kept.rows, kept.checksums):
+        other_rows = scored_rows(compared, console)
+        if (other_rows.rows, other_rows.checksums) != (scored.rows, scored.checksums):
             raise InputError(
                 f"compare: rows of {path} for {options.compare} do not match {checkpoint}. Compare checkpoints with one schema."
             )
-    measured = _Measured(kept.logits, others and others.logits, kept.labels, kept.groups, options)
-    found = {**measured.told(), **opened.described}
+    measured = _Measured(scored.logits, other_rows and other_rows.logits, scored.labels, scored.groups, options)
+    result = {**measured.told(), **opened.described}
     if compared is not None:
-        found["compared"] = {**found["compared"], **compared.described}
+        result["compared"] = {**result["compared"], **compared.described}
     if options.confidence is not None or compared is not None:
-        found["resampling"] = vars(options.resampling)
-    done, total = 0, kept.rows * len(options.slice_by)
+        result["resampling"] = vars(options.resampling)
+    done, total = 0, scored.rows * len(options.slice_by)
     with console.preparing():
         for by in options.slice_by:
-            told = found.setdefault("slices", {}).setdefault(by, [])
-            for piece in slices_of(by, kept.key(by), most=options.slice_top):
-                told.append({"value": piece.name, **measured.of(piece.rows).told()})
-                done += len(piece.rows)
+            slices = result.setdefault("slices", {}).setdefault(by, [])
+            for row_slice in slices_of(by, scored.key(by), most=options.slice_top):
+                slices.append({"value": row_slice.name, **measured.of(row_slice.rows).told()})
+                done += len(row_slice.rows)
                 console.progress("slices (rows)", done, total)
-    return json_values(found)
+    return json_values(result)
 
 
 def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
     if not opened.scoring.is_clicks:
         names = ("slice_by", "confidence", "compare", "ranking_k")
-        asked = [name for name in names if getattr(options, name) != getattr(EvaluationConfig, name)]
+        requested = [name for name in names if getattr(options, name) != getattr(EvaluationConfig, name)]
         raise InputError(
-            f"{opened.checkpoint.path}: recipe {config.recipe} does not predict clicks, which {' and '.join(asked)} need. "
-            f"Remove {'it' if len(asked) == 1 else 'them'}."
+            f"{opened.checkpoint.path}: recipe {config.recipe} does not predict clicks, which {' and '.join(requested)} need. "
+            f"Remove {'it' if len(requested) == 1 else 'them'}."
         )
 
 
 def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = ()) -> ScoredRows:
     """Score all rows of a click model. Keeps the values of the columns `keys` too."""
-    kept = ScoredRows(keys)
+    scored = ScoredRows(keys)
     for table in opened.tables(console, what=f"score step {opened.checkpoint.step:,} (rows)"):
-        kept.update(table)
-    assert kept.rows == opened.scoring.rows, f"{kept.rows} of {opened.scoring.rows} rows were scored"
-    return kept
+        scored.update(table)
+    assert scored.rows == opened.scoring.rows, f"{scored.rows} of {opened.scoring.rows} rows were scored"
+    return scored
 
 
 @dataclass(frozen=True)
@@ -142,18 +142,18 @@ class _Measured:
         return {**binary_metrics(logits, self.labels), **ranking}
 
     def told(self) -> dict[str, Any]:
-        found = self._metrics(self.logits)
+        result = self._metrics(self.logits)
         if self.options.confidence is not None:
-            found["intervals"] = {
+            result["intervals"] = {
                 name: list(ends) for name, ends in intervals(self.logits, self.labels, self.options.resampling).items()
             }
         if self.others is not None:
             differences = compare(self.logits, self.others, self.labels, self.options.resampling)
-            found["compared"] = {
+            result["compared"] = {
                 **self._metrics(self.others),
                 "differences": {name: vars(difference) for name, difference in differences.items()},
             }
-        return found
+        return result
 
 
 @final
@@ -178,8 +178,8 @@ class ScoredRows:
         self._labels.append(labels)
         if GROUP in table.column_names:
             self._groups.append(numpy_of(table.column(GROUP)).copy())
-        for key, kept in self._keys.items():
-            kept += [_copied(chunk) for chunk in table.column(KEY + key).chunks]
+        for key, chunks in self._keys.items():
+            chunks += [_copied(chunk) for chunk in table.column(KEY + key).chunks]
         self.rows += len(table)
         of_rows, of_labels = self.checksums
         self.checksums = zlib.crc32(numpy_of(table.column("row")).data, of_rows), zlib.crc32(labels.data, of_labels)
@@ -238,7 +238,7 @@ def slices_of(by: str, values: pa.ChunkedArray, *, most: int) -> list[RowSlice]:
     top = np.lexsort((np.arange(len(names)), -counts))[:most]
     group_of = np.full(len(names), len(top))
     group_of[top] = np.arange(len(top))
-    top_names = [names[place] for place in top.tolist()]
+    top_names = [names[index] for index in top.tolist()]
     groups = np.append(group_of, len(top) + 1)[codes]  # The code -1 of missing values selects the last one
     return _grouped(groups, [*top_names, OTHERS, MISSING])
 
@@ -257,5 +257,5 @@ def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
 def _grouped(groups: np.ndarray, names: list[str]) -> list[RowSlice]:
     order = np.argsort(groups, kind="stable")
     ends = np.cumsum(np.bincount(groups, minlength=len(names)))
-    found = zip(names, np.split(order, ends[:-1]), strict=True)
-    return [RowSlice(name, rows) for name, rows in found if len(rows)]
+    slices = zip(names, np.split(order, ends[:-1]), strict=True)
+    return [RowSlice(name, rows) for name, rows in slices if len(rows)]

@@ -59,12 +59,12 @@ class Parts:
     def write(self, table: pa.Table) -> None:
         start = 0
         while start < len(table):
-            piece = table.slice(start, PART_ROWS - self._journal.rows)
-            self._journal.append(piece)
+            chunk = table.slice(start, PART_ROWS - self._journal.rows)
+            self._journal.append(chunk)
             if not self.rows and self._is_local:
                 self._folder.done("predict", 0, {})
-            start += len(piece)
-            self.rows += len(piece)
+            start += len(chunk)
+            self.rows += len(chunk)
             if self._journal.rows == PART_ROWS:
                 self._end_part()
 
@@ -99,15 +99,15 @@ def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
                 waiting.append(table)
                 num_waiting += len(table)
             while num_waiting >= GROUP_ROWS or (table is None and num_waiting):
-                joined = pa.concat_tables(waiting)
+                merged = pa.concat_tables(waiting)
                 if writer is None:
                     # Dictionaries only for columns with repeated values.
-                    is_float = {field.name: pa.types.is_floating(field.type) for field in joined.schema}
+                    is_float = {field.name: pa.types.is_floating(field.type) for field in merged.schema}
                     repeating = [name for name in is_float if name == "label" or not (name == "row" or is_float[name])]
-                    writer = opened.enter_context(pq.ParquetWriter(path, joined.schema, use_dictionary=repeating))
+                    writer = opened.enter_context(pq.ParquetWriter(path, merged.schema, use_dictionary=repeating))
                 # A single chunk, because chunk boundaries would change the bytes of the file.
-                writer.write_table(joined.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
-                waiting = [joined.slice(GROUP_ROWS)]
+                writer.write_table(merged.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
+                waiting = [merged.slice(GROUP_ROWS)]
                 num_waiting = len(waiting[0])
 
 
@@ -129,9 +129,9 @@ class _Journal:
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
         data = sink.getvalue()
-        for piece in (_HEADER.pack(data.size, zlib.crc32(data)), memoryview(data)):
-            while len(piece):
-                piece = piece[self._file.write(piece) :]
+        for chunk in (_HEADER.pack(data.size, zlib.crc32(data)), memoryview(data)):
+            while len(chunk):
+                chunk = chunk[self._file.write(chunk) :]
         self.rows += len(table)
 
     def tables(self) -> Iterator[pa.Table]:

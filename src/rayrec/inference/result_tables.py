@@ -8,15 +8,15 @@ _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "cal
 """Metrics of slices."""
 
 
-def evaluation_text(found: dict[str, Any]) -> str:
+def evaluation_text(result: dict[str, Any]) -> str:
     """Format the result of `evaluate`: a line per metric with interval and comparison, then a table per slice_by."""
-    return "\n".join(line for block in _blocks(found) for line in block)
+    return "\n".join(line for block in _blocks(result) for line in block)
 
 
-def _blocks(found: dict[str, Any]) -> Iterator[list[str]]:
-    compared, intervals = found.get("compared"), found.get("intervals", {})
+def _blocks(result: dict[str, Any]) -> Iterator[list[str]]:
+    compared, intervals = result.get("compared"), result.get("intervals", {})
     rows = [["", "value", *(["interval"] if intervals else []), *(_COMPARED if compared else [])]]
-    for name, value in found.items():
+    for name, value in result.items():
         if isinstance(value, dict | list | str):
             continue
         row = [name, _number(value)]
@@ -26,13 +26,13 @@ def _blocks(found: dict[str, Any]) -> Iterator[list[str]]:
             row += _difference(compared, name)
         rows.append(row)
     yield _table(rows if len(rows[0]) > 2 else rows[1:])
-    resampling = found.get("resampling")
+    resampling = result.get("resampling")
     if resampling:
         yield [f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples"]
-    yield [f"{name}: {found[name]}" for name in _TEXT if name in found]
+    yield [f"{name}: {result[name]}" for name in _TEXT if name in result]
     if compared:
         yield [f"other checkpoint: {compared['checkpoint']}"]
-    for by, slices in found.get("slices", {}).items():
+    for by, slices in result.get("slices", {}).items():
         yield ["", f"by {by}:", *_slices(slices)]
 
 
@@ -45,12 +45,12 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
     if with_intervals:
         header.insert(header.index("auroc") + 1, "its interval")
     rows = [header + (["auroc less the other's", "p"] if compared else [])]
-    for found in slices:
-        row = [found["value"], *(_number(found[name]) for name in _COLUMNS)]
+    for row_slice in slices:
+        row = [row_slice["value"], *(_number(row_slice[name]) for name in _COLUMNS)]
         if with_intervals:
-            row.insert(header.index("its interval"), _interval(found["intervals"]["auroc"]))
+            row.insert(header.index("its interval"), _interval(row_slice["intervals"]["auroc"]))
         if compared:
-            difference = found["compared"]["differences"]["auroc"]
+            difference = row_slice["compared"]["differences"]["auroc"]
             row += [_number(difference["difference"], signed=True), _number(difference["p_value"])]
         rows.append(row)
     return _table(rows)
@@ -59,14 +59,14 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
 _COSTS = (("parameters", "parameters"), ("multiply_adds", "multiply-adds"), ("rows_per_s", "rows/s"))
 
 
-def comparison_text(found: dict[str, Any]) -> str:
+def comparison_text(result: dict[str, Any]) -> str:
     """Format the result of `compare`: a line per model, then a line per pair of models."""
-    metrics = [name for name in (*_COLUMNS[2:], "gauc") if name in found["models"][0]]
-    header = [f"{found['rows']:,} rows, label rate {found['label_rate']:.5f}"]
+    metrics = [name for name in (*_COLUMNS[2:], "gauc") if name in result["models"][0]]
+    header = [f"{result['rows']:,} rows, label rate {result['label_rate']:.5f}"]
     for name in metrics:
         header += [name, ""] if name in ("auroc", "logloss") else [name]
     rows = [header + [title for _, title in _COSTS]]
-    for model in found["models"]:
+    for model in result["models"]:
         row = [model["name"]]
         for name in metrics:
             row.append(_number(model[name]))
@@ -74,14 +74,14 @@ def comparison_text(found: dict[str, Any]) -> str:
                 row.append(_interval(model["intervals"][name]))
         rows.append(row + [_whole(model[name]) for name, _ in _COSTS])
     pairs = [["difference", "auroc", "", "p", "logloss", "", "p"]]
-    for pair in found["differences"]:
+    for pair in result["differences"]:
         row = [f"{pair['model']} less {pair['other']}"]
         for name in ("auroc", "logloss"):
             of_metric = pair[name]
             ends = _interval([of_metric["low"], of_metric["high"]], signed=True)
             row += [_number(of_metric["difference"], signed=True), ends, _number(of_metric["p_value"])]
         pairs.append(row)
-    resampling = found["resampling"]
+    resampling = result["resampling"]
     return "\n".join(
         [
             *_table(rows),
@@ -97,12 +97,12 @@ def _whole(value: float | None) -> str:
 
 
 def _difference(compared: dict[str, Any], name: str) -> list[str]:
-    found = compared["differences"].get(name)
+    difference = compared["differences"].get(name)
     other = _number(compared.get(name)) if name in compared else ""
-    if found is None:
+    if difference is None:
         return [other, "", "", ""]
-    ends = _interval([found["low"], found["high"]], signed=True)
-    return [other, _number(found["difference"], signed=True), ends, _number(found["p_value"])]
+    ends = _interval([difference["low"], difference["high"]], signed=True)
+    return [other, _number(difference["difference"], signed=True), ends, _number(difference["p_value"])]
 
 
 def _interval(ends: Sequence[float | None] | None, *, signed: bool = False) -> str:
@@ -121,11 +121,11 @@ def _number(value: float | None, *, signed: bool = False) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align the first column left, and all others right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.ljust(width) if not place else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

@@ -152,13 +152,13 @@ def scored_tables(scoring: Scoring, *, pool: Pool, device: Device, first_block: 
 
     threads = torch.get_num_threads()
     shared = scoring.load(device) if scoring.thread_safe else None
-    own = threading.local()
+    thread_state = threading.local()
 
     def scored(number: int) -> pa.Table:
-        if not hasattr(own, "score"):
+        if not hasattr(thread_state, "score"):
             torch.set_num_threads(max(1, int(pool.cpus_per_actor)))  # Applies to operators of this thread
-            own.score = shared or scoring.load(device)
-        return own.score(number)
+            thread_state.score = shared or scoring.load(device)
+        return thread_state.score(number)
 
     try:
         yield from in_order(scored, range(first_block, scoring.num_blocks), name="score", num_threads=pool.num_actors, ahead=2)

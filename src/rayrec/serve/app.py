@@ -96,8 +96,8 @@ class ScoringApp:
             await self._app(scope, receive, send)
             return
         # Starlette accepts neither a root path with a trailing slash nor a path equal to the root.
-        if given := scope.get("root_path"):
-            root, path = given.rstrip("/"), scope["path"]
+        if root_path := scope.get("root_path"):
+            root, path = root_path.rstrip("/"), scope["path"]
             scope = {**scope, "root_path": root, "path": root + "/" if path == root else path}
         scope["app"] = self  # Starlette then raises HTTPException if no route matches
         # Ray Serve's proxies parse the body of a request with an upgrade offer as the next request.
@@ -130,8 +130,8 @@ class ScoringApp:
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         # Compares digests, so that neither timing nor memory leaks the token.
-        given = hashlib.sha256(token.encode("latin-1").strip()).digest()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._token_digest):
+        digest = hashlib.sha256(token.encode("latin-1").strip()).digest()
+        if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._token_digest):
             challenge = {"www-authenticate": "Bearer"}
             raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)
 
@@ -159,7 +159,7 @@ class ScoringApp:
         schema = self._models.model.preprocessor.schema
         weigh = partial(held_by_json if form["format"] == "json" else held_by_text, schema=schema)
         with self._memory() as take:
-            content = await self._read(request, deadline_s, take=lambda piece: take(weigh(piece)))
+            content = await self._read(request, deadline_s, take=lambda chunk: take(weigh(chunk)))
             start = time.perf_counter()
             try:
                 opened = partial(open_body, content, **form, schema=schema, max_rows=self._config.max_rows)
@@ -178,45 +178,45 @@ class ScoringApp:
     def _memory(self) -> Iterator[Callable[[int], None]]:
         """Yield a function that reserves memory for one request until the context ends. It raises RequestError if the limit of
         all requests is exceeded."""
-        taken = 0
+        reserved = 0
 
         def take(num_bytes: int) -> None:
-            nonlocal taken
-            if taken + num_bytes > self.max_held_bytes:
+            nonlocal reserved
+            if reserved + num_bytes > self.max_held_bytes:
                 message = f"the rows take more than {self.max_held_bytes} bytes of memory; send them in several requests"
                 raise RequestError(413, message, headers=_CLOSE)
             if self.held_bytes + num_bytes > self.max_held_bytes:
                 raise RequestError(503, "too much memory is in use; retry later", headers=_LATER)
-            taken += num_bytes
+            reserved += num_bytes
             self.held_bytes += num_bytes
 
         try:
             yield take
         finally:
-            self.held_bytes -= taken
+            self.held_bytes -= reserved
 
     async def _read(self, request: Request, deadline_s: float, *, take: Callable[[bytes], None]) -> bytes:
         """Read the request body, limited by the received bytes, regardless of the announced length. Calls `take` with each
         chunk."""
-        most = self._config.max_body_bytes
-        too_large = RequestError(413, f"more than {most} bytes; send the rows in several requests", headers=_CLOSE)
+        max_bytes = self._config.max_body_bytes
+        too_large = RequestError(413, f"more than {max_bytes} bytes; send the rows in several requests", headers=_CLOSE)
         announced = request.headers.get("content-length", "")
-        pieces = request.stream()
-        if announced.isdecimal() and int(announced[:20]) > most:
-            await _drain(pieces, most)
+        chunks = request.stream()
+        if announced.isdecimal() and int(announced[:20]) > max_bytes:
+            await _drain(chunks, max_bytes)
             raise too_large
         parts: list[bytes] = []
         size = 0
         try:
             async with asyncio.timeout_at(deadline_s):
-                async for piece in pieces:
-                    parts.append(piece)
-                    size += len(piece)
-                    if size > most:
+                async for chunk in chunks:
+                    parts.append(chunk)
+                    size += len(chunk)
+                    if size > max_bytes:
                         parts.clear()
-                        await _drain(pieces, most)
+                        await _drain(chunks, max_bytes)
                         raise too_large
-                    take(piece)
+                    take(chunk)
             return b"".join(parts)
         except TimeoutError:
             raise RequestError(408, "the request was not complete in time", headers=_CLOSE) from None
@@ -285,23 +285,23 @@ def held_by_json(text: bytes, *, schema: Schema) -> int:
 
     Parsed by CPython, an object with one member takes 232 bytes, a list with one item 80, a short string or number up to 16 per
     byte. A category in a list takes up to 64 more when it becomes a token and an id. The row limit bounds all other memory."""
-    held = 16 * len(text) + 232 * text.count(b"{") + 80 * text.count(b"[")
-    return held + 64 * text.count(b",") if schema.lists else held
+    num_bytes = 16 * len(text) + 232 * text.count(b"{") + 80 * text.count(b"[")
+    return num_bytes + 64 * text.count(b",") if schema.lists else num_bytes
 
 
 def held_by_text(text: bytes, *, schema: Schema) -> int:
     """Estimate the maximum memory of TSV or CSV: 8 bytes per byte, and 40 more per category in a list."""
-    held = 8 * len(text)
-    return held + 40 * text.count(schema.list_delimiter.encode()) if schema.lists else held
+    num_bytes = 8 * len(text)
+    return num_bytes + 40 * text.count(schema.list_delimiter.encode()) if schema.lists else num_bytes
 
 
-async def _drain(pieces: AsyncIterator[bytes], most: int) -> None:
+async def _drain(chunks: AsyncIterator[bytes], max_bytes: int) -> None:
     """Read and drop a little more: closing a connection with unread bytes loses its answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
-            async for piece in pieces:
-                most -= len(piece)
-                if most <= 0:
+            async for chunk in chunks:
+                max_bytes -= len(chunk)
+                if max_bytes <= 0:
                     return
 
 
@@ -311,11 +311,11 @@ def _form(request: Request) -> dict[str, Any]:
     if media_type not in FORMATS:
         raise RequestError(415, f"the content type must be one of {', '.join(FORMATS)}")
     form: dict[str, Any] = {"format": FORMATS[media_type]}
-    known = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[FORMATS[media_type]]
+    known_parameters = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[FORMATS[media_type]]
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         value = value.strip('"')
-        if name in known:
+        if name in known_parameters:
             if value not in ("present", "absent"):
                 raise RequestError(415, f"the parameter {name} of {media_type} must be present or absent")
             form[name] = value == "present"
@@ -348,7 +348,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _disconnected(request: Request, error: Exception) -> Any:
-    async def send_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    async def no_response(scope: Scope, receive: Receive, send: Send) -> None:
         pass
 
-    return send_nothing
+    return no_response

@@ -79,14 +79,14 @@ class ServeConfig(Config):
         """Return the SHA-256 of the bearer token, None without one. Raises InputError if it is configured but empty."""
         if self.token_file:
             token = storage.read_bytes(self.token_file).strip()
-            where = self.token_file
+            source = self.token_file
         elif self.token_env:
             token = os.fsencode(os.environ.get(self.token_env, "")).strip()
-            where = f"environment variable {self.token_env}"
+            source = f"environment variable {self.token_env}"
         else:
             return None
         if not token:
-            raise InputError(f"{where}: token not found. Store one there, such as the output of `openssl rand -hex 32`.")
+            raise InputError(f"{source}: token not found. Store one there, such as the output of `openssl rand -hex 32`.")
         return hashlib.sha256(token).digest()
 
     def is_own_host(self, value: str) -> bool:

@@ -55,7 +55,7 @@ class Register:
         """Replica that applies a new application configuration."""
 
     def report(
-        self, replica: str, known: Wanted, status: Status, snapshot: Snapshot, configured: Configured | None
+        self, replica: str, newest: Wanted, status: Status, snapshot: Snapshot, configured: Configured | None
     ) -> tuple[Wanted, bool]:
         """Record a replica's status and its newest known models. Returns the desired models, and whether this replica must apply
         `configured`, its application configuration, to all."""
@@ -63,8 +63,8 @@ class Register:
         self._statuses[replica], self._seen_s[replica] = status, time.monotonic()
         self._forget()
         wanted = self._wanted
-        if wanted is None or known.rank > wanted.rank or (wanted.schema is None and known.configured != wanted.configured):
-            wanted = known
+        if wanted is None or newest.rank > wanted.rank or (wanted.schema is None and newest.configured != wanted.configured):
+            wanted = newest
         if wanted.schema is None and status.model == wanted.model:
             wanted = replace(wanted, schema=status.schema)
         if status.failed is not None and status.failed in (wanted.model, wanted.shadow):
@@ -114,11 +114,11 @@ class Register:
         self._forget()
         if self._wanted and self._wanted.serial > new.serial:  # A later change replaced this one
             return [], ""
-        found = [
+        missing = [
             (name, status) for name, status in self._statuses.items() if (status.model, status.shadow) != (new.model, new.shadow)
         ]
-        causes = [status.cause for _, status in found if status.failed and status.failed in (new.model, new.shadow)]
-        return [name for name, _ in found], (causes or [""])[0]
+        causes = [status.cause for _, status in missing if status.failed and status.failed in (new.model, new.shadow)]
+        return [name for name, _ in missing], (causes or [""])[0]
 
     def serving(self) -> list[str]:
         """Return the replicas that serve a model."""
@@ -263,10 +263,10 @@ class Control:
     def _load(self, new: Wanted, deadline_s: float, timeout_s: float) -> None:
         """Make every replica load the models. Repeats the call until it has reached all serving replicas."""
         while True:
-            found = self._call("load", new, deadline_s=deadline_s)
-            if causes := [cause for _, cause in found if cause]:
+            results = self._call("load", new, deadline_s=deadline_s)
+            if causes := [cause for _, cause in results if cause]:
                 raise InputError(causes[0])
-            if not set(self.ask("serving")) - {name for name, _ in found}:
+            if not set(self.ask("serving")) - {name for name, _ in results}:
                 return
             _wait(deadline_s, timeout_s)
 
@@ -277,13 +277,13 @@ class Control:
         from ray import serve
 
         server = serve.get_app_handle(self._application)
-        found = ray_compat.call_replicas(server, method, wanted, timeout_s=max(0.0, deadline_s - time.monotonic()))
-        for result in found:
+        results = ray_compat.call_replicas(server, method, wanted, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        for result in results:
             if isinstance(result, TimeoutError):
                 raise InputError(f"{method}: a replica did not answer in time. See the server's /metrics.")
             if isinstance(result, BaseException) and not isinstance(result, ray.exceptions.RayActorError):
                 raise result
-        return [result for result in found if not isinstance(result, BaseException)]
+        return [result for result in results if not isinstance(result, BaseException)]
 
 
 def _wait(deadline_s: float, timeout_s: float) -> None:
@@ -319,9 +319,9 @@ def stop(*, address: str | None) -> dict[str, Any]:
     """Stop the server of a cluster after it has answered its requests, even if its own process was killed. Returns what it
     served."""
     with _reached(address) as server:
-        found = dict(server.ask("describe"))
+        description = dict(server.ask("describe"))
         end(started_serve=server.ask("started_serve"))
-        return found
+        return description
 
 
 def end(*, started_serve: bool) -> None:
@@ -335,9 +335,9 @@ def end(*, started_serve: bool) -> None:
 
 def _changed(address: str | None, changed: Callable[[Wanted], Wanted], *, version: str = "model") -> dict[str, Any]:
     with _reached(address) as server:
-        found = server.change(changed)
-        versions = [replica[version] for replica in found["replicas"].values()]
-        return {"version": versions[0] or "" if versions else "", **found}
+        description = server.change(changed)
+        versions = [replica[version] for replica in description["replicas"].values()]
+        return {"version": versions[0] or "" if versions else "", **description}
 
 
 @contextlib.contextmanager
@@ -346,11 +346,11 @@ def _reached(address: str | None) -> Iterator[Control]:
     import ray
     from ray import serve
 
-    joined = ray.is_initialized()
+    was_connected = ray.is_initialized()
     address = address or os.environ.get("RAY_ADDRESS")
-    if address in (None, "", "local") and not joined:
+    if address in (None, "", "local") and not was_connected:
         raise InputError("cluster.address: needed to find the server. Use the address that `rayrec serve` printed.")
-    if not joined:
+    if not was_connected:
         quieten()
     connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
     try:
@@ -358,7 +358,7 @@ def _reached(address: str | None) -> Iterator[Control]:
             raise InputError(f"{address}: `rayrec serve` not found on this Ray cluster")
         yield Control(APPLICATION)
     finally:
-        if not joined:
+        if not was_connected:
             ray.shutdown()
 
 

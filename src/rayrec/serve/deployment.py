@@ -57,7 +57,7 @@ def make_application(
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
-    taken = config.max_waiting_requests + _SPARE_REQUESTS
+    max_requests = config.max_waiting_requests + _SPARE_REQUESTS
     deployment: Any = serve.deployment(
         _ListeningReplica if config.ingress == "direct" else serve.ingress()(_Replica),
         name=APPLICATION,
@@ -66,8 +66,8 @@ def make_application(
         user_config={"model": model, "shadow": shadow},
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": 1 if config.device == "cuda" else 0},
         # Larger than the application's own limits, which answer with a clear message.
-        max_ongoing_requests=2 * taken,
-        max_queued_requests=2 * taken,
+        max_ongoing_requests=2 * max_requests,
+        max_queued_requests=2 * max_requests,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=config.time_limit_s + 5,
         health_check_period_s=2,
@@ -154,8 +154,8 @@ class _Replica:
         await self._report()
         return self._name, cause
 
-    async def drop(self, refused: Wanted) -> tuple[str, str]:
-        await asyncio.to_thread(self._models.drop, refused)
+    async def drop(self, rejected: Wanted) -> tuple[str, str]:
+        await asyncio.to_thread(self._models.drop, rejected)
         return self._name, ""
 
     async def _ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
@@ -164,9 +164,9 @@ class _Replica:
     async def _report(self, *, timeout_s: float = _ANSWER_S) -> None:
         """Report the status to the register, and start a thread to load missing models. Keep the models if it does not answer."""
         models = self._models
-        own = self._name, models.wanted, models.status(), self._scoring.snapshot(), self._configured
+        state = self._name, models.wanted, models.status(), self._scoring.snapshot(), self._configured
         try:
-            wanted, leads = await self._ask("report", *own, timeout_s=timeout_s)
+            wanted, leads = await self._ask("report", *state, timeout_s=timeout_s)
             models.hear(wanted)
             if self._configured == wanted.configured:
                 self._configured = None
@@ -197,8 +197,8 @@ class _Replica:
             self._mending.release()
 
     async def _collect(self) -> Snapshot:
-        found: Snapshot = await self._ask("collect", self._name, self._scoring.snapshot())
-        return found
+        snapshot: Snapshot = await self._ask("collect", self._name, self._scoring.snapshot())
+        return snapshot
 
 
 @final

@@ -291,8 +291,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal:
             return
-        most = self._max_request_bytes if self._in_body else MAX_HEAD_BYTES
-        if self._received > most:
+        max_bytes = self._max_request_bytes if self._in_body else MAX_HEAD_BYTES
+        if self._received > max_bytes:
             self._end_timer()
             self.send_400_response("The request is too long.")
             return

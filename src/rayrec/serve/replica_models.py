@@ -155,12 +155,12 @@ class ReplicaModels:
             self._drop_standby(keep=wanted.previous)
             return self._load_shadow(wanted)
 
-    def drop(self, refused: Wanted) -> None:
+    def drop(self, rejected: Wanted) -> None:
         """Free the memory of models that were not accepted."""
         with self._changing:
-            if self._standby and self._standby[0] == refused.model:
+            if self._standby and self._standby[0] == rejected.model:
                 self._standby = None
-            if self._shadow and self._shadow[0] == refused.shadow:
+            if self._shadow and self._shadow[0] == rejected.shadow:
                 self.close()
 
     @property
@@ -205,10 +205,10 @@ class ReplicaModels:
             return ""
         self._drop_standby(keep=wanted.model)
         if self._standby is None:
-            found = self._open(wanted.model, wanted.schema)
-            if isinstance(found, str):
-                return found
-            self._standby = (wanted.model, found)
+            scorer = self._open(wanted.model, wanted.schema)
+            if isinstance(scorer, str):
+                return scorer
+            self._standby = (wanted.model, scorer)
         return ""
 
     def _load_shadow(self, wanted: Wanted) -> str:
@@ -217,10 +217,10 @@ class ReplicaModels:
         self.close()
         if wanted.shadow is None:
             return ""
-        found = self._open(wanted.shadow, wanted.schema)
-        if isinstance(found, str):
-            return found
-        self._shadow = (wanted.shadow, Shadow(found, self._counters))
+        scorer = self._open(wanted.shadow, wanted.schema)
+        if isinstance(scorer, str):
+            return scorer
+        self._shadow = (wanted.shadow, Shadow(scorer, self._counters))
         return ""
 
     def _open(self, source: Source, schema: Schema | None) -> BatchScorer | str:

@@ -101,17 +101,17 @@ def open_body(
 
 def _open_json(content: bytes) -> Body:
     try:
-        found = orjson.loads(content)
+        parsed = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise RequestError(400, f"not JSON: {error}") from None
-    if type(found) is not dict:
+    if type(parsed) is not dict:
         raise RequestError(400, 'a JSON request must be an object, {"rows": [{...}, ...]}')
-    for name in found:
+    for name in parsed:
         if name != "rows":
             raise RequestError(400, f"unknown field {shown(name)}; the only field is rows", field=shown(name))
-    if type(found.get("rows")) is not list:
+    if type(parsed.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
-    rows = found["rows"]
+    rows = parsed["rows"]
     members = 1 + sum(len(row) for row in rows if type(row) is dict)
     if content.count(b":") != members and _JSON_STRING.sub(b"", content).count(b":") != members:
         _refuse_repeated_names(content)

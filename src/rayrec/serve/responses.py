@@ -90,13 +90,13 @@ class BatchScorer:
     def _answer(self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray) -> ScoreResponse | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
-        own = {name: np.ascontiguousarray(field[outcome]) for name, field in fields.items()}
-        for field in own.values():
+        own_fields = {name: np.ascontiguousarray(field[outcome]) for name, field in fields.items()}
+        for field in own_fields.values():
             bad = np.flatnonzero(~np.isfinite(field).reshape(len(field), -1).all(axis=1))
             if len(bad):
                 return RequestError(422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0]))
         own_unknown = np.ascontiguousarray(unknown[outcome])
-        return ScoreResponse(own, own_unknown, self._columns, self.model.version, self.model.preprocessor_hash)
+        return ScoreResponse(own_fields, own_unknown, self._columns, self.model.version, self.model.preprocessor_hash)
 
     def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:
         self._counters.rows.labels(self.model.version).inc(rows)

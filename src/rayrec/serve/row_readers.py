@@ -51,22 +51,22 @@ class RowReader(ABC):
         unknown = next(name for name in row if name not in self._known)
         raise RequestError(400, f"row {number} has an unknown column {shown(unknown)}", row=number, field=shown(unknown))
 
-    def _is_labelled(self, body: Body, found: int) -> bool:
-        """Return whether a row of `found` fields has the ignored columns. Raises RequestError if the number fits neither kind of
-        row, or not the kind that the client specifies."""
+    def _is_labelled(self, body: Body, num_fields: int) -> bool:
+        """Return whether a row of `num_fields` fields has the ignored columns. Raises RequestError if the number fits no kind
+        of row, or not the kind that the client specifies."""
         bare, full = len(self.schema.columns), len(self._with_label.columns)
         needed = {None: (bare, full), True: (full,), False: (bare,)}[body.label]
-        if found not in needed:
+        if num_fields not in needed:
             also = f", or {full} with {' and '.join(self._ignored)}" if body.label is None and full > bare else ""
-            raise RequestError(400, f"row 0 has {found} columns; {needed[0]} are needed{also}", row=0)
-        return found != bare
+            raise RequestError(400, f"row 0 has {num_fields} columns; {needed[0]} are needed{also}", row=0)
+        return num_fields != bare
 
 
 def _fields(row: bytes, delimiter: str) -> list[str]:
     """Split one row into fields. Quoted fields may contain the delimiter."""
     mark = re.escape(delimiter)
-    found = re.finditer(rf'(?:^|{mark})(?:"((?:[^"]|"")*+)")?([^{mark}]*)', row.decode("utf-8", "replace"))
-    return [(match[1] or "").replace('""', '"') + match[2] for match in islice(found, _MOST_FIELDS)]
+    matches = re.finditer(rf'(?:^|{mark})(?:"((?:[^"]|"")*+)")?([^{mark}]*)', row.decode("utf-8", "replace"))
+    return [(match[1] or "").replace('""', '"') + match[2] for match in islice(matches, _MOST_FIELDS)]
 
 
 def _is_number(field: str) -> bool:
@@ -99,8 +99,8 @@ class HexadecimalReader(RowReader):
                     text = self._as_text(body.rows)
                     self._parse(parser, _LINE_START.sub(b"0\t", text) if single else text, labelled=single)
                 else:
-                    found = 1 + body.text.partition(b"\n")[0].count(b"\t")
-                    self._parse(parser, body.text, labelled=self._is_labelled(body, found))
+                    num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
+                    self._parse(parser, body.text, labelled=self._is_labelled(body, num_fields))
                 outcomes.append(slice(start, parser.rows))
             except RequestError as error:
                 parser.drop_after(start)
@@ -133,11 +133,11 @@ class HexadecimalReader(RowReader):
     def _plainly_as_text(self, rows: list[Any]) -> bytes | None:
         """Format rows of only known columns, integers, and strings without tabs and line ends, four times as fast as `_as_text`.
         Returns None for other rows."""
-        dense, sparse, known = self.schema.dense, self.schema.sparse, self._known
+        dense, sparse, known_names = self.schema.dense, self.schema.sparse, self._known
         lines = []
         try:
             for row in rows:
-                if not row.keys() <= known:
+                if not row.keys() <= known_names:
                     return None
                 value_of = row.get
                 fields = ["" if value is None else _TEXT_OF[type(value)](value) for value in map(value_of, dense)]
@@ -262,11 +262,11 @@ class AnyReader(RowReader):
 
 def _refuse_empty_lines(text: bytes, delimiter: str) -> None:
     """Raise RequestError for an empty line. Skipping it would shift the numbers of later rows."""
-    behind = 0
+    row_start = 0
     for row, (start, end) in enumerate(row_ends(text, delimiter)):
-        if start == behind:
+        if start == row_start:
             raise RequestError(400, f"row {row}: empty line", row=row)
-        behind = end
+        row_start = end
 
 
 def _number(value: Any, name: str, row: int) -> float | None:
@@ -295,17 +295,17 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
 
 def _lists(values: Iterator[Any], name: str, item_of: Callable[[Any, str, int], Any]) -> list[list[Any] | None]:
     """Convert the items of lists with `item_of` (item, name, row)."""
-    found: list[list[Any] | None] = []
+    lists: list[list[Any] | None] = []
     for number, value in enumerate(values):
         if value is not None and type(value) is not list:
             raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not a list", row=number, field=name)
-        found.append(None if value is None else [item_of(item, name, number) for item in value])
-    return found
+        lists.append(None if value is None else [item_of(item, name, number) for item in value])
+    return lists
 
 
 def _refusal(fault: Fault, row: int) -> RequestError:
-    where = f" in column {fault.column}" if fault.column else ""
-    return RequestError(400, f"row {row}: {fault.kind}{where}", row=row, field=fault.column or None)
+    location = f" in column {fault.column}" if fault.column else ""
+    return RequestError(400, f"row {row}: {fault.kind}{location}", row=row, field=fault.column or None)
 
 
 def _kind(value: Any) -> str:

@@ -86,11 +86,11 @@ def serving(
     import ray
     from ray import serve
 
-    joined = ray.is_initialized()
-    own_ray = not joined and (address or os.environ.get("RAY_ADDRESS")) in (None, "", "local")
-    with contextlib.ExitStack() as held:
-        if own_ray:
-            held.enter_context(held_port(config.host, config.port))  # Fails before Ray starts
+    was_connected = ray.is_initialized()
+    private_ray = not was_connected and (address or os.environ.get("RAY_ADDRESS")) in (None, "", "local")
+    with contextlib.ExitStack() as resources:
+        if private_ray:
+            resources.enter_context(held_port(config.host, config.port))  # Fails before Ray starts
             if config.ingress == "serve":
                 os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
         reached = connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
@@ -103,13 +103,13 @@ def serving(
                 "this Ray cluster already runs a `rayrec serve`. Change its model with --swap or stop it with --stop, both with "
                 "--cluster.address."
             )
-        ends_serve = fresh and not own_ray  # A private Ray ends anyway
+        ends_serve = fresh and not private_ray  # A private Ray ends anyway
         try:
-            asked, config = config, settle(config, instance, own_ray=own_ray)
-            if (asked.host, asked.port) != (config.host, config.port):
+            requested, config = config, settle(config, instance, own_ray=private_ray)
+            if (requested.host, requested.port) != (config.host, config.port):
                 console.note(f"Using the Ray Serve of this cluster, which listens at {config.host}:{config.port}")
-            if not own_ray and (fresh or config.ingress == "direct"):
-                held.enter_context(held_port(config.host, config.port))
+            if not private_ray and (fresh or config.ingress == "direct"):
+                resources.enter_context(held_port(config.host, config.port))
             if fresh and instance is not None:
                 serve.shutdown()
             control = Control(APPLICATION)
@@ -118,7 +118,7 @@ def serving(
         finally:
             with contextlib.suppress(Exception):  # Parts may be gone already
                 end(started_serve=ends_serve)
-            if not joined:
+            if not was_connected:
                 ray.shutdown()
 
 
@@ -181,17 +181,17 @@ def find_instance(application: str) -> ServeInstance | None:
         client: Any = get_global_client()
     except RayServeException:
         return None
-    found: dict[str, Any] = client.get_serve_details()
-    options = found.get("http_options") or {}
-    deployments = (found["applications"].get(application) or {}).get("deployments", {})
+    details: dict[str, Any] = client.get_serve_details()
+    options = details.get("http_options") or {}
+    deployments = (details["applications"].get(application) or {}).get("deployments", {})
     replicas = [replica for deployment in deployments.values() for replica in deployment["replicas"]]
     return ServeInstance(
-        with_proxies=found.get("proxy_location") not in (None, "Disabled"),
+        with_proxies=details.get("proxy_location") not in (None, "Disabled"),
         host=options.get("host") or "127.0.0.1",
         port=options.get("port") or 8000,
-        proxy_ips=_distinct(found["proxies"].values()),
+        proxy_ips=_distinct(details["proxies"].values()),
         replica_ips=_distinct(replicas),
-        applications=tuple(found["applications"]),
+        applications=tuple(details["applications"]),
     )
 
 
@@ -199,14 +199,14 @@ def _distinct(actors: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(actor["node_ip"] for actor in actors if actor.get("node_ip")))
 
 
-def settle(config: ServeConfig, instance: ServeInstance | None, *, own_ray: bool) -> ServeConfig:
+def settle(config: ServeConfig, instance: ServeInstance | None, *, private_ray: bool) -> ServeConfig:
     """Resolve the ingress, and set the address of running proxies. Pure.
 
     auto becomes direct on a private local Ray and with a Ray Serve that runs without proxies, else serve. Raises InputError if
     the running Ray Serve conflicts with `config`."""
     running = instance if instance is not None and instance.applications else None  # An idle one is restarted
     if config.ingress == "auto":
-        direct = own_ray or (running is not None and not running.with_proxies)
+        direct = private_ray or (running is not None and not running.with_proxies)
         config = config.replace(ingress="direct" if direct else "serve")
     if config.ingress == "serve":
         if running is not None and not running.with_proxies:
@@ -231,26 +231,26 @@ def urls(config: ServeConfig, instance: ServeInstance) -> list[str]:
     return [f"http://{f'[{host}]' if ':' in host else host}:{config.port}" for host in hosts]
 
 
-def first_answering(found: Sequence[str], *, versions: Sequence[str], timeout_s: float = _ANSWER_S) -> str:
+def first_answering(candidates: Sequence[str], *, versions: Sequence[str], timeout_s: float = _ANSWER_S) -> str:
     """Return the first URL whose server is ready with one of these model versions. Raises InputError after a timeout."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Ignores the environment's proxies
     deadline_s = time.monotonic() + timeout_s
     while True:
-        trouble = "no replica or proxy has an address"
-        for url in found:
+        problem = "no replica or proxy has an address"
+        for url in candidates:
             try:
                 with opener.open(f"{url}/readyz", timeout=_TRY_S) as response:
-                    told = json.loads(response.read(_MOST_BYTES))
-                if isinstance(told, dict) and told.get("model") in versions:
+                    status = json.loads(response.read(_MOST_BYTES))
+                if isinstance(status, dict) and status.get("model") in versions:
                     return url
-                trouble = "something else answers"
+                problem = "something else answers"
             except (OSError, ValueError) as error:  # HTTPError is an OSError
-                trouble = str(error)
+                problem = str(error)
         if time.monotonic() > deadline_s:
-            where = " or ".join(found) or "any node"
-            local = any(f"//{host}" in where for host in LOOPBACK)
+            tried = " or ".join(candidates) or "any node"
+            local = any(f"//{host}" in tried for host in LOOPBACK)
             hint = "; reaching it from another machine needs --host 0.0.0.0" if local else ""
-            raise InputError(f"ingress: the server started but does not answer at {where} ({trouble}){hint}. Stopped it.")
+            raise InputError(f"ingress: the server started but does not answer at {tried} ({problem}){hint}. Stopped it.")
         time.sleep(0.2)
 
 
@@ -269,15 +269,15 @@ def serve_forever(
         first = choose(path, config.follow) or open_checkpoint(path).path
     with (
         serving(first, config=config, address=address, shadow=config.shadow, console=console, hide_token=True) as server,
-        _until_signal() as asked,  # After Ray has started, which sets signal handlers
+        _until_signal() as stop_requested,  # After Ray has started, which sets signal handlers
     ):
         started(server.describe())
         watch = _Watch(server, console)
         last_follow_s = 0.0
-        while not asked.wait(_POLL_EVERY_S):
+        while not stop_requested.wait(_POLL_EVERY_S):
             if not watch.poll():
                 console.note("Server was stopped")
-                asked.wait(_STOPPER_S)
+                stop_requested.wait(_STOPPER_S)
                 return
             if config.follow != "no" and time.monotonic() - last_follow_s > _FOLLOW_EVERY_S:
                 last_follow_s = time.monotonic()
@@ -289,19 +289,19 @@ def serve_forever(
 def _until_signal() -> Iterator[threading.Event]:
     """Yield an event set by the first Ctrl-C or SIGTERM. The second raises KeyboardInterrupt. Outside of the main thread the
     event is never set."""
-    asked = threading.Event()
+    stop_requested = threading.Event()
 
     def note(number: int, frame: Any) -> None:
-        if asked.is_set():
+        if stop_requested.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        stop_requested.set()
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield stop_requested
         return
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield asked
+        yield stop_requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -312,8 +312,8 @@ class _Watch:
 
     def __init__(self, server: Server, console: Console) -> None:
         self._server, self._console = server, console
-        found = server.describe()
-        self._versions, self._served = _versions(found), str(found["model"])
+        description = server.describe()
+        self._versions, self._served = _versions(description), str(description["model"])
         self._failures: dict[str, str] = {}
         self._skipped = set[str]()
         self._attempts = {self._served: (_ATTEMPTS, 0.0)}
@@ -328,19 +328,19 @@ class _Watch:
         import ray
 
         try:
-            found = self._server.describe()
+            description = self._server.describe()
         except InputError:
             return False
         except (ValueError, ray.exceptions.RayError):
             return True  # The head or the register restarts
-        for serial, cause in found["failures"].items():
+        for serial, cause in description["failures"].items():
             if self._failures.get(serial) != cause:
                 self._console.note(f"Keeping the model: {cause}")
-        versions = _versions(found)
+        versions = _versions(description)
         if versions != self._versions:
-            lost = f"nothing. If {found['model']} is gone, set another model with --swap"
+            lost = f"nothing. If {description['model']} is gone, set another model with --swap"
             self._console.note(f"Serving {', '.join(versions) or lost}")
-        self._versions, self._failures, self._served = versions, dict(found["failures"]), found["model"]
+        self._versions, self._failures, self._served = versions, dict(description["failures"]), description["model"]
         return True
 
     def follow(self, run: str, which: Literal["newest", "best"]) -> None:
@@ -360,11 +360,11 @@ class _Watch:
                 else:
                     raise error
             with storage.retry_timeout(_STORE_S):
-                found = choose(run, which, skipped=self._note_skipped)
-            number, due_s = self._attempts.get(found or "", (0, 0.0))
-            if found and found != self._served and number < _ATTEMPTS and time.monotonic() >= due_s:
-                self._attempts[found] = number + 1, time.monotonic() + _RETRY_S * 2 ** (number + 1)
-                self._change = found, self._changing.submit(self._server.control.change, partial(swapped, path=found))
+                newest = choose(run, which, skipped=self._note_skipped)
+            number, due_s = self._attempts.get(newest or "", (0, 0.0))
+            if newest and newest != self._served and number < _ATTEMPTS and time.monotonic() >= due_s:
+                self._attempts[newest] = number + 1, time.monotonic() + _RETRY_S * 2 ** (number + 1)
+                self._change = newest, self._changing.submit(self._server.control.change, partial(swapped, path=newest))
             self._trouble = ""
         except Exception as error:  # Storage or the cluster's head is unavailable
             if str(error) != self._trouble:
@@ -377,8 +377,8 @@ class _Watch:
             self._console.note(f"Skipping a checkpoint: {' '.join(str(error).split())}")
 
 
-def _versions(found: dict[str, Any]) -> list[str]:
-    return sorted({version for replica in found["replicas"].values() for version in replica.values() if version})
+def _versions(description: dict[str, Any]) -> list[str]:
+    return sorted({version for replica in description["replicas"].values() for version in replica.values() if version})
 
 
 def choose(

@@ -101,10 +101,10 @@ class ExportedModel:
     ) -> ExportedModel:
         """Parse `described` of the export in folder `path`. `own` is the class of a custom model. Raises InputError for a model
         that is neither rayrec's nor `own`, and for a different Preprocessor."""
-        place = storage.join(path, MANIFEST)
+        manifest_path = storage.join(path, MANIFEST)
         try:
             exported = cls(
-                stored_model(stored["model"], where=place, own=own),
+                stored_model(stored["model"], where=manifest_path, own=own),
                 stored["precision"],
                 stored["quantization"],
                 stored["checkpoint_version"],
@@ -114,7 +114,7 @@ class ExportedModel:
                 raise ValueError("unknown quantization or precision")
             exported.row_format.check()
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{place}: is not the manifest of an export ({error}); {REMEDY}") from None
+            raise InputError(f"{manifest_path}: is not the manifest of an export ({error}); {REMEDY}") from None
         if {**exported.described, "model": stored["model"]} != stored:  # Older models may have fewer settings
             raise InputError(f"{path}: Preprocessor does not match the manifest; {REMEDY}")
         return exported

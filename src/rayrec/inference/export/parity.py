@@ -125,14 +125,14 @@ def _read(
     return ParityRows(origin, tuple(encode_parts(parts, preprocessor)), parts=parts)
 
 
-def spread(found: Sequence[Part], *, rows: int) -> list[Part]:
+def spread(ranges: Sequence[Part], *, rows: int) -> list[Part]:
     """Choose at most `rows` rows from evenly spaced segments. Pure."""
-    total = sum(part.stop - part.start for part in found)
-    wanted = max(1, math.ceil(len(found) * min(1.0, rows / total)))
-    chosen = [found[place * len(found) // wanted] for place in range(wanted)]
+    total = sum(part.stop - part.start for part in ranges)
+    num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / total)))
+    selected = [ranges[index * len(ranges) // num_parts] for index in range(num_parts)]
     parts, left = [], rows
-    for number, part in enumerate(chosen):
-        take = min(part.stop - part.start, -(-left // (len(chosen) - number)))
+    for number, part in enumerate(selected):
+        take = min(part.stop - part.start, -(-left // (len(selected) - number)))
         if take:
             parts.append(replace(part, stop=part.start + take))
         left -= take
@@ -171,19 +171,19 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
 
     Returns `rows`, `origin`, and `failure`: the first difference, None without one.
     """
-    drawn = not rows.parts or rows.parts[0].segment.is_preprocessed
-    found = (
+    is_random = not rows.parts or rows.parts[0].segment.is_preprocessed
+    batches = (
         [_as_table_rows(_drawn_table(preprocessor), preprocessor.schema)]
-        if drawn
+        if is_random
         else _raw_rows(rows.parts, encoder, preprocessor)
     )
     count, failure = 0, None
-    for raw, values in found:
+    for raw, values in batches:
         failure = _encoder_failure(encoder, preprocessor, raw, values)
         count += len(values)
         if failure:
             break
-    return {"rows": count, "origin": "drawn values" if drawn else rows.origin, "failure": failure}
+    return {"rows": count, "origin": "drawn values" if is_random else rows.origin, "failure": failure}
 
 
 RawValues = tuple[RawBlock, list[dict[str, Any]]]
@@ -210,10 +210,10 @@ def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
     raw, _ = parse_table(table, schema.unlabelled())
     names = [name for name in (*schema.dense, *schema.sparse) if name in table.column_names]
     values = table.select(names)
-    for place, field in enumerate(values.schema):
+    for index, field in enumerate(values.schema):
         if pa.types.is_timestamp(field.type):  # Python's datetime has no nanoseconds
             kind = pa.timestamp("us", field.type.tz)
-            values = values.set_column(place, field.name, values.column(place).cast(kind, safe=False))
+            values = values.set_column(index, field.name, values.column(index).cast(kind, safe=False))
     return raw, values.to_pylist()
 
 
@@ -233,10 +233,10 @@ def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
         if name not in schema.sparse:
             continue
         lengths = lengths_of(name) if name in schema.lists else np.ones(_DRAWN_ROWS, np.int64)
-        dtype, known = (np.uint32 if hexadecimal else np.uint64), preprocessor.vocabulary(number)
+        dtype, vocabulary = (np.uint32 if hexadecimal else np.uint64), preprocessor.vocabulary(number)
         tokens = rng.integers(0, np.iinfo(dtype).max, int(lengths.sum()), dtype, endpoint=True)
-        if len(known):
-            tokens = np.where(rng.random(len(tokens)) < 0.8, known[rng.integers(0, len(known), len(tokens))], tokens)
+        if len(vocabulary):
+            tokens = np.where(rng.random(len(tokens)) < 0.8, vocabulary[rng.integers(0, len(vocabulary), len(tokens))], tokens)
         texts = [f"{token:08x}" for token in tokens.tolist()] if hexadecimal else tokens.view(np.int64).astype(str).tolist()
         values = pa.array(texts, pa.large_string())
         if name in schema.lists:
@@ -260,10 +260,12 @@ def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, va
         if different.any():
             row = int(different.argmax())
             return f"it encodes {values[row].get(name)!r} of {name} as {pair[0][row]} instead of {pair[1][row]}"
-    for name, found, wanted in zip(inputs.sparse, ids, expected.ids, strict=True):
-        own = found if isinstance(found, tuple) else (found,)
-        theirs = (wanted.values, wanted.lengths) if isinstance(wanted, Bags) else (wanted,)
-        if len(own) != len(theirs) or not all(map(np.array_equal, own, theirs)):
+    for name, column, expected_column in zip(inputs.sparse, ids, expected.ids, strict=True):
+        actual = column if isinstance(column, tuple) else (column,)
+        wanted_values = (
+            (expected_column.values, expected_column.lengths) if isinstance(expected_column, Bags) else (expected_column,)
+        )
+        if len(actual) != len(wanted_values) or not all(map(np.array_equal, actual, wanted_values)):
             return f"its ids of column {name} differ"
     return None
 

@@ -101,19 +101,19 @@ class Encoder:
             categories = [*((bucket_tokens(values), missing | (values == 0), None) for values, missing in numbers), *categories]
             numbers = []
         dense = np.empty((len(rows), len(numbers)), np.float32)
-        for place, (column, found) in enumerate(zip(self._dense, numbers, strict=True)):
-            dense[:, place] = column.encode(*found)
+        for index, (column, values) in enumerate(zip(self._dense, numbers, strict=True)):
+            dense[:, index] = column.encode(*values)
         ids: list[Ids] = []
-        for (rule, look_up), (tokens, missing, lengths) in zip(self._sparse, categories, strict=True):
-            encoded = rule.encode(tokens, missing, look_up, np.dtype(np.int64))
+        for (rule, lookup), (tokens, missing, lengths) in zip(self._sparse, categories, strict=True):
+            encoded = rule.encode(tokens, missing, lookup, np.dtype(np.int64))
             ids.append(encoded if lengths is None else (encoded, lengths))
         return dense, self._expanded(ids)
 
     def _numbers(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-        found = [self._number(row.get(name), name, number) for number, row in enumerate(rows)]
-        missing = np.array([value is None for value in found], bool)
+        parsed = [self._number(row.get(name), name, number) for number, row in enumerate(rows)]
+        missing = np.array([value is None for value in parsed], bool)
         dtype = np.int64 if self._hexadecimal else np.float64
-        values = np.array([0 if value is None else value for value in found], dtype)
+        values = np.array([0 if value is None else value for value in parsed], dtype)
         if self._least is not None:
             return values - self._least, np.zeros(len(rows), bool)
         return values, missing
@@ -145,13 +145,15 @@ class Encoder:
         values = [_plain(row.get(name)) for row in rows]
         lengths = None
         if name in self.schema["lists"]:
-            found = self._lists(rows, name)
+            lists = self._lists(rows, name)
             other = self._features.get(name, {}).get("aligned_with")
-            for row, (own, others) in enumerate(zip(found, self._lists(rows, other) if other else found, strict=True)):
-                if _places(own) != _places(others):
+            for row, (row_tokens, other_tokens) in enumerate(
+                zip(lists, self._lists(rows, other) if other else lists, strict=True)
+            ):
+                if _places(row_tokens) != _places(other_tokens):
                     raise ValueError(f"row {row}: categories of {name} are not aligned with {other}")
-            most = self._features.get(name, {}).get("max_length") or 0
-            present = [[token for token in of_row if token is not None][-most:] for of_row in found]
+            max_length = self._features.get(name, {}).get("max_length") or 0
+            present = [[token for token in of_row if token is not None][-max_length:] for of_row in lists]
             lengths = np.array([max(1, len(of_row)) for of_row in present], np.int64)
             tokens = [token for of_row in present for token in of_row or (None,)]
         else:
@@ -196,15 +198,15 @@ class Encoder:
             return ids
         seed, pareto = self._multi_hot["seed"], self._multi_hot["distribution"] == "pareto"
         return [
-            found
-            if size == 1 or isinstance(found, tuple)
-            else expand_bag(found, size, rule.num_embeddings, column=number, seed=seed, pareto=pareto)
-            for number, (found, size, (rule, _)) in enumerate(zip(ids, self._multi_hot["sizes"], self._sparse, strict=True))
+            column_ids
+            if size == 1 or isinstance(column_ids, tuple)
+            else expand_bag(column_ids, size, rule.num_embeddings, column=number, seed=seed, pareto=pareto)
+            for number, (column_ids, size, (rule, _)) in enumerate(zip(ids, self._multi_hot["sizes"], self._sparse, strict=True))
         ]
 
 
 def _places(tokens: Sequence[int | None]) -> list[int]:
-    return [place for place, token in enumerate(tokens) if token is not None]
+    return [index for index, token in enumerate(tokens) if token is not None]
 
 
 def _plain(value: Any) -> Any:
@@ -223,10 +225,10 @@ def _seconds(value: date) -> float:
     return (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) / 10**6
 
 
-def _refuse_unknown(stored: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(stored.keys() - known)
+def _refuse_unknown(stored: Mapping[str, Any], allowed: set[str], location: str) -> None:
+    unknown = sorted(stored.keys() - allowed)
     if unknown:
-        raise ValueError(f"preprocessor.json: unknown setting {unknown[0]} in {where}; use the encode.py of the same export")
+        raise ValueError(f"preprocessor.json: unknown setting {unknown[0]} in {location}; use the encode.py of the same export")
 
 
 def _column(cls: Any, name: str, values: dict[str, Any]) -> Any:
@@ -234,30 +236,30 @@ def _column(cls: Any, name: str, values: dict[str, Any]) -> Any:
     return cls(**values)
 
 
-def _look_up_in(known: np.ndarray, column: SparseColumn) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from tokens to ids. `known` has the vocabulary's tokens in the order of their ids."""
-    order = np.argsort(known)
-    ordered, ids = known[order], column.ids()[order] if len(known) else order
+def _look_up_in(vocabulary: np.ndarray, column: SparseColumn) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from tokens to ids. `vocabulary` has the vocabulary's tokens in the order of their ids."""
+    order = np.argsort(vocabulary)
+    ordered, ids = vocabulary[order], column.ids()[order] if len(vocabulary) else order
 
-    def look_up(tokens: np.ndarray) -> np.ndarray:
+    def lookup(tokens: np.ndarray) -> np.ndarray:
         if not len(ordered):
             return np.full(len(tokens), column.unknown_id, np.int64)
-        places = np.minimum(np.searchsorted(ordered, tokens), len(ordered) - 1)
-        return np.where(ordered[places] == tokens, ids[places], column.unknown_id)
+        positions = np.minimum(np.searchsorted(ordered, tokens), len(ordered) - 1)
+        return np.where(ordered[positions] == tokens, ids[positions], column.unknown_id)
 
-    return look_up
+    return lookup
 
 
-def _whole_token(text: str, refusal: str) -> int | None:
+def _whole_token(text: str, error: str) -> int | None:
     text = text.strip(" \t")
     if text == "" or text.lower() == "nan":
         return None
     if text in _BOOLEANS:
         return _BOOLEANS[text]
-    found = _WHOLE.fullmatch(text)
-    if found is None or not -(2**63) <= int(found[1]) < 2**63:
-        raise ValueError(refusal)
-    return int(found[1]) % 2**64
+    match = _WHOLE.fullmatch(text)
+    if match is None or not -(2**63) <= int(match[1]) < 2**63:
+        raise ValueError(error)
+    return int(match[1]) % 2**64
 
 
 @lru_cache(maxsize=1 << 20)

@@ -28,11 +28,11 @@ _PIECE_BYTES = 64 << 20
 
 def is_export(path: str) -> bool:
     """Return whether a folder has the manifest of an export. Checks nothing else."""
-    place = storage.join(path, MANIFEST)
-    if not storage.exists(place):
+    manifest_path = storage.join(path, MANIFEST)
+    if not storage.exists(manifest_path):
         return False
     try:
-        manifest = storage.read_json(place)
+        manifest = storage.read_json(manifest_path)
     except InputError:
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
@@ -57,8 +57,8 @@ def open_export(
     model = empty_model(
         exported.model, preprocessor=preprocessor, precision=exported.precision, stored_bytes=stored_bytes, where=path
     )
-    dense_wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in model.network.state_dict().items()}
-    weights = read_tensors(path, DENSE, files, dense_wanted)
+    dense_shapes = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in model.network.state_dict().items()}
+    weights = read_tensors(path, DENSE, files, dense_shapes)
     # Copies have torch's alignment. Without it, matrix products round differently.
     model.network.load_state_dict({name: weight.clone() for name, weight in weights.items()}, assign=True)
     tables = read_tensors(path, TABLES, files, exported.tables())
@@ -68,54 +68,54 @@ def open_export(
 
 def verify_file(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Check a file of an export. Raises InputError if it is missing or changed."""
-    digest, place = hashlib.sha256(), _place(path, name, files)
-    for piece in storage.read_stream(place):
-        digest.update(piece)
+    digest, file_path = hashlib.sha256(), _place(path, name, files)
+    for chunk in storage.read_stream(file_path):
+        digest.update(chunk)
     if digest.hexdigest() != files[name]["sha256"]:
-        raise InputError(f"{place}: damaged, checksum does not match; {REMEDY}")
+        raise InputError(f"{file_path}: damaged, checksum does not match; {REMEDY}")
 
 
 def _place(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
-    place = storage.join(path, name)
+    file_path = storage.join(path, name)
     if name not in files:
         raise InputError(f"{path}: {name} not found in the manifest; {REMEDY}")
-    if storage.size_of(place) != files[name]["bytes"]:
-        raise InputError(f"{place}: missing, or its size does not match the manifest; {REMEDY}")
-    return place
+    if storage.size_of(file_path) != files[name]["bytes"]:
+        raise InputError(f"{file_path}: missing, or its size does not match the manifest; {REMEDY}")
+    return file_path
 
 
 def read_tensors(
-    path: str, name: str, files: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+    path: str, name: str, files: Mapping[str, Mapping[str, Any]], expected: Mapping[str, tuple[torch.dtype, Sequence[int]]]
 ) -> dict[str, torch.Tensor]:
     """Read one safetensors file of an export. The tensors share one buffer of the file's size. Raises InputError for damage, and
-    if names, dtypes or shapes differ from `wanted`."""
-    place = _place(path, name, files)
-    room = np.empty(files[name]["bytes"] + 63, np.uint8)
-    data = room[-room.ctypes.data % 64 :][: files[name]["bytes"]]  # Aligned, so that rows of 64 bytes lie in one cache line
+    if names, dtypes or shapes differ from `expected`."""
+    file_path = _place(path, name, files)
+    buffer = np.empty(files[name]["bytes"] + 63, np.uint8)
+    data = buffer[-buffer.ctypes.data % 64 :][: files[name]["bytes"]]  # Aligned, so that rows of 64 bytes lie in one cache line
     digest = hashlib.sha256()
     for start in range(0, len(data), _PIECE_BYTES):
-        piece = data[start : start + _PIECE_BYTES]
-        if storage.read_into(place, start, piece) != len(piece):
-            raise InputError(f"{place}: cut short while it was read; {REMEDY}")
-        digest.update(piece.data)
+        chunk = data[start : start + _PIECE_BYTES]
+        if storage.read_into(file_path, start, chunk) != len(chunk):
+            raise InputError(f"{file_path}: cut short while it was read; {REMEDY}")
+        digest.update(chunk.data)
     if digest.hexdigest() != files[name]["sha256"]:
-        raise InputError(f"{place}: damaged, checksum does not match; {REMEDY}")
+        raise InputError(f"{file_path}: damaged, checksum does not match; {REMEDY}")
     head_bytes = int.from_bytes(data[:8].tobytes(), "little")
     try:
         table = json.loads(data[8 : 8 + head_bytes].tobytes())
         table.pop("__metadata__", None)
-        found = {key: (value["dtype"], value["shape"]) for key, value in table.items()}
+        shapes = {key: (value["dtype"], value["shape"]) for key, value in table.items()}
         spans = {key: (int(value["data_offsets"][0]), int(value["data_offsets"][1])) for key, value in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        raise InputError(f"{place}: is not a safetensors file; {REMEDY}") from None
-    if found != {key: (DTYPES[dtype], list(shape)) for key, (dtype, shape) in wanted.items()}:
-        raise InputError(f"{place}: tensors do not match the model in the manifest; {REMEDY}")
+        raise InputError(f"{file_path}: is not a safetensors file; {REMEDY}") from None
+    if shapes != {key: (DTYPES[dtype], list(shape)) for key, (dtype, shape) in expected.items()}:
+        raise InputError(f"{file_path}: tensors do not match the model in the manifest; {REMEDY}")
     body = data[8 + head_bytes :]
     tensors = {}
-    for key, (dtype, shape) in wanted.items():
+    for key, (dtype, shape) in expected.items():
         start, stop = spans[key]
         size_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         if not 0 <= start <= stop <= len(body) or stop - start != size_bytes or (8 + head_bytes + start) % dtype.itemsize:
-            raise InputError(f"{place}: {key} is outside of the file; {REMEDY}")
+            raise InputError(f"{file_path}: {key} is outside of the file; {REMEDY}")
         tensors[key] = torch.from_numpy(body[start:stop]).view(dtype).reshape(shape)
     return tensors

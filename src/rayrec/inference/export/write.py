@@ -62,10 +62,10 @@ def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportCo
         )
     with storage.writing_folder(out) as folder:
         if is_click_model:
-            told = export_clicks(opened, folder, config=config, settings=settings)
+            report = export_clicks(opened, folder, config=config, settings=settings)
         else:
-            told = config.workload.export(config, checkpoint=opened.path, out=folder)
-    return {**told, "out": storage.absolute(out), "checkpoint": opened.path}
+            report = config.workload.export(config, checkpoint=opened.path, out=folder)
+    return {**report, "out": storage.absolute(out), "checkpoint": opened.path}
 
 
 _CHUNK_ROWS = 1 << 18
@@ -163,7 +163,7 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
     model = empty_model(exported.model, preprocessor=exported.preprocessor, precision=exported.precision)
     vocabulary_of = {PREFIX + weight: model.inputs.table_of[feature] for feature, weight in model.table_weights().items()}
 
-    def pieces() -> Iterator[memoryview]:
+    def chunks() -> Iterator[memoryview]:
         for name, tensor in full_tensors(checkpoint, PREFIX):
             if name not in vocabulary_of:
                 dense[name.removeprefix(PREFIX)] = tensor
@@ -179,7 +179,7 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
         size_bytes = shape[0] * shape[1] * dtype.itemsize
         entries.append((vocabulary, dtype, shape, begin, size_bytes))
         begin += size_bytes
-    storage.write_stream(storage.join(out, TABLES), itertools.chain([header(entries)], pieces()))
+    storage.write_stream(storage.join(out, TABLES), itertools.chain([header(entries)], chunks()))
     write_weights(storage.join(out, DENSE), dense)
     model.network.load_state_dict(dense, assign=True)
     return model
@@ -210,14 +210,14 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
     torch.export.save(program, path)
 
 
-def _seal(out: str, exported: ExportedModel, known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Write the manifest of all files in the folder. Returns size and checksum of every file, without reading `known` ones."""
-    files = dict(known)
+def _seal(out: str, exported: ExportedModel, known_files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Write the manifest of all files in the folder. Returns size and checksum of every file, without reading `known_files`."""
+    files = dict(known_files)
     for inside, _, names in os.walk(out):
         for name in names:
             path = os.path.join(inside, name)
             relative = os.path.relpath(path, out).replace(os.sep, "/")
-            if relative not in known and relative != MANIFEST:
+            if relative not in known_files and relative != MANIFEST:
                 files[relative] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
     manifest = {"format": FORMAT, "version": VERSION, "model": exported.described, "files": dict(sorted(files.items()))}
     storage.write_json(storage.join(out, MANIFEST), seal(manifest))
@@ -275,6 +275,6 @@ def _failure(comparisons: dict[str, Comparison], exported: ExportedModel, settin
     if failure:
         return failure
     exact = exported.quantization == "fp32" and exported.precision == "fp32"
-    told: Quantization = "fp32" if exact else "fp16"
-    failure = comparisons["program"].failure(told, auroc_limit=settings.auroc_limit, relative=True)
+    quantization: Quantization = "fp32" if exact else "fp16"
+    failure = comparisons["program"].failure(quantization, auroc_limit=settings.auroc_limit, relative=True)
     return failure and f"{failure} by {PROGRAM}"
