@@ -153,7 +153,7 @@ def host_changing(*, path: str, checkpoint: str, export: str, damaged: str, ingr
     import rayrec
     from rayrec.config import InputError
     from rayrec.observe.console import Console
-    from rayrec.serve.control import rolled_back, swapped, with_shadow
+    from rayrec.serve.control import change_shadow, revert_model, swap_model
 
     changes: dict[str, int] = {}
     killed: list[float] = []
@@ -171,13 +171,13 @@ def host_changing(*, path: str, checkpoint: str, export: str, damaged: str, ingr
             server.control.change(changed)
 
         events = {
-            "swap to the export": lambda: make(partial(swapped, path=export)),
-            "refused swap": lambda: make(partial(swapped, path=damaged)),
-            "rollback": lambda: make(rolled_back),
-            "shadow": lambda: make(partial(with_shadow, path=export)),
+            "swap to the export": lambda: make(partial(swap_model, path=export)),
+            "refused swap": lambda: make(partial(swap_model, path=damaged)),
+            "rollback": lambda: make(revert_model),
+            "shadow": lambda: make(partial(change_shadow, path=export)),
             "replica killed": kill,
-            "swap to the checkpoint": lambda: make(partial(swapped, path=checkpoint)),
-            "no shadow": lambda: make(partial(with_shadow, path=None)),
+            "swap to the checkpoint": lambda: make(partial(swap_model, path=checkpoint)),
+            "no shadow": lambda: make(partial(change_shadow, path=None)),
         }
 
         def change() -> None:

@@ -228,11 +228,11 @@ def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config:
     from rayrec.serve.app import ScoringApp
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.counters import Counters
-    from rayrec.serve.replica_models import ReplicaModels, Source, Wanted
+    from rayrec.serve.replica_models import DesiredState, ModelSource, ReplicaModels
 
     counters = Counters()
     models = ReplicaModels({model.source: model}.__getitem__, counters)
-    models.hear(Wanted(0, Source(0, model.source)))
+    models.set_desired(DesiredState(0, ModelSource(0, model.source)))
     assert not models.switch()
     return ScoringApp(models, counters, config=ServeConfig(**config), token_digest=token_digest)
 

@@ -18,7 +18,7 @@ from rayrec.metrics.binary import auroc, sigmoid
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.observe.console import Console
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.deployment import own_network
+from rayrec.serve.deployment import custom_network_class
 
 pytestmark = pytest.mark.slow
 
@@ -99,11 +99,11 @@ def _served_scores(model: ServedModel, lines: list[bytes]) -> list[float]:
 
 
 def test_a_server_takes_the_recipe_of_a_model_of_ones_own() -> None:
-    assert own_network(None) is None
-    own = own_network(OWN)  # of the file, which is another module than the one imported here
+    assert custom_network_class(None) is None
+    own = custom_network_class(OWN)  # of the file, which is another module than the one imported here
     assert own is not None
     assert own.__qualname__ == own_click_model.OwnConfig.__qualname__
     with pytest.raises(InputError, match=r"does not train a click model\. Only click models can be served"):
-        own_network(f"{own_click_model.__file__}:own_images")
+        custom_network_class(f"{own_click_model.__file__}:own_images")
     with pytest.raises(InputError, match=r"must be FILE\.py:FUNCTION, got 'criteo_demo'"):
         ServeConfig(recipe="criteo_demo")

@@ -21,7 +21,7 @@ from hosts.ports import free_ports
 from hosts.processes import Session, environment_for
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayrec.serve.control import GONE_S
+from rayrec.serve.control import REPORT_TIMEOUT_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
@@ -161,7 +161,7 @@ def test_a_server(tmp_path: Path, ingress: str) -> None:
             os.kill(died, signal.SIGKILL)
             killed_s = time.monotonic()
             _wait(lambda: len(_replicas(server)) == 2 and died not in _replicas(server))
-            _wait(lambda: time.monotonic() > killed_s + GONE_S + 1)  # until then the one that died counts as serving
+            _wait(lambda: time.monotonic() > killed_s + REPORT_TIMEOUT_S + 1)  # until then the one that died counts as serving
             _wait(lambda: _serving_or_nothing(port) == {version: 2.0})
         # What the replica had taken is lost with it; all else is answered by the other.
         assert len(load.failed()) <= CLIENTS

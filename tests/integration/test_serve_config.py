@@ -36,7 +36,7 @@ from rayrec.observe.console import Console
 from rayrec.serve import control
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.control import APPLICATION, REGISTER
-from rayrec.serve.listener import held_port
+from rayrec.serve.listener import lock_port
 from rayrec.serve.server import find_instance, settle
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.usefixtures("local_ray")]
@@ -190,13 +190,13 @@ def test_how_a_server_is_reached(tmp_path: Path) -> None:
     options: dict[str, Any] = {"port": port, "cpus_per_replica": 0.5, "console": Console(quiet=True)}
     recipe = f"{own_click_model.__file__}:own_model"
     with (
-        held_port("127.0.0.1", port),
+        lock_port("127.0.0.1", port),
         pytest.raises(InputError, match="cannot listen there"),
         rayrec.serving(place, ingress="direct", recipe=recipe, **options),
     ):
         pass
     with rayrec.serving(place, ingress="direct", recipe=recipe, **options) as server:
-        with pytest.raises(InputError, match="cannot listen there"), held_port("127.0.0.1", port):
+        with pytest.raises(InputError, match="cannot listen there"), lock_port("127.0.0.1", port):
             pass
         assert server.url == f"http://127.0.0.1:{port}"
         answer = _score(server.url)
@@ -205,9 +205,9 @@ def test_how_a_server_is_reached(tmp_path: Path) -> None:
         instance = find_instance(APPLICATION)
         assert instance is not None
         assert not instance.with_proxies
-        assert settle(ServeConfig(), instance, own_ray=False).ingress == "direct"
+        assert settle(ServeConfig(), instance, private_ray=False).ingress == "direct"
         with pytest.raises(InputError, match="without HTTP proxies, for rayrec"):
-            settle(ServeConfig(ingress="serve"), instance, own_ray=False)
+            settle(ServeConfig(ingress="serve"), instance, private_ray=False)
     assert find_instance(APPLICATION) is None
 
 

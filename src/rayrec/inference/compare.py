@@ -209,8 +209,8 @@ def _result(
     names = [model.described["name"] for model in models]
     gains = {  # 0 - x instead of -x avoids -0
         pair: {
-            name: replace(found, difference=0 - found.difference, low=0 - found.high, high=0 - found.low)
-            for name, found in of_pair.items()
+            name: replace(difference, difference=0 - difference.difference, low=0 - difference.high, high=0 - difference.low)
+            for name, difference in of_pair.items()
         }
         for pair, of_pair in compared.differences.items()
     }
@@ -219,8 +219,8 @@ def _result(
         "label_rate": described[0]["label_rate"],
         "models": described,
         "differences": [
-            {"model": names[later], "other": names[earlier], **{name: vars(found[name]) for name in METRICS}}
-            for (earlier, later), found in gains.items()
+            {"model": names[later], "other": names[earlier], **{name: vars(difference[name]) for name in METRICS}}
+            for (earlier, later), difference in gains.items()
         ],
         "resampling": vars(options.resampling),
         "failures": _failures(gates, names[0], names[last], gains[0, last]["auroc"]) if last else [],

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 
-MISSING, OTHERS = "(missing)", "(others)"
+MISSING, OTHER_VALUES = "(missing)", "(others)"
 
 
 def evaluate(
@@ -86,7 +86,7 @@ def evaluate(
                 f"compare: rows of {path} for {options.compare} do not match {checkpoint}. Compare checkpoints with one schema."
             )
     measured = _Measured(scored.logits, other_rows and other_rows.logits, scored.labels, scored.groups, options)
-    result = {**measured.told(), **opened.described}
+    result = {**measured.report(), **opened.described}
     if compared is not None:
         result["compared"] = {**result["compared"], **compared.described}
     if options.confidence is not None or compared is not None:
@@ -95,8 +95,8 @@ def evaluate(
     with console.preparing():
         for by in options.slice_by:
             slices = result.setdefault("slices", {}).setdefault(by, [])
-            for row_slice in slices_of(by, scored.key(by), most=options.slice_top):
-                slices.append({"value": row_slice.name, **measured.of(row_slice.rows).told()})
+            for row_slice in slices_of(by, scored.key(by), max_values=options.slice_top):
+                slices.append({"value": row_slice.name, **measured.of(row_slice.rows).report()})
                 done += len(row_slice.rows)
                 console.progress("slices (rows)", done, total)
     return json_values(result)
@@ -115,7 +115,7 @@ def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationCo
 def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = ()) -> ScoredRows:
     """Score all rows of a click model. Keeps the values of the columns `keys` too."""
     scored = ScoredRows(keys)
-    for table in opened.tables(console, what=f"score step {opened.checkpoint.step:,} (rows)"):
+    for table in opened.tables(console, title=f"score step {opened.checkpoint.step:,} (rows)"):
         scored.update(table)
     assert scored.rows == opened.scoring.rows, f"{scored.rows} of {opened.scoring.rows} rows were scored"
     return scored
@@ -126,31 +126,31 @@ class _Measured:
     """Scored rows, all or those of a slice."""
 
     logits: np.ndarray
-    others: np.ndarray | None
+    other_logits: np.ndarray | None
     """Logits of the other checkpoint."""
     labels: np.ndarray
     groups: np.ndarray | None
     options: EvaluationConfig
 
     def of(self, rows: np.ndarray) -> _Measured:
-        others = None if self.others is None else self.others[rows]
+        other_logits = None if self.other_logits is None else self.other_logits[rows]
         groups = None if self.groups is None else self.groups[rows]
-        return _Measured(self.logits[rows], others, self.labels[rows], groups, self.options)
+        return _Measured(self.logits[rows], other_logits, self.labels[rows], groups, self.options)
 
     def _metrics(self, logits: np.ndarray) -> dict[str, Any]:
         ranking = {} if self.groups is None else ranking_metrics(self.groups, logits, self.labels, ks=self.options.ks)
         return {**binary_metrics(logits, self.labels), **ranking}
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         result = self._metrics(self.logits)
         if self.options.confidence is not None:
             result["intervals"] = {
                 name: list(ends) for name, ends in intervals(self.logits, self.labels, self.options.resampling).items()
             }
-        if self.others is not None:
-            differences = compare(self.logits, self.others, self.labels, self.options.resampling)
+        if self.other_logits is not None:
+            differences = compare(self.logits, self.other_logits, self.labels, self.options.resampling)
             result["compared"] = {
-                **self._metrics(self.others),
+                **self._metrics(self.other_logits),
                 "differences": {name: vars(difference) for name, difference in differences.items()},
             }
         return result
@@ -221,12 +221,12 @@ class RowSlice:
     """Ascending row numbers, int64 [rows]."""
 
 
-def slices_of(by: str, values: pa.ChunkedArray, *, most: int) -> list[RowSlice]:
+def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowSlice]:
     """Assign each row to one slice, and return the nonempty slices. Sorts the rows; memory: 12 bytes per row.
 
-    day: the log's files or sevenths, in order. COLUMN: the `most` values with the most rows (of equal ones the first), then
-    OTHERS and MISSING. frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, values not in the
-    vocabulary, then MISSING.
+    day: the log's files or sevenths, in order. COLUMN: the `max_values` values with the most rows (of equal ones the first), then
+    OTHER_VALUES and MISSING. frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, values outside
+    of the vocabulary, then MISSING.
 
     Args:
         values: Value of each row, null if missing.
@@ -235,12 +235,12 @@ def slices_of(by: str, values: pa.ChunkedArray, *, most: int) -> list[RowSlice]:
     if by == DAY or by.startswith(FREQUENCY):
         return _grouped(np.where(codes < 0, len(names), codes), [*names, MISSING])
     counts = np.bincount(codes[codes >= 0], minlength=len(names))
-    top = np.lexsort((np.arange(len(names)), -counts))[:most]
+    top = np.lexsort((np.arange(len(names)), -counts))[:max_values]
     group_of = np.full(len(names), len(top))
     group_of[top] = np.arange(len(top))
     top_names = [names[index] for index in top.tolist()]
     groups = np.append(group_of, len(top) + 1)[codes]  # The code -1 of missing values selects the last one
-    return _grouped(groups, [*top_names, OTHERS, MISSING])
+    return _grouped(groups, [*top_names, OTHER_VALUES, MISSING])
 
 
 def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:

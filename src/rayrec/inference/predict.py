@@ -65,7 +65,7 @@ def predict_to(
     request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
     opened = request.open(evaluating=False, spare_cpus=0)
     start = time.monotonic()
-    with resumable_job(out, _made_of(opened, request), last_file=None) as job, Parts(job.folder) as parts:
+    with resumable_job(out, _job_inputs(opened, request), last_file=None) as job, Parts(job.folder) as parts:
         before = parts.rows
         if before:
             request.console.note(f"Resuming {job.folder.path} after {before:,} of {opened.scoring.rows:,} rows")
@@ -82,7 +82,7 @@ def predict_to(
     }
 
 
-def _made_of(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
+def _job_inputs(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
     """Return everything that determines the bytes of the files."""
     weights, path = json.dumps(opened.checkpoint.manifest(), sort_keys=True), request.path
     is_folder = storage.exists(path) and storage.size_of(path) is None

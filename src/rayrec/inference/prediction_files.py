@@ -40,8 +40,8 @@ class Parts:
         self._number = next(number for number in itertools.count() if _name(number) not in names)
         """Number of the next file."""
         self._is_local = not storage.is_url(folder.path)
-        self._place = folder.aid() if self._is_local else self._exit.enter_context(storage.Scratch("journal"))
-        os.makedirs(self._place, exist_ok=True)
+        self._journal_folder = folder.aid() if self._is_local else self._exit.enter_context(storage.Scratch("journal"))
+        os.makedirs(self._journal_folder, exist_ok=True)
         self._journal = self._new_journal()
         self.rows = self._journal.rows
         """Rows written so far, including earlier calls."""
@@ -74,7 +74,7 @@ class Parts:
             self._end_part()
 
     def _new_journal(self) -> _Journal:
-        return _Journal(os.path.join(self._place, f"journal-{self._number:05d}"))
+        return _Journal(os.path.join(self._journal_folder, f"journal-{self._number:05d}"))
 
     def _end_part(self) -> None:
         with storage.writing(storage.join(self._folder.path, _name(self._number))) as path:

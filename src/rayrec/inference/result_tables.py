@@ -72,7 +72,7 @@ def comparison_text(result: dict[str, Any]) -> str:
             row.append(_number(model[name]))
             if name in ("auroc", "logloss"):
                 row.append(_interval(model["intervals"][name]))
-        rows.append(row + [_whole(model[name]) for name, _ in _COSTS])
+        rows.append(row + [_integer(model[name]) for name, _ in _COSTS])
     pairs = [["difference", "auroc", "", "p", "logloss", "", "p"]]
     for pair in result["differences"]:
         row = [f"{pair['model']} less {pair['other']}"]
@@ -92,7 +92,7 @@ def comparison_text(result: dict[str, Any]) -> str:
     )
 
 
-def _whole(value: float | None) -> str:
+def _integer(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 

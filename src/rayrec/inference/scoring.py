@@ -189,7 +189,7 @@ class ScoringJob:
         pool = dataclasses.replace(self.pool, num_actors=num_actors)
         return scored_dataset(self.scoring, first_block=first_block, pool=pool, device=self.device)
 
-    def tables(self, console: Console, *, what: str = "score (rows)", first_row: int = 0) -> Iterator[pa.Table]:
+    def tables(self, console: Console, *, title: str = "score (rows)", first_row: int = 0) -> Iterator[pa.Table]:
         """Yield the scores from a row on, in order, with progress on the console."""
         first_block, begin = self.scoring.block_of(first_row)
         skip, done = first_row - begin, first_row
@@ -198,7 +198,7 @@ class ScoringJob:
                 yield table.slice(skip)
                 done += max(0, len(table) - skip)
                 skip = max(0, skip - len(table))
-                console.progress(what, done, self.scoring.rows)
+                console.progress(title, done, self.scoring.rows)
 
     def _tables(self, first_block: int) -> Iterator[pa.Table]:
         if not self.on_ray:
@@ -245,7 +245,7 @@ class ScoringRequest:
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.
         verify(checkpoint, "model.")
         on_ray = as_dataset or not is_in_process(self.config.cluster.address)
-        engine = cache(self._engine_on_ray if on_ray else self._engine_here)
+        engine = cache(self._engine_on_ray if on_ray else self._local_engine)
         scoring = self.config.workload.open_scoring(
             ScoringContext(
                 config=self.config,
@@ -272,7 +272,7 @@ class ScoringRequest:
         )
         return ScoringJob(scoring, checkpoint, pool, self.options.device, on_ray)
 
-    def _engine_here(self) -> StreamEngine:
+    def _local_engine(self) -> StreamEngine:
         return ThreadEngine(machine.usable_cpus(granted=self.config.cluster.num_cpus))
 
     def _this_machine(self) -> Node:

@@ -29,7 +29,7 @@ from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
 from rayrec.serve.openapi import document
 from rayrec.serve.replica_models import ReplicaModels
-from rayrec.serve.requests import FORMATS, RequestError, open_body, shown
+from rayrec.serve.requests import FORMATS, RequestError, open_body, shorten
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -88,7 +88,12 @@ class ScoringApp:
         self._router = Router(self._routes, redirect_slashes=False)
         self._app = ExceptionMiddleware(
             self._route,
-            handlers={RequestError: _refused, HTTPException: self._unrouted, ClientDisconnect: _disconnected, Exception: _failed},
+            handlers={
+                RequestError: _error_response,
+                HTTPException: self._unrouted,
+                ClientDisconnect: _disconnected,
+                Exception: _failed,
+            },
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,8 +124,8 @@ class ScoringApp:
             hosts = Request(scope).headers.getlist("host")
             if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
                 raise RequestError(400, f"a request must have one header Host, got {len(hosts)}", headers=_CLOSE)
-            if hosts and not self._config.is_own_host(hosts[0]):
-                message = f"host {shown(hosts[0])} is not allowed; add it to the server's --allowed-hosts (allowed_hosts)"
+            if hosts and not self._config.is_allowed_host(hosts[0]):
+                message = f"host {shorten(hosts[0])} is not allowed; add it to the server's --allowed-hosts (allowed_hosts)"
                 raise RequestError(421, message)
         await self._router(scope, receive, send)
 
@@ -144,7 +149,7 @@ class ScoringApp:
             error = RequestError(405, f"{route.path} accepts only {' and '.join(allowed)}", headers={"allow": ", ".join(allowed)})
         else:
             error = RequestError(404, f"path not found; paths are {', '.join(route.path for route in self._routes)}")
-        return await _refused(request, error)
+        return await _error_response(request, error)
 
     # -- paths
 
@@ -157,7 +162,7 @@ class ScoringApp:
         if not self._models.ready:
             raise _NOT_READY
         schema = self._models.model.preprocessor.schema
-        weigh = partial(held_by_json if form["format"] == "json" else held_by_text, schema=schema)
+        weigh = partial(json_memory if form["format"] == "json" else text_memory, schema=schema)
         with self._memory() as take:
             content = await self._read(request, deadline_s, take=lambda chunk: take(weigh(chunk)))
             start = time.perf_counter()
@@ -280,7 +285,7 @@ _DRAIN_S: Final = 1.0
 _NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-after": "1"})
 
 
-def held_by_json(text: bytes, *, schema: Schema) -> int:
+def json_memory(text: bytes, *, schema: Schema) -> int:
     """Estimate the maximum memory of JSON text until it is answered, in bytes.
 
     Parsed by CPython, an object with one member takes 232 bytes, a list with one item 80, a short string or number up to 16 per
@@ -289,7 +294,7 @@ def held_by_json(text: bytes, *, schema: Schema) -> int:
     return num_bytes + 64 * text.count(b",") if schema.lists else num_bytes
 
 
-def held_by_text(text: bytes, *, schema: Schema) -> int:
+def text_memory(text: bytes, *, schema: Schema) -> int:
     """Estimate the maximum memory of TSV or CSV: 8 bytes per byte, and 40 more per category in a list."""
     num_bytes = 8 * len(text)
     return num_bytes + 40 * text.count(schema.list_delimiter.encode()) if schema.lists else num_bytes
@@ -311,11 +316,11 @@ def _form(request: Request) -> dict[str, Any]:
     if media_type not in FORMATS:
         raise RequestError(415, f"the content type must be one of {', '.join(FORMATS)}")
     form: dict[str, Any] = {"format": FORMATS[media_type]}
-    known_parameters = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[FORMATS[media_type]]
+    valid_parameters = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[FORMATS[media_type]]
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         value = value.strip('"')
-        if name in known_parameters:
+        if name in valid_parameters:
             if value not in ("present", "absent"):
                 raise RequestError(415, f"the parameter {name} of {media_type} must be present or absent")
             form[name] = value == "present"
@@ -336,7 +341,7 @@ def _with_columns(request: Request) -> bool:
     return request.query_params.get("columns") == "true"
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return _Response(error.body(), error.status, headers=error.headers)
 
@@ -344,7 +349,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """Log the cause of an unexpected error, which the answer does not show. The server continues."""
     _log.error("Request failed", exc_info=error)
-    return await _refused(request, RequestError(500, "the request failed; the server's log has the cause"))
+    return await _error_response(request, RequestError(500, "the request failed; the server's log has the cause"))
 
 
 async def _disconnected(request: Request, error: Exception) -> Any:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from rayrec.serve.requests import Body, RequestError
+from rayrec.serve.requests import RequestBody, RequestError
 
 if TYPE_CHECKING:
     from rayrec.serve.responses import ScoreResponse
@@ -30,7 +30,7 @@ Outcomes = Sequence["ScoreResponse | RequestError"]
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    body: Body
+    body: RequestBody
     answer: asyncio.Future[ScoreResponse]
 
 
@@ -40,7 +40,7 @@ class Batcher:
 
     def __init__(
         self,
-        score: Callable[[Sequence[Body]], Outcomes],
+        score: Callable[[Sequence[RequestBody]], Outcomes],
         *,
         max_batch_rows: int,
         max_batch_bytes: int,
@@ -60,7 +60,7 @@ class Batcher:
     def waiting_requests(self) -> int:
         return len(self._waiting)
 
-    async def submit(self, body: Body) -> ScoreResponse:
+    async def submit(self, body: RequestBody) -> ScoreResponse:
         """Score a body. Raises RequestError if `score` rejects it or the queue is full. Cancel to stop waiting."""
         too_many = len(self._waiting) >= self._max_waiting_requests
         # An empty queue accepts a body larger than the limit, which would never be scored otherwise.

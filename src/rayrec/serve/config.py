@@ -89,7 +89,7 @@ class ServeConfig(Config):
             raise InputError(f"{source}: token not found. Store one there, such as the output of `openssl rand -hex 32`.")
         return hashlib.sha256(token).digest()
 
-    def is_own_host(self, value: str) -> bool:
+    def is_allowed_host(self, value: str) -> bool:
         """Return whether the header Host names this server. Rejecting other names prevents DNS rebinding by web pages."""
         match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]*)?", value.lower())
         if match is None:

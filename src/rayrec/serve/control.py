@@ -21,17 +21,17 @@ from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.serve.counters import Snapshot
-from rayrec.serve.replica_models import Configured, Source, Status, Wanted
+from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, Status
 
 APPLICATION: Final = "rayrec"
 REGISTER: Final = "register"
-GONE_S: Final = 15.0
+REPORT_TIMEOUT_S: Final = 15.0
 """Seconds without a report after which a replica counts as gone."""
 CHANGE_S: Final = 600.0
 """Maximum seconds of a model change, loading included."""
 CALL_S: Final = 60.0
 """Maximum seconds of a register call. Ray Serve restarts a failed register."""
-_MOST_FAILURES: Final = 8
+_MAX_FAILURES: Final = 8
 
 
 @final
@@ -44,7 +44,7 @@ class Register:
     def __init__(self, started_serve: bool = False) -> None:
         """`started_serve` is whether Ray Serve was started for this server and ends with it."""
         self._started_serve = started_serve
-        self._wanted: Wanted | None = None
+        self._wanted: DesiredState | None = None
         self._statuses: dict[str, Status] = {}
         self._seen_s: dict[str, float] = {}
         self._snapshots: dict[str, Snapshot] = {}
@@ -55,45 +55,45 @@ class Register:
         """Replica that applies a new application configuration."""
 
     def report(
-        self, replica: str, newest: Wanted, status: Status, snapshot: Snapshot, configured: Configured | None
-    ) -> tuple[Wanted, bool]:
+        self, replica: str, newest: DesiredState, status: Status, snapshot: Snapshot, configured: ConfiguredModels | None
+    ) -> tuple[DesiredState, bool]:
         """Record a replica's status and its newest known models. Returns the desired models, and whether this replica must apply
         `configured`, its application configuration, to all."""
         self.count(replica, snapshot)
         self._statuses[replica], self._seen_s[replica] = status, time.monotonic()
         self._forget()
-        wanted = self._wanted
-        if wanted is None or newest.rank > wanted.rank or (wanted.schema is None and newest.configured != wanted.configured):
-            wanted = newest
-        if wanted.schema is None and status.model == wanted.model:
-            wanted = replace(wanted, schema=status.schema)
-        if status.failed is not None and status.failed in (wanted.model, wanted.shadow):
+        desired = self._wanted
+        if desired is None or newest.rank > desired.rank or (desired.schema is None and newest.configured != desired.configured):
+            desired = newest
+        if desired.schema is None and status.model == desired.model:
+            desired = replace(desired, schema=status.schema)
+        if status.failed is not None and status.failed in (desired.model, desired.shadow):
             self.fail(status.failed, status.cause)
-            if status.failed == wanted.shadow:
-                wanted = replace(wanted, shadow=None)
-        elif all(one.model == wanted.model for one in self._statuses.values()):
-            self._failures.pop(str(wanted.model.serial), None)
-        self._wanted = wanted
-        leads = configured not in (None, wanted.configured) and self._leader in ("", replica)
+            if status.failed == desired.shadow:
+                desired = replace(desired, shadow=None)
+        elif all(one.model == desired.model for one in self._statuses.values()):
+            self._failures.pop(str(desired.model.serial), None)
+        self._wanted = desired
+        leads = configured not in (None, desired.configured) and self._leader in ("", replica)
         if leads:
             self._leader = replica
-        return wanted, leads
+        return desired, leads
 
-    def wanted(self) -> Wanted | None:
+    def desired(self) -> DesiredState | None:
         """Return the accepted models, None until a replica reports that it serves one."""
         return self._wanted if self._wanted and self._wanted.schema else None
 
-    def accept(self, new: Wanted, before: int) -> bool:
+    def accept(self, new: DesiredState, before: int) -> bool:
         """Accept a change based on the one with the serial `before`. Returns False if another change came since then."""
         if self._wanted is None or self._wanted.serial not in (before, new.serial):
             return False
         self._wanted, self._leader = new, ""
         return True
 
-    def fail(self, source: Source, cause: str) -> None:
+    def fail(self, source: ModelSource, cause: str) -> None:
         """Record why a model could not be loaded."""
         self._failures[str(source.serial)] = cause
-        for serial in list(self._failures)[:-_MOST_FAILURES]:
+        for serial in list(self._failures)[:-_MAX_FAILURES]:
             del self._failures[serial]
 
     def count(self, replica: str, snapshot: Snapshot) -> None:
@@ -103,13 +103,13 @@ class Register:
 
     def collect(self, replica: str, snapshot: Snapshot) -> Snapshot:
         """Return the summed counters of all replicas, past ones included, after an update by the calling replica."""
-        from rayrec.serve.counters import summed
+        from rayrec.serve.counters import sum_snapshots
 
         self.count(replica, snapshot)
         self._forget()
-        return summed([*self._gone.values(), *self._snapshots.values()])
+        return sum_snapshots([*self._gone.values(), *self._snapshots.values()])
 
-    def waiting(self, new: Wanted) -> tuple[list[str], str]:
+    def waiting(self, new: DesiredState) -> tuple[list[str], str]:
         """Return the replicas that lack the models, and the cause if one of them cannot load them, else an empty string."""
         self._forget()
         if self._wanted and self._wanted.serial > new.serial:  # A later change replaced this one
@@ -128,11 +128,11 @@ class Register:
     def describe(self) -> dict[str, Any]:
         """Return JSON values: desired models, served models by replica, causes of failures by change."""
         self._forget()
-        wanted = self._wanted
+        desired = self._wanted
         return {
-            "model": wanted.model.path if wanted else None,
-            "previous": wanted.previous.path if wanted and wanted.previous else None,
-            "shadow": wanted.shadow.path if wanted and wanted.shadow else None,
+            "model": desired.model.path if desired else None,
+            "previous": desired.previous.path if desired and desired.previous else None,
+            "shadow": desired.shadow.path if desired and desired.shadow else None,
             "replicas": {
                 name: {"model": status.version, "shadow": status.shadow_version or None}
                 for name, status in self._statuses.items()
@@ -148,7 +148,7 @@ class Register:
         from rayrec.serve.counters import without_gauges
 
         for name, seen_s in list(self._seen_s.items()):
-            if time.monotonic() - seen_s > GONE_S:
+            if time.monotonic() - seen_s > REPORT_TIMEOUT_S:
                 self._gone[name] = without_gauges(self._snapshots.pop(name))
                 del self._seen_s[name], self._statuses[name]
                 if self._leader == name:
@@ -158,45 +158,45 @@ class Register:
 # -- changes of the desired models
 
 
-def swapped(wanted: Wanted, path: str) -> Wanted:
+def swap_model(desired: DesiredState, path: str) -> DesiredState:
     """Return the desired models after a swap of the main model."""
-    serial = _next(wanted)
-    return replace(wanted, serial=serial, model=Source(serial, path), previous=wanted.model)
+    serial = _next(desired)
+    return replace(desired, serial=serial, model=ModelSource(serial, path), previous=desired.model)
 
 
-def rolled_back(wanted: Wanted) -> Wanted:
+def revert_model(desired: DesiredState) -> DesiredState:
     """Return the desired models with the previous main model. Raises InputError without one."""
-    if wanted.previous is None:
+    if desired.previous is None:
         raise InputError("rollback: this server has had no other model since it started")
-    return replace(wanted, serial=_next(wanted), model=wanted.previous, previous=wanted.model)
+    return replace(desired, serial=_next(desired), model=desired.previous, previous=desired.model)
 
 
-def with_shadow(wanted: Wanted, path: str | None) -> Wanted:
+def change_shadow(desired: DesiredState, path: str | None) -> DesiredState:
     """Return the desired models with another shadow model, or without one."""
-    serial = _next(wanted)
-    return replace(wanted, serial=serial, shadow=Source(serial, path) if path else None)
+    serial = _next(desired)
+    return replace(desired, serial=serial, shadow=ModelSource(serial, path) if path else None)
 
 
-def reconfigured(wanted: Wanted, configured: Configured) -> Wanted:
+def apply_configuration(desired: DesiredState, configured: ConfiguredModels) -> DesiredState:
     """Return the desired models after a change of the application's configuration. Unchanged fields keep swapped models."""
-    before = wanted.configured or Configured("")
-    new = replace(wanted, serial=_next(wanted), configured=configured)
+    before = desired.configured or ConfiguredModels("")
+    new = replace(desired, serial=_next(desired), configured=configured)
     path = source_of(configured.model)
-    if configured.model != before.model and path != wanted.model.path:
-        new = swapped(new, path)
+    if configured.model != before.model and path != desired.model.path:
+        new = swap_model(new, path)
     if configured.shadow != before.shadow:
-        new = with_shadow(new, source_of(configured.shadow) if configured.shadow else None)
+        new = change_shadow(new, source_of(configured.shadow) if configured.shadow else None)
     return new
 
 
-def refused(wanted: Wanted, configured: Configured) -> Wanted:
+def keep_models(desired: DesiredState, configured: ConfiguredModels) -> DesiredState:
     """Return the desired models after loading a new application configuration failed."""
-    return replace(wanted, serial=_next(wanted), configured=configured)
+    return replace(desired, serial=_next(desired), configured=configured)
 
 
-def _next(wanted: Wanted) -> int:
+def _next(desired: DesiredState) -> int:
     """Return a new serial, which grows also if a restart of the register lost a change."""
-    return max(time.time_ns(), wanted.serial + 1)
+    return max(time.time_ns(), desired.serial + 1)
 
 
 # -- a running server
@@ -211,7 +211,7 @@ class Control:
         self._application, self._register = application, None
         self._find = find_register or partial(ray_compat.find_shared_actor, application, APPLICATION, REGISTER)
 
-    def ask(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
+    def call_register(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
         """Call a method of the register, and retry while Ray Serve restarts it. Raises InputError if the server was stopped."""
         import ray
         from ray import serve
@@ -230,54 +230,54 @@ class Control:
                     raise
                 time.sleep(0.2)
 
-    def change(self, changed: Callable[[Wanted], Wanted], *, timeout_s: float = CHANGE_S) -> dict[str, Any]:
+    def change(self, changed: Callable[[DesiredState], DesiredState], *, timeout_s: float = CHANGE_S) -> dict[str, Any]:
         """Change the models from the current to the desired state that `changed` returns. Returns `describe` of the register once
         all replicas have switched.
 
         Raises InputError if a replica cannot load a new model. All replicas keep their models then."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            while (wanted := self.ask("wanted")) is None:  # The first model is being loaded, or the register restarts
+            while (desired := self.call_register("desired")) is None:  # The first model is being loaded, or the register restarts
                 _wait(deadline_s, timeout_s)
-            new = changed(wanted)
+            new = changed(desired)
             try:
                 self._load(new, deadline_s, timeout_s)
-                if self.ask("accept", new, wanted.serial):
+                if self.call_register("accept", new, desired.serial):
                     break
             except BaseException as error:
                 self._call("drop", new, deadline_s=time.monotonic() + CALL_S)
                 if isinstance(error, InputError):
-                    self.ask("fail", new.shadow if new.model == wanted.model else new.model, str(error))
+                    self.call_register("fail", new.shadow if new.model == desired.model else new.model, str(error))
                     raise InputError(f"{error} (the current model stays)") from None
                 raise
             _wait(deadline_s, timeout_s)  # Another change was faster, so retry on top of it
         self._call("switch", new, deadline_s=deadline_s)
         while True:
-            missing, cause = self.ask("waiting", new)
+            missing, cause = self.call_register("waiting", new)
             if cause:
                 raise InputError(f"not all replicas have switched: {cause}")
             if not missing:
-                return dict(self.ask("describe"))
+                return dict(self.call_register("describe"))
             _wait(deadline_s, timeout_s)
 
-    def _load(self, new: Wanted, deadline_s: float, timeout_s: float) -> None:
+    def _load(self, new: DesiredState, deadline_s: float, timeout_s: float) -> None:
         """Make every replica load the models. Repeats the call until it has reached all serving replicas."""
         while True:
             results = self._call("load", new, deadline_s=deadline_s)
             if causes := [cause for _, cause in results if cause]:
                 raise InputError(causes[0])
-            if not set(self.ask("serving")) - {name for name, _ in results}:
+            if not set(self.call_register("serving")) - {name for name, _ in results}:
                 return
             _wait(deadline_s, timeout_s)
 
-    def _call(self, method: str, wanted: Wanted, *, deadline_s: float) -> list[tuple[str, str]]:
+    def _call(self, method: str, desired: DesiredState, *, deadline_s: float) -> list[tuple[str, str]]:
         """Call a method of all running replicas. Returns (replica name, cause of failure or empty). Ignores failed replicas: Ray
         Serve starts new ones, which load the accepted models."""
         import ray
         from ray import serve
 
         server = serve.get_app_handle(self._application)
-        results = ray_compat.call_replicas(server, method, wanted, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        results = ray_compat.call_replicas(server, method, desired, timeout_s=max(0.0, deadline_s - time.monotonic()))
         for result in results:
             if isinstance(result, TimeoutError):
                 raise InputError(f"{method}: a replica did not answer in time. See the server's /metrics.")
@@ -301,26 +301,26 @@ def swap(path: str, *, address: str | None) -> dict[str, Any]:
     Raises InputError if no server runs, or if the model cannot be loaded or has other columns. The old model stays then.
     """
     source = source_of(path)
-    return _changed(address, lambda wanted: swapped(wanted, source))
+    return _changed(address, lambda desired: swap_model(desired, source))
 
 
 def roll_back(*, address: str | None) -> dict[str, Any]:
     """Switch the server of a cluster back to the previous model. Raises InputError without one."""
-    return _changed(address, rolled_back)
+    return _changed(address, revert_model)
 
 
 def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
     """Set or, with None, remove the shadow model of a cluster's server, which scores every row too."""
     source = source_of(path) if path else None
-    return _changed(address, lambda wanted: with_shadow(wanted, source), version="shadow")
+    return _changed(address, lambda desired: change_shadow(desired, source), version="shadow")
 
 
 def stop(*, address: str | None) -> dict[str, Any]:
     """Stop the server of a cluster after it has answered its requests, even if its own process was killed. Returns what it
     served."""
     with _reached(address) as server:
-        description = dict(server.ask("describe"))
-        end(started_serve=server.ask("started_serve"))
+        description = dict(server.call_register("describe"))
+        end(started_serve=server.call_register("started_serve"))
         return description
 
 
@@ -333,7 +333,7 @@ def end(*, started_serve: bool) -> None:
         serve.shutdown()
 
 
-def _changed(address: str | None, changed: Callable[[Wanted], Wanted], *, version: str = "model") -> dict[str, Any]:
+def _changed(address: str | None, changed: Callable[[DesiredState], DesiredState], *, version: str = "model") -> dict[str, Any]:
     with _reached(address) as server:
         description = server.change(changed)
         versions = [replica[version] for replica in description["replicas"].values()]

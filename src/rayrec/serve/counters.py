@@ -97,7 +97,7 @@ class _BulkHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._documentation, buckets, total)
 
 
-def summed(snapshots: Iterable[Snapshot]) -> Snapshot:
+def sum_snapshots(snapshots: Iterable[Snapshot]) -> Snapshot:
     """Sum each sample over the snapshots."""
     families: dict[str, Metric] = {}
     totals: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)

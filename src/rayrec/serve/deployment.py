@@ -18,10 +18,10 @@ from rayrec.imports import function_in_file
 from rayrec.inference.model import source_of
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import WILDCARDS, ServeConfig
-from rayrec.serve.control import APPLICATION, CALL_S, REGISTER, Control, Register, reconfigured, refused
+from rayrec.serve.control import APPLICATION, CALL_S, REGISTER, Control, Register, apply_configuration, keep_models
 from rayrec.serve.counters import Counters, Snapshot
 from rayrec.serve.listener import Listener
-from rayrec.serve.replica_models import Configured, ReplicaModels, Source, Wanted
+from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, ReplicaModels
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 
@@ -75,10 +75,10 @@ def make_application(
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
         **ray_compat.shared_actor(REGISTER, Register, started_serve=started_serve),
     )
-    return deployment.bind(config, token_digest, own_network(config.recipe))
+    return deployment.bind(config, token_digest, custom_network_class(config.recipe))
 
 
-def own_network(recipe: str | None) -> type[ClickModelConfig] | None:
+def custom_network_class(recipe: str | None) -> type[ClickModelConfig] | None:
     """Return the config class of a custom network from its recipe FILE.py:FUNCTION, None without a recipe. Ships the file to
     the replicas. Raises InputError if the recipe does not train a click model."""
     if recipe is None:
@@ -108,7 +108,7 @@ class _Replica:
             return open_served(path, device=config.device, own=network)
 
         self._models = ReplicaModels(load, counters)
-        self._configured: Configured | None = None
+        self._configured: ConfiguredModels | None = None
         """Newest application configuration, until the register has accepted it."""
         self._control = Control(self._application, partial(ray_compat.get_shared_actor, REGISTER))
         self._silent = False
@@ -124,13 +124,13 @@ class _Replica:
         The first call loads the model, and raises if it cannot. Later calls return immediately, because Ray Serve sends no
         requests meanwhile: after the next report one replica changes all replicas, as `--swap` does."""
         self._configured = configured = read_user_config(user_config)
-        if self._models.wanted is None:
+        if self._models.desired is None:
             await self._begin(configured)
 
-    async def _begin(self, configured: Configured) -> None:
-        model = Source(0, await asyncio.to_thread(source_of, configured.model))
-        shadow = Source(0, await asyncio.to_thread(source_of, configured.shadow)) if configured.shadow else None
-        self._models.hear(Wanted(0, model, shadow=shadow, configured=configured))
+    async def _begin(self, configured: ConfiguredModels) -> None:
+        model = ModelSource(0, await asyncio.to_thread(source_of, configured.model))
+        shadow = ModelSource(0, await asyncio.to_thread(source_of, configured.shadow)) if configured.shadow else None
+        self._models.set_desired(DesiredState(0, model, shadow=shadow, configured=configured))
         await self._report(timeout_s=CALL_S)
         while self._models.incomplete:
             cause = await asyncio.to_thread(self._models.switch)
@@ -144,31 +144,31 @@ class _Replica:
             raise RuntimeError("no model is loaded")
         await self._report()
 
-    async def load(self, wanted: Wanted) -> tuple[str, str]:
+    async def load(self, desired: DesiredState) -> tuple[str, str]:
         """Return the replica name and the result of `ReplicaModels.load`. `switch` and `drop` do the same."""
-        return self._name, await asyncio.to_thread(self._models.load, wanted)
+        return self._name, await asyncio.to_thread(self._models.load, desired)
 
-    async def switch(self, wanted: Wanted) -> tuple[str, str]:
-        self._models.hear(wanted)
+    async def switch(self, desired: DesiredState) -> tuple[str, str]:
+        self._models.set_desired(desired)
         cause = await asyncio.to_thread(self._models.switch)
         await self._report()
         return self._name, cause
 
-    async def drop(self, rejected: Wanted) -> tuple[str, str]:
+    async def drop(self, rejected: DesiredState) -> tuple[str, str]:
         await asyncio.to_thread(self._models.drop, rejected)
         return self._name, ""
 
-    async def _ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
-        return await asyncio.to_thread(self._control.ask, method, *arguments, timeout_s=timeout_s)
+    async def _call_register(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
+        return await asyncio.to_thread(self._control.call_register, method, *arguments, timeout_s=timeout_s)
 
     async def _report(self, *, timeout_s: float = _ANSWER_S) -> None:
         """Report the status to the register, and start a thread to load missing models. Keep the models if it does not answer."""
         models = self._models
-        state = self._name, models.wanted, models.status(), self._scoring.snapshot(), self._configured
+        state = self._name, models.desired, models.status(), self._scoring.snapshot(), self._configured
         try:
-            wanted, leads = await self._ask("report", *state, timeout_s=timeout_s)
-            models.hear(wanted)
-            if self._configured == wanted.configured:
+            desired, leads = await self._call_register("report", *state, timeout_s=timeout_s)
+            models.set_desired(desired)
+            if self._configured == desired.configured:
                 self._configured = None
             self._silent = False
         except Exception as error:
@@ -187,17 +187,17 @@ class _Replica:
                 self._models.switch()
             elif configured is not None:
                 try:
-                    self._control.change(lambda wanted: reconfigured(wanted, configured))
+                    self._control.change(lambda desired: apply_configuration(desired, configured))
                 except InputError as error:
                     _log.error("Keeping the models of all replicas. user_config: %s", error)
-                    self._control.change(lambda wanted: refused(wanted, configured))
+                    self._control.change(lambda desired: keep_models(desired, configured))
         except Exception:
             _log.exception("Model change failed")
         finally:
             self._mending.release()
 
     async def _collect(self) -> Snapshot:
-        snapshot: Snapshot = await self._ask("collect", self._name, self._scoring.snapshot())
+        snapshot: Snapshot = await self._call_register("collect", self._name, self._scoring.snapshot())
         return snapshot
 
 
@@ -228,7 +228,7 @@ class _ListeningReplica(_Replica):
             self._scoring.close()
 
 
-def read_user_config(user_config: Mapping[str, Any]) -> Configured:
+def read_user_config(user_config: Mapping[str, Any]) -> ConfiguredModels:
     """Parse Ray Serve's `user_config`. Raises InputError unless it has a model and at most a shadow model."""
     unknown = sorted(user_config.keys() - {"model", "shadow"})
     model, shadow = user_config.get("model"), user_config.get("shadow")
@@ -238,7 +238,7 @@ def read_user_config(user_config: Mapping[str, Any]) -> Configured:
         raise InputError("user_config: model must be the path of a checkpoint, a run or an export")
     if shadow is not None and not isinstance(shadow, str):
         raise InputError("user_config: shadow must be the path of a checkpoint, a run or an export, or null")
-    return Configured(model, shadow)
+    return ConfiguredModels(model, shadow)
 
 
 def http_options(config: ServeConfig) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _DROP_NEW_CONNECTIONS: Final = (
 """Classic BPF program for a listening socket."""
 
 
-_NOT_THERE: Final = Response(
+_UNAVAILABLE: Final = Response(
     RequestError(503, "the server starts or ends").body(), 503, {"retry-after": "1", "connection": "close"}, "application/json"
 )
 
@@ -135,7 +135,7 @@ class Listener:
 
 
 @contextlib.contextmanager
-def held_port(host: str, port: int) -> Iterator[None]:
+def lock_port(host: str, port: int) -> Iterator[None]:
     """Lock a port of this machine for one server, whose replicas may share it. Raises InputError if the port is taken.
 
     The lock is an abstract Unix socket, which belongs to a network namespace, as ports do, and ends with its process."""
@@ -209,7 +209,7 @@ class _RetryLater:
             if message["type"] == "http.response.start" and message["status"] == 404:
                 replaced = all(name != b"x-content-type-options" for name, _ in message["headers"])  # rayrec's have it
                 if replaced:
-                    await _NOT_THERE(scope, receive, send)
+                    await _UNAVAILABLE(scope, receive, send)
             if not replaced:
                 await send(message)
 
@@ -238,7 +238,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._head_without_upgrade = b""
         """Head of a request with an upgrade offer, until it is parsed again."""
-        self._refusal = ""
+        self._error_message = ""
         """Error message of a malformed request, sent after the due answers. Further bytes are ignored."""
         self._ending = False
         self._timer: asyncio.TimerHandle | None = None
@@ -289,7 +289,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal:
+        if self._error_message:
             return
         max_bytes = self._max_request_bytes if self._in_body else MAX_HEAD_BYTES
         if self._received > max_bytes:
@@ -327,8 +327,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         malformed_is_next = len(self.pipeline) == (self._in_body and self._answer_due)
-        if self._refusal and malformed_is_next and not self.transport.is_closing():
-            self._refuse()
+        if self._error_message and malformed_is_next and not self.transport.is_closing():
+            self._send_error()
         super().on_response_complete()
         if self.pipeline and not self.transport.is_closing():  # Uvicorn resumes reading, which would queue more requests
             self.flow.pause_reading()
@@ -336,16 +336,16 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._wait_for_client()
 
     def send_400_response(self, msg: str) -> None:
-        self._refusal = msg
+        self._error_message = msg
         if self.pipeline or (self._answer_due and not self._in_body):
             return  # on_response_complete sends it
         if self._in_body and not self._answer_due:
             self.transport.close()  # Answered before its body ended
         else:
-            self._refuse()
+            self._send_error()
 
-    def _refuse(self) -> None:
-        super().send_400_response(self._refusal)
+    def _send_error(self) -> None:
+        super().send_400_response(self._error_message)
         self._wait_for_client()
 
     def pause_writing(self) -> None:

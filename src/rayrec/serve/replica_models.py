@@ -18,7 +18,7 @@ from rayrec.config import InputError
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
-from rayrec.serve.requests import Body, RequestError
+from rayrec.serve.requests import RequestBody, RequestError
 from rayrec.serve.responses import BatchScorer, ScoreResponse
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ _SHADOW_BATCHES: Final = 8
 """Maximum batches in the queue of the shadow model."""
 _SHADOW_BYTES: Final = 64 << 20
 """Maximum memory of that queue, in bytes."""
-_LOWEST_PRIORITY: Final = 19
+_IDLE_PRIORITY: Final = 19
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Path of a model at the time of a change. Equal sources mean equal models."""
 
     serial: int
@@ -46,7 +46,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Configured:
+class ConfiguredModels:
     """Model paths in an application's configuration, as written there."""
 
     model: str
@@ -54,17 +54,17 @@ class Configured:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DesiredState:
     """Desired models of all replicas. They are accepted once every replica has loaded them."""
 
     serial: int
     """Increasing number of the change. 0 is the initial configuration."""
-    model: Source
+    model: ModelSource
     """Model that answers requests."""
-    previous: Source | None = None
+    previous: ModelSource | None = None
     """Previous model, for a rollback."""
-    shadow: Source | None = None
-    configured: Configured | None = None
+    shadow: ModelSource | None = None
+    configured: ConfiguredModels | None = None
     """Newest application configuration."""
     schema: Schema | None = None
     """Schema of the requests. None until a replica serves the first model."""
@@ -79,13 +79,13 @@ class Wanted:
 class Status:
     """Actual models of a replica."""
 
-    model: Source | None = None
+    model: ModelSource | None = None
     version: str = ""
     schema: Schema | None = None
     """Schema of the model."""
-    shadow: Source | None = None
+    shadow: ModelSource | None = None
     shadow_version: str = ""
-    failed: Source | None = None
+    failed: ModelSource | None = None
     """Last model that could not be loaded."""
     cause: str = ""
     """Reason for that failure."""
@@ -99,14 +99,14 @@ class ReplicaModels:
     def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
         """`load` opens a checkpoint or export, such as `open_served`."""
         self._open_model, self._counters = load, counters
-        self.wanted: Wanted | None = None
+        self.desired: DesiredState | None = None
         """Newest known desired models."""
         self._changing = threading.Lock()
-        self._serving: tuple[Source, BatchScorer] | None = None
-        self._standby: tuple[Source, BatchScorer] | None = None
+        self._serving: tuple[ModelSource, BatchScorer] | None = None
+        self._standby: tuple[ModelSource, BatchScorer] | None = None
         """Next or previous model, loaded."""
-        self._shadow: tuple[Source, Shadow] | None = None
-        self._failure: tuple[Source, str, float] | None = None
+        self._shadow: tuple[ModelSource, Shadow] | None = None
+        self._failure: tuple[ModelSource, str, float] | None = None
         """Last model that could not be loaded, the cause and the time."""
 
     @property
@@ -118,7 +118,7 @@ class ReplicaModels:
         assert self._serving is not None, "a model is loaded before anything is asked"
         return self._serving[1].model
 
-    def answer(self, bodies: Sequence[Body]) -> list[ScoreResponse | RequestError]:
+    def answer(self, bodies: Sequence[RequestBody]) -> list[ScoreResponse | RequestError]:
         """Score bodies, all with the same model. Returns one answer per body, in order."""
         assert self._serving is not None, "a model is loaded before anything is asked"
         answers, raw, logits = self._serving[1].answer(bodies)
@@ -127,24 +127,24 @@ class ReplicaModels:
             shadow[1].offer(raw, logits)
         return answers
 
-    def load(self, wanted: Wanted) -> str:
+    def load(self, desired: DesiredState) -> str:
         """Load missing models as standby and shadow, without a switch. Returns why one cannot be served, else an empty string."""
         with self._changing:
-            return self._load(wanted) or self._load_shadow(wanted)
+            return self._load(desired) or self._load_shadow(desired)
 
-    def hear(self, wanted: Wanted) -> None:
+    def set_desired(self, desired: DesiredState) -> None:
         """Record the desired models, unless newer ones are known."""
-        if self.wanted is None or wanted.rank >= self.wanted.rank:
-            self.wanted = wanted
+        if self.desired is None or desired.rank >= self.desired.rank:
+            self.desired = desired
 
     def switch(self) -> str:
         """Switch to the desired models, after loading missing ones. Returns why one cannot be served, else an empty string."""
         with self._changing:
-            wanted = self.wanted
-            assert wanted is not None
-            if cause := self._load(wanted):
+            desired = self.desired
+            assert desired is not None
+            if cause := self._load(desired):
                 return cause
-            if not self._serves(wanted.model):
+            if not self._serves(desired.model):
                 assert self._standby is not None
                 before, self._serving, self._standby = self._serving, self._standby, self._serving
                 model = self._serving[1].model
@@ -152,10 +152,10 @@ class ReplicaModels:
                 self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
                 if before:
                     self._counters.swaps.labels("done").inc()
-            self._drop_standby(keep=wanted.previous)
-            return self._load_shadow(wanted)
+            self._drop_standby(keep=desired.previous)
+            return self._load_shadow(desired)
 
-    def drop(self, rejected: Wanted) -> None:
+    def drop(self, rejected: DesiredState) -> None:
         """Free the memory of models that were not accepted."""
         with self._changing:
             if self._standby and self._standby[0] == rejected.model:
@@ -166,13 +166,13 @@ class ReplicaModels:
     @property
     def incomplete(self) -> bool:
         """Whether a desired model is missing and its last failure is not recent."""
-        shadow, wanted = self._shadow[0] if self._shadow else None, self.wanted
-        assert wanted is not None
-        missing = None if self._serves(wanted.model) else wanted.model
-        if missing is None and shadow == wanted.shadow:
+        shadow, desired = self._shadow[0] if self._shadow else None, self.desired
+        assert desired is not None
+        missing = None if self._serves(desired.model) else desired.model
+        if missing is None and shadow == desired.shadow:
             return False
         failed, _, at_s = self._failure or (None, "", 0.0)
-        return failed != (missing or wanted.shadow) or time.monotonic() > at_s + RETRY_S
+        return failed != (missing or desired.shadow) or time.monotonic() > at_s + RETRY_S
 
     def status(self) -> Status:
         serving, shadow, failure = self._serving, self._shadow, self._failure
@@ -193,37 +193,37 @@ class ReplicaModels:
         if before:
             before[1].close()
 
-    def _serves(self, source: Source) -> bool:
+    def _serves(self, source: ModelSource) -> bool:
         return self._serving is not None and self._serving[0] == source
 
-    def _drop_standby(self, *, keep: Source | None) -> None:
+    def _drop_standby(self, *, keep: ModelSource | None) -> None:
         if self._standby and self._standby[0] != keep:
             self._standby = None
 
-    def _load(self, wanted: Wanted) -> str:
-        if self._serves(wanted.model):
+    def _load(self, desired: DesiredState) -> str:
+        if self._serves(desired.model):
             return ""
-        self._drop_standby(keep=wanted.model)
+        self._drop_standby(keep=desired.model)
         if self._standby is None:
-            scorer = self._open(wanted.model, wanted.schema)
+            scorer = self._open(desired.model, desired.schema)
             if isinstance(scorer, str):
                 return scorer
-            self._standby = (wanted.model, scorer)
+            self._standby = (desired.model, scorer)
         return ""
 
-    def _load_shadow(self, wanted: Wanted) -> str:
-        if (self._shadow[0] if self._shadow else None) == wanted.shadow:
+    def _load_shadow(self, desired: DesiredState) -> str:
+        if (self._shadow[0] if self._shadow else None) == desired.shadow:
             return ""
         self.close()
-        if wanted.shadow is None:
+        if desired.shadow is None:
             return ""
-        scorer = self._open(wanted.shadow, wanted.schema)
+        scorer = self._open(desired.shadow, desired.schema)
         if isinstance(scorer, str):
             return scorer
-        self._shadow = (wanted.shadow, Shadow(scorer, self._counters))
+        self._shadow = (desired.shadow, Shadow(scorer, self._counters))
         return ""
 
-    def _open(self, source: Source, schema: Schema | None) -> BatchScorer | str:
+    def _open(self, source: ModelSource, schema: Schema | None) -> BatchScorer | str:
         """Open a model. Returns the cause of failure if it cannot be served."""
         if schema is None and self._serving:
             schema = self.model.preprocessor.schema
@@ -295,7 +295,7 @@ class Shadow:
 
     def _run(self) -> None:
         # On Linux threads have separate priorities. The lowest leaves the cores to answering.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE_PRIORITY)
         while (batch := self._batches.get()) is not None:
             raw, logits = batch
             self._add(-raw.nbytes)

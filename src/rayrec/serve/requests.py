@@ -41,7 +41,7 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
-class Body:
+class RequestBody:
     """Unparsed rows of one request."""
 
     format: Format
@@ -75,7 +75,7 @@ def row_ends(text: bytes, delimiter: str) -> Iterator[tuple[int, int]]:
 
 def open_body(
     content: bytes, format: Format, *, schema: Schema, max_rows: int, header: bool | None = None, label: bool | None = None
-) -> Body:
+) -> RequestBody:
     """Check the body's outline and count its rows. Raises RequestError if it is not a request or has too many rows."""
     text = content.removeprefix(_BYTE_ORDER_MARK)
     if format == "json":
@@ -88,7 +88,7 @@ def open_body(
         else:
             ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
         num_rows = ends + (bool(text) and not text.endswith((b"\n", b"\r")))
-        body = Body(format, num_rows, len(content), text=text, header=header, label=label)
+        body = RequestBody(format, num_rows, len(content), text=text, header=header, label=label)
     if not body.num_rows:
         raise RequestError(400, "the request has no rows", field="rows" if format == "json" else None)
     lines = max_rows + (format == "csv" and header is not False)  # One line may be a header
@@ -99,7 +99,7 @@ def open_body(
     return body
 
 
-def _open_json(content: bytes) -> Body:
+def _open_json(content: bytes) -> RequestBody:
     try:
         parsed = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -108,30 +108,30 @@ def _open_json(content: bytes) -> Body:
         raise RequestError(400, 'a JSON request must be an object, {"rows": [{...}, ...]}')
     for name in parsed:
         if name != "rows":
-            raise RequestError(400, f"unknown field {shown(name)}; the only field is rows", field=shown(name))
+            raise RequestError(400, f"unknown field {shorten(name)}; the only field is rows", field=shorten(name))
     if type(parsed.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
     rows = parsed["rows"]
     members = 1 + sum(len(row) for row in rows if type(row) is dict)
     if content.count(b":") != members and _JSON_STRING.sub(b"", content).count(b":") != members:
-        _refuse_repeated_names(content)
-    return Body("json", len(rows), len(content), rows=rows)
+        _reject_repeated_names(content)
+    return RequestBody("json", len(rows), len(content), rows=rows)
 
 
-def _refuse_repeated_names(content: bytes) -> None:
+def _reject_repeated_names(content: bytes) -> None:
     """Raise RequestError for an object with a repeated name. Objects nested too deep for this are rejected later."""
 
     def check(pairs: list[tuple[str, Any]]) -> None:
         names = set[str]()
         for name, _ in pairs:
             if name in names:
-                raise RequestError(400, f"{shown(name)} occurs twice in one object", field=shown(name))
+                raise RequestError(400, f"{shorten(name)} occurs twice in one object", field=shorten(name))
             names.add(name)
 
     with contextlib.suppress(RecursionError):
         json.loads(content, object_pairs_hook=check, parse_int=str)
 
 
-def shown(name: str) -> str:
+def shorten(name: str) -> str:
     """Shorten a client's name for an error message."""
     return name if len(name) <= 64 else name[:64] + "..."

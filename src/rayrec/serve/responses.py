@@ -14,7 +14,7 @@ import orjson
 from rayrec.data.encoding.known_categories import UnknownCategories, tokens_by_id
 from rayrec.data.raw_block import RawBlock
 from rayrec.serve.counters import Counters
-from rayrec.serve.requests import Body, RequestError
+from rayrec.serve.requests import RequestBody, RequestError
 from rayrec.serve.row_readers import Outcome, make_reader
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class BatchScorer:
         self._tokens = functools.cache(functools.partial(tokens_by_id, model.preprocessor))
         self._counters = counters
 
-    def answer(self, bodies: Sequence[Body]) -> tuple[list[ScoreResponse | RequestError], RawBlock, np.ndarray]:
+    def answer(self, bodies: Sequence[RequestBody]) -> tuple[list[ScoreResponse | RequestError], RawBlock, np.ndarray]:
         """Return one answer per body, the rows of all valid bodies, and the values of their main head, such as logits."""
         start = time.perf_counter()
         raw, outcomes = self._reader.read(bodies)
@@ -82,7 +82,7 @@ class BatchScorer:
     def warm(self) -> None:
         """Score empty rows, so that the first request is not slowed down by initialization."""
         for num_rows in (1, 64):
-            raw, _ = self._reader.read([Body("json", num_rows, 0, rows=[{}] * num_rows)])
+            raw, _ = self._reader.read([RequestBody("json", num_rows, 0, rows=[{}] * num_rows)])
             encoded = self.model.preprocessor.encode(raw)
             self.model.scorer.predict(encoded)
             self._unknown.count(raw, encoded)
@@ -90,13 +90,13 @@ class BatchScorer:
     def _answer(self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray) -> ScoreResponse | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
-        own_fields = {name: np.ascontiguousarray(field[outcome]) for name, field in fields.items()}
-        for field in own_fields.values():
+        body_fields = {name: np.ascontiguousarray(field[outcome]) for name, field in fields.items()}
+        for field in body_fields.values():
             bad = np.flatnonzero(~np.isfinite(field).reshape(len(field), -1).all(axis=1))
             if len(bad):
                 return RequestError(422, f"row {bad[0]} has no finite score; its numbers are too large", row=int(bad[0]))
-        own_unknown = np.ascontiguousarray(unknown[outcome])
-        return ScoreResponse(own_fields, own_unknown, self._columns, self.model.version, self.model.preprocessor_hash)
+        body_unknown = np.ascontiguousarray(unknown[outcome])
+        return ScoreResponse(body_fields, body_unknown, self._columns, self.model.version, self.model.preprocessor_hash)
 
     def _count(self, rows: int, unknown: np.ndarray, seconds: float) -> None:
         self._counters.rows.labels(self.model.version).inc(rows)

@@ -16,9 +16,9 @@ from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
 from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
-from rayrec.serve.requests import Body, RequestError, delimiter_of, row_ends, shown
+from rayrec.serve.requests import RequestBody, RequestError, delimiter_of, row_ends, shorten
 
-_MOST_FIELDS = 10_000
+_MAX_FIELDS = 10_000
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
 """Largest magnitude of a number, as in text, which may have 18 digits."""
@@ -40,7 +40,7 @@ class RowReader(ABC):
         self._known = {*self.schema.columns, *self._ignored}
 
     @abstractmethod
-    def read(self, bodies: Sequence[Body]) -> tuple[RawBlock, list[Outcome]]:
+    def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         """Return the concatenated rows of valid bodies, without labels, and the outcome of each body."""
 
     def _check_names(self, row: Any, number: int) -> None:
@@ -49,9 +49,9 @@ class RowReader(ABC):
         if row.keys() <= self._known:
             return
         unknown = next(name for name in row if name not in self._known)
-        raise RequestError(400, f"row {number} has an unknown column {shown(unknown)}", row=number, field=shown(unknown))
+        raise RequestError(400, f"row {number} has an unknown column {shorten(unknown)}", row=number, field=shorten(unknown))
 
-    def _is_labelled(self, body: Body, num_fields: int) -> bool:
+    def _is_labelled(self, body: RequestBody, num_fields: int) -> bool:
         """Return whether a row of `num_fields` fields has the ignored columns. Raises RequestError if the number fits no kind
         of row, or not the kind that the client specifies."""
         bare, full = len(self.schema.columns), len(self._with_label.columns)
@@ -66,7 +66,7 @@ def _fields(row: bytes, delimiter: str) -> list[str]:
     """Split one row into fields. Quoted fields may contain the delimiter."""
     mark = re.escape(delimiter)
     matches = re.finditer(rf'(?:^|{mark})(?:"((?:[^"]|"")*+)")?([^{mark}]*)', row.decode("utf-8", "replace"))
-    return [(match[1] or "").replace('""', '"') + match[2] for match in islice(matches, _MOST_FIELDS)]
+    return [(match[1] or "").replace('""', '"') + match[2] for match in islice(matches, _MAX_FIELDS)]
 
 
 def _is_number(field: str) -> bool:
@@ -85,7 +85,7 @@ class HexadecimalReader(RowReader):
         super().__init__(schema)
         self._labelled = schema if schema.label else schema.replace(label=_A_LABEL)
 
-    def read(self, bodies: Sequence[Body]) -> tuple[RawBlock, list[Outcome]]:
+    def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         parser = TextParser(self._labelled, sum(body.num_rows for body in bodies))
         outcomes: list[Outcome] = []
         for body in bodies:
@@ -115,7 +115,7 @@ class HexadecimalReader(RowReader):
             self._parse(parser, re.sub(rb"(?m)^[^\t\n]*\t", b"", text), labelled=False)
         elif faults.total:
             fault = faults.first[0]
-            raise _refusal(fault, text.count(b"\n", 0, fault.byte or 0))
+            raise _row_error(fault, text.count(b"\n", 0, fault.byte or 0))
 
     def _as_text(self, rows: list[Any]) -> bytes:
         """Format JSON rows as log lines. Raises RequestError for values that lines cannot represent; the parser checks others."""
@@ -133,11 +133,11 @@ class HexadecimalReader(RowReader):
     def _plainly_as_text(self, rows: list[Any]) -> bytes | None:
         """Format rows of only known columns, integers, and strings without tabs and line ends, four times as fast as `_as_text`.
         Returns None for other rows."""
-        dense, sparse, known_names = self.schema.dense, self.schema.sparse, self._known
+        dense, sparse, column_names = self.schema.dense, self.schema.sparse, self._known
         lines = []
         try:
             for row in rows:
-                if not row.keys() <= known_names:
+                if not row.keys() <= column_names:
                     return None
                 value_of = row.get
                 fields = ["" if value is None else _TEXT_OF[type(value)](value) for value in map(value_of, dense)]
@@ -181,7 +181,7 @@ def _hexadecimal_text(value: Any, name: str, number: int) -> str:
 class AnyReader(RowReader):
     """Reader for schemas with any tokens. Converts JSON and text to Arrow columns, as for log files."""
 
-    def read(self, bodies: Sequence[Body]) -> tuple[RawBlock, list[Outcome]]:
+    def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         parts: list[RawBlock] = []
         outcomes: list[Outcome] = []
         rows = 0
@@ -196,7 +196,7 @@ class AnyReader(RowReader):
                 outcomes.append(RequestError(400, " ".join(str(error).split())))
                 continue
             if faults.total:
-                outcomes.append(_refusal(faults.first[0], faults.first[0].row or 0))
+                outcomes.append(_row_error(faults.first[0], faults.first[0].row or 0))
                 continue
             outcomes.append(slice(rows, rows + raw.rows))
             rows += raw.rows
@@ -217,7 +217,7 @@ class AnyReader(RowReader):
                 arrays[name] = pa.array([item_of(value, name, number) for number, value in enumerate(values)], kind)
         return pa.table(arrays)
 
-    def _split(self, body: Body) -> pa.Table:
+    def _split(self, body: RequestBody) -> pa.Table:
         """Parse text: TSV without a header, CSV with one if its first line names columns."""
         delimiter = delimiter_of(body.format, self.schema)
         if delimiter == self.schema.list_delimiter:
@@ -233,10 +233,10 @@ class AnyReader(RowReader):
             columns, text = (self._with_label if labelled else self.schema).columns, body.text
         if not text:
             raise RequestError(400, "the request has no rows")
-        _refuse_empty_lines(text, delimiter)
+        _reject_empty_lines(text, delimiter)
         return read_csv_text(text, self.schema, delimiter=delimiter, columns=columns, path="the request")
 
-    def _has_header(self, body: Body, names: list[str]) -> bool:
+    def _has_header(self, body: RequestBody, names: list[str]) -> bool:
         """Return whether the first line is a header. Raises RequestError if it is invalid, or the format has no header.
 
         Unless the client specifies it, a line without numbers is a header if one of its fields is a column name in any case."""
@@ -247,7 +247,7 @@ class AnyReader(RowReader):
         hint = "" if body.header else "; if row 0 is data, send text/csv; header=absent"
         for name in names:
             if name not in self._known:
-                raise RequestError(400, f"the header has an unknown column {shown(name)}{hint}", field=shown(name))
+                raise RequestError(400, f"the header has an unknown column {shorten(name)}{hint}", field=shorten(name))
             if names.count(name) > 1:
                 raise RequestError(400, f"the header names {name} {names.count(name)} times{hint}", field=name)
         for name in self.schema.columns:
@@ -260,7 +260,7 @@ class AnyReader(RowReader):
         return not folded.isdisjoint(map(str.casefold, self._known)) and not any(map(_is_number, folded))
 
 
-def _refuse_empty_lines(text: bytes, delimiter: str) -> None:
+def _reject_empty_lines(text: bytes, delimiter: str) -> None:
     """Raise RequestError for an empty line. Skipping it would shift the numbers of later rows."""
     row_start = 0
     for row, (start, end) in enumerate(row_ends(text, delimiter)):
@@ -303,7 +303,7 @@ def _lists(values: Iterator[Any], name: str, item_of: Callable[[Any, str, int], 
     return lists
 
 
-def _refusal(fault: Fault, row: int) -> RequestError:
+def _row_error(fault: Fault, row: int) -> RequestError:
     location = f" in column {fault.column}" if fault.column else ""
     return RequestError(400, f"row {row}: {fault.kind}{location}", row=row, field=fault.column or None)
 

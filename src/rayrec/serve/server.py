@@ -24,9 +24,9 @@ from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.observe.console import Console
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
-from rayrec.serve.control import APPLICATION, Control, end, quieten, swapped
-from rayrec.serve.deployment import http_options, make_application, own_network
-from rayrec.serve.listener import held_port
+from rayrec.serve.control import APPLICATION, Control, end, quieten, swap_model
+from rayrec.serve.deployment import custom_network_class, http_options, make_application
+from rayrec.serve.listener import lock_port
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -37,7 +37,7 @@ PROXY_CALLBACK: Final = "rayrec.serve.listener:sole_proxy"
 _ANSWER_S: Final = 30.0
 _DESCRIBE_S: Final = 10.0
 _TRY_S: Final = 2.0
-_MOST_BYTES: Final = 1 << 16
+_MAX_RESPONSE_BYTES: Final = 1 << 16
 _POLL_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
 _STOPPER_S: Final = 5.0
@@ -60,7 +60,7 @@ class Server:
 
     def describe(self) -> dict[str, Any]:
         """Return JSON values: URL, cluster address and models."""
-        return {"url": self.url, "cluster_address": self.address, **self.control.ask("describe", timeout_s=_DESCRIBE_S)}
+        return {"url": self.url, "cluster_address": self.address, **self.control.call_register("describe", timeout_s=_DESCRIBE_S)}
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def serving(
         del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
     path = source_of(path)
     shadow = source_of(shadow) if shadow else None
-    own_network(config.recipe)  # Fails before Ray starts
+    custom_network_class(config.recipe)  # Fails before Ray starts
     if digest is None and config.host not in LOOPBACK:
         console.note(
             f"Accepting requests without a token at {config.host}:{config.port}: set --token-file or --token-env to require one"
@@ -90,7 +90,7 @@ def serving(
     private_ray = not was_connected and (address or os.environ.get("RAY_ADDRESS")) in (None, "", "local")
     with contextlib.ExitStack() as resources:
         if private_ray:
-            resources.enter_context(held_port(config.host, config.port))  # Fails before Ray starts
+            resources.enter_context(lock_port(config.host, config.port))  # Fails before Ray starts
             if config.ingress == "serve":
                 os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
         reached = connection.connect(address, num_cpus=None, object_store_bytes=None, log_to_driver=console.verbose)
@@ -105,11 +105,11 @@ def serving(
             )
         ends_serve = fresh and not private_ray  # A private Ray ends anyway
         try:
-            requested, config = config, settle(config, instance, own_ray=private_ray)
+            requested, config = config, settle(config, instance, private_ray=private_ray)
             if (requested.host, requested.port) != (config.host, config.port):
                 console.note(f"Using the Ray Serve of this cluster, which listens at {config.host}:{config.port}")
             if not private_ray and (fresh or config.ingress == "direct"):
-                resources.enter_context(held_port(config.host, config.port))
+                resources.enter_context(lock_port(config.host, config.port))
             if fresh and instance is not None:
                 serve.shutdown()
             control = Control(APPLICATION)
@@ -143,7 +143,7 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
     try:
         serve.run(make(), name=APPLICATION, route_prefix=None if direct else "/")
     except RuntimeError as error:
-        cause = control.ask("describe")["failures"].get("0")
+        cause = control.call_register("describe")["failures"].get("0")
         if cause:
             raise InputError(cause) from None
         raise InputError(
@@ -152,7 +152,7 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
         ) from None
     instance = find_instance(APPLICATION)
     assert instance is not None
-    versions = _versions(control.ask("describe"))
+    versions = _versions(control.call_register("describe"))
     return first_answering(urls(config, instance), versions=versions)
 
 
@@ -240,7 +240,7 @@ def first_answering(candidates: Sequence[str], *, versions: Sequence[str], timeo
         for url in candidates:
             try:
                 with opener.open(f"{url}/readyz", timeout=_TRY_S) as response:
-                    status = json.loads(response.read(_MOST_BYTES))
+                    status = json.loads(response.read(_MAX_RESPONSE_BYTES))
                 if isinstance(status, dict) and status.get("model") in versions:
                     return url
                 problem = "something else answers"
@@ -364,7 +364,7 @@ class _Watch:
             number, due_s = self._attempts.get(newest or "", (0, 0.0))
             if newest and newest != self._served and number < _ATTEMPTS and time.monotonic() >= due_s:
                 self._attempts[newest] = number + 1, time.monotonic() + _RETRY_S * 2 ** (number + 1)
-                self._change = newest, self._changing.submit(self._server.control.change, partial(swapped, path=newest))
+                self._change = newest, self._changing.submit(self._server.control.change, partial(swap_model, path=newest))
             self._trouble = ""
         except Exception as error:  # Storage or the cluster's head is unavailable
             if str(error) != self._trouble:

@@ -287,7 +287,7 @@ def _score_test_rows(config: TrainConfig, checkpoint: str, console: Console) -> 
     count = stop - first
     job = ScoringRequest(checkpoint, path, config, ScoringConfig(), console).open(evaluating=True, spare_cpus=0)
     test_rows = ScoredRows()
-    for table in job.tables(console, what="score test rows", first_row=first):
+    for table in job.tables(console, title="score test rows", first_row=first):
         test_rows.update(table.slice(0, count - test_rows.rows))
         if test_rows.rows >= count:
             break

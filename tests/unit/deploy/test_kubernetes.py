@@ -128,8 +128,8 @@ def test_service_names_are_allowed_hosts() -> None:
     config = build_application(application["args"])._bound_deployment.init_args[0]
     service, namespace = f"{_manifest('RayService')['metadata']['name']}-serve-svc", "rayrec"
     for name in (f"{service}:8000", f"{service}.{namespace}", f"{service}.{namespace}.svc.cluster.local", "10.8.0.1:8000"):
-        assert config.is_own_host(name), "also of a pod's address, which probes and Prometheus use"
-    assert not config.is_own_host("evil.example")
+        assert config.is_allowed_host(name), "also of a pod's address, which probes and Prometheus use"
+    assert not config.is_allowed_host("evil.example")
 
 
 def test_proxies_of_the_service_decline_upgrades() -> None:

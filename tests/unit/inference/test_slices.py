@@ -16,7 +16,7 @@ TEXT = pa.chunked_array(
 
 
 def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[int]]:
-    found = slices_of(by, values, most=most)
+    found = slices_of(by, values, max_values=most)
     assert sorted(np.concatenate([piece.rows for piece in found]).tolist()) == list(range(len(values)))
     return {piece.name: piece.rows.tolist() for piece in found}
 

@@ -26,9 +26,9 @@ from rayrec.data.encoding.encoder import MultiHot
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
-from rayrec.serve.app import ScoringApp, held_by_json
+from rayrec.serve.app import ScoringApp, json_memory
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.requests import Body, RequestError, open_body
+from rayrec.serve.requests import RequestBody, RequestError, open_body
 
 TEXT = b"".join(row_text(number, known=False) for number in range(50))
 ROWS = [row_object(line) for line in TEXT.splitlines()]
@@ -537,14 +537,14 @@ def test_parsed_json_holds_no_more_than_it_counts_for(row: str) -> None:
     finally:
         tracemalloc.stop()
     assert found
-    assert held_bytes <= held_by_json(content, schema=SCHEMA)
+    assert held_bytes <= json_memory(content, schema=SCHEMA)
 
 
 def test_a_large_body_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.app._INLINE_BYTES", 1)
     opened_by: list[str] = []
 
-    def noted(*arguments: Any, **named: Any) -> Body:
+    def noted(*arguments: Any, **named: Any) -> RequestBody:
         opened_by.append(threading.current_thread().name)
         return open_body(*arguments, **named)
 

@@ -10,7 +10,7 @@ from builders.click_models import make_app, make_model, row_text
 from builders.requests import post_async
 
 from rayrec.serve.batcher import INLINE_BYTES, INLINE_ROWS, Batcher
-from rayrec.serve.requests import Body, RequestError
+from rayrec.serve.requests import RequestBody, RequestError
 
 
 class Model:
@@ -20,7 +20,7 @@ class Model:
         self.batches: list[list[int]] = []
         self.may = threading.Semaphore(0)
 
-    def __call__(self, bodies: Sequence[Body]) -> list[Any]:
+    def __call__(self, bodies: Sequence[RequestBody]) -> list[Any]:
         self.batches.append([body.num_rows for body in bodies])
         assert self.may.acquire(timeout=60)
         return [RequestError(400, "bad") if body.num_rows == 13 else body.num_rows for body in bodies]
@@ -45,7 +45,7 @@ def _run(scenario: Callable[[Model], Any]) -> Model:
 
 
 async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
-    tasks = [asyncio.ensure_future(batcher.submit(Body("tsv", count, count))) for count in rows]
+    tasks = [asyncio.ensure_future(batcher.submit(RequestBody("tsv", count, count))) for count in rows]
     await asyncio.sleep(0.02)
     return tasks
 
@@ -81,7 +81,7 @@ def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
 
     async def scenario(model: Model) -> None:
-        def score(bodies: Sequence[Body]) -> list[Any]:
+        def score(bodies: Sequence[RequestBody]) -> list[Any]:
             threads.append(threading.current_thread().name.partition("_")[0])
             return model(bodies)
 
@@ -91,8 +91,8 @@ def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert [found[0], *found[2:]] == [1, 2, 3, 99, 4]
         assert isinstance(found[1], RequestError)
-        assert await batcher.submit(Body("json", 5, INLINE_BYTES + 1)) == 5
-        assert await batcher.submit(Body("json", 6, INLINE_BYTES)) == 6
+        assert await batcher.submit(RequestBody("json", 5, INLINE_BYTES + 1)) == 5
+        assert await batcher.submit(RequestBody("json", 6, INLINE_BYTES)) == 6
 
     assert _run(scenario).batches == [[1, 13, 2, 3], [99], [4], [5], [6]]
     assert threads == ["MainThread", "score", "MainThread", "score", "MainThread"]
@@ -118,12 +118,12 @@ def test_a_full_queue() -> None:
         batcher = _batcher(model, max_waiting_rows=50, max_waiting_requests=3)
         tasks = [*await _submit(batcher, 1), *await _submit(batcher, 40)]
         with pytest.raises(RequestError) as error:
-            await batcher.submit(Body("tsv", 11, 11))
+            await batcher.submit(RequestBody("tsv", 11, 11))
         assert error.value.status == 503
         assert error.value.headers == {"retry-after": "1"}
         tasks += await _submit(batcher, 5, 5)
         with pytest.raises(RequestError):
-            await batcher.submit(Body("tsv", 0, 0))
+            await batcher.submit(RequestBody("tsv", 0, 0))
         model.may.release(9)
         await asyncio.gather(*tasks)
         (alone,) = await _submit(batcher, 51)  # more than may wait, but nothing does
@@ -134,7 +134,7 @@ def test_a_full_queue() -> None:
 
 def test_a_failure_reaches_all_it_concerns_and_no_other() -> None:
     async def scenario(model: Model) -> None:
-        def fail(bodies: Sequence[Body]) -> list[Any]:
+        def fail(bodies: Sequence[RequestBody]) -> list[Any]:
             if bodies[0].num_rows == 2:
                 raise ZeroDivisionError
             return model(bodies)
@@ -155,7 +155,7 @@ def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
     answer = app._batcher._score
 
-    def held_up(bodies: Sequence[Body]) -> Any:
+    def held_up(bodies: Sequence[RequestBody]) -> Any:
         go_on.wait(60)
         return answer(bodies)
 

@@ -23,9 +23,9 @@ from rayrec.config import InputError
 from rayrec.inference.model import ServedModel
 from rayrec.serve import control, deployment, replica_models
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.control import GONE_S, REGISTER, Control, Register, rolled_back, swapped, with_shadow
+from rayrec.serve.control import REGISTER, REPORT_TIMEOUT_S, Control, Register, change_shadow, revert_model, swap_model
 from rayrec.serve.counters import Counters, Snapshot
-from rayrec.serve.replica_models import Configured, ReplicaModels, Source, Status, Wanted
+from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, ReplicaModels, Status
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
 OTHER = make_model(make_preprocessor(ANY))
@@ -38,7 +38,7 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.register, self.running = Register(), True
-        self.calls: dict[str, Callable[[str, Wanted], tuple[str, str]]] = {}
+        self.calls: dict[str, Callable[[str, DesiredState], tuple[str, str]]] = {}
         """Of the replicas that take requests, by name."""
         self.before_call: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
@@ -62,11 +62,11 @@ class Cluster:
 
         return SimpleNamespace(remote=call)
 
-    def _call_replicas(self, _: None, method: str, wanted: Wanted, *, timeout_s: float) -> list[Any]:
+    def _call_replicas(self, _: None, method: str, desired: DesiredState, *, timeout_s: float) -> list[Any]:
         found: list[Any] = []
         for name in list(self.calls):
             self.before_call()
-            found.append(self.calls[name](method, wanted) if name in self.calls else DIED)
+            found.append(self.calls[name](method, desired) if name in self.calls else DIED)
         return found
 
     def versions(self) -> list[str]:
@@ -102,28 +102,28 @@ class World:
     def start(self) -> None:
         name = str(next(self.names))
         models = ReplicaModels(self.open, COUNTERS)
-        models.hear(Wanted(0, Source(0, "a"), configured=Configured("a")))
+        models.set_desired(DesiredState(0, ModelSource(0, "a"), configured=ConfiguredModels("a")))
         self.report(name, models)
         while not models.ready or models.incomplete:
             self.disturb()
             models.switch()
             self.report(name, models)
         self.replicas[name] = models
-        self.cluster.calls[name] = lambda method, wanted: (name, self.call(name, models, method, wanted))
+        self.cluster.calls[name] = lambda method, desired: (name, self.call(name, models, method, desired))
 
-    def call(self, name: str, models: ReplicaModels, method: str, wanted: Wanted) -> str:
+    def call(self, name: str, models: ReplicaModels, method: str, desired: DesiredState) -> str:
         if method == "switch":
-            models.hear(wanted)
+            models.set_desired(desired)
             cause = models.switch()
             self.report(name, models)
             return cause
-        return getattr(models, method)(wanted) or ""
+        return getattr(models, method)(desired) or ""
 
     def report(self, name: str, models: ReplicaModels) -> None:
         if name in self.dead:
             return
-        wanted, _ = self.cluster.register.report(name, models.wanted, models.status(), Snapshot(()), None)  # type: ignore[arg-type]
-        models.hear(wanted)
+        desired, _ = self.cluster.register.report(name, models.desired, models.status(), Snapshot(()), None)  # type: ignore[arg-type]
+        models.set_desired(desired)
         status = models.status()
         if status.model is not None:  # only what was accepted answers
             assert status.model.path in ("a", "b", "c")
@@ -148,8 +148,8 @@ class World:
             name = self.random.choice(list(self.replicas))
             self.dead.add(name)
             del self.replicas[name], self.cluster.calls[name]
-            if name in self.cluster.register._seen_s:  # as after GONE_S
-                self.cluster.register._seen_s[name] = -GONE_S
+            if name in self.cluster.register._seen_s:  # as after REPORT_TIMEOUT_S
+                self.cluster.register._seen_s[name] = -REPORT_TIMEOUT_S
         self.start()
 
     def restart(self) -> None:
@@ -160,7 +160,7 @@ class World:
 
     def change(self) -> None:
         path = self.random.choice(("b", "b", "c", "damaged", "other columns"))
-        changed = self.random.choice((lambda wanted: swapped(wanted, path), rolled_back))
+        changed = self.random.choice((lambda desired: swap_model(desired, path), revert_model))
         with contextlib.suppress(InputError):
             Control("rayrec").change(changed, timeout_s=0.1)
 
@@ -182,11 +182,11 @@ def test_any_order_of_events_ends_on_one_model(cluster: Cluster, monkeypatch: py
         cluster.before_call = lambda: None
         for _ in range(60):
             world.report_all()
-        wanted = cluster.register.wanted()
-        assert wanted is not None
-        assert {models.status().model for models in world.replicas.values()} == {wanted.model}
-        assert cluster.register.waiting(wanted) == ([], "")
-        ends.add(wanted.model.path)
+        desired = cluster.register.desired()
+        assert desired is not None
+        assert {models.status().model for models in world.replicas.values()} == {desired.model}
+        assert cluster.register.waiting(desired) == ([], "")
+        ends.add(desired.model.path)
     assert ends == {"a", "b", "c"}
 
 
@@ -217,7 +217,7 @@ class Replicas:
         replica = deployment._Replica(ServeConfig(), None, None)
         asyncio.run(replica.reconfigure({"model": model, "shadow": shadow}))
         asyncio.run(replica.check_health())
-        self.cluster.calls[name] = lambda method, wanted: asyncio.run(getattr(replica, method)(wanted))
+        self.cluster.calls[name] = lambda method, desired: asyncio.run(getattr(replica, method)(desired))
         return replica
 
     def starting(self, name: str, *, path: str) -> threading.Thread:
@@ -249,29 +249,29 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     replicas.start("second")
     server = Control("rayrec")
     with pytest.raises(InputError, match="no other model"):
-        server.change(rolled_back)
-    found = server.change(lambda wanted: swapped(wanted, "b"))
+        server.change(revert_model)
+    found = server.change(lambda desired: swap_model(desired, "b"))
     assert (found["model"], found["previous"], found["shadow"]) == ("b", "a", None)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
     for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the current model stays\)")):
         with pytest.raises(InputError, match=cause):
-            server.change(lambda wanted, path=path: swapped(wanted, path))
+            server.change(lambda desired, path=path: swap_model(desired, path))
         with pytest.raises(InputError, match=cause):
-            server.change(lambda wanted, path=path: with_shadow(wanted, path))
-    assert len(server.ask("describe")["failures"]) == 4
-    assert server.change(rolled_back)["model"] == "a"
-    assert server.change(rolled_back)["model"] == "b"
-    found = server.change(lambda wanted: with_shadow(wanted, "c"))
+            server.change(lambda desired, path=path: change_shadow(desired, path))
+    assert len(server.call_register("describe")["failures"]) == 4
+    assert server.change(revert_model)["model"] == "a"
+    assert server.change(revert_model)["model"] == "b"
+    found = server.change(lambda desired: change_shadow(desired, "c"))
     assert found["shadow"] == "c"
     assert {replica["shadow"] for replica in found["replicas"].values()} == {MODELS["c"].version}
-    found = server.change(lambda wanted: with_shadow(wanted, None))
+    found = server.change(lambda desired: change_shadow(desired, None))
     assert [found["shadow"], *(replica["shadow"] for replica in found["replicas"].values())] == [None] * 3
 
 
 def test_replica_that_starts_during_a_swap_has_the_new_model(replicas: Replicas) -> None:
     replicas.start("first")
     thread = replicas.starting("second", path="a")
-    swap = threading.Thread(target=Control("rayrec").change, args=(lambda wanted: swapped(wanted, "b"),))
+    swap = threading.Thread(target=Control("rayrec").change, args=(lambda desired: swap_model(desired, "b"),))
     swap.start()
     _wait(lambda: "b" in replicas.loading)
     replicas.slow["a"].set()
@@ -285,7 +285,7 @@ def test_replica_that_starts_during_a_refused_swap_never_serves_it(replicas: Rep
     thread = replicas.starting("second", path="a")
     for path in ("other columns", "gone"):
         with pytest.raises(InputError, match=r"schemas differ|damaged"):
-            Control("rayrec").change(lambda wanted, path=path: swapped(wanted, path))
+            Control("rayrec").change(lambda desired, path=path: swap_model(desired, path))
     replicas.slow["a"].set()
     thread.join(60)
     assert replicas.cluster.versions() == [MODELS["a"].version] * 2
@@ -295,22 +295,22 @@ def test_replica_that_no_call_reached_follows(replicas: Replicas) -> None:
     late = replicas.start("first")
     replicas.start("second")
     del replicas.cluster.calls["first"]  # until another process sees it
-    swap = threading.Thread(target=Control("rayrec").change, args=(lambda wanted: swapped(wanted, "b"),))
+    swap = threading.Thread(target=Control("rayrec").change, args=(lambda desired: swap_model(desired, "b"),))
     swap.start()
     _wait(lambda: "b" in replicas.loading)
     assert late._models.model is MODELS["a"]
-    replicas.cluster.calls["first"] = lambda method, wanted: asyncio.run(getattr(late, method)(wanted))
+    replicas.cluster.calls["first"] = lambda method, desired: asyncio.run(getattr(late, method)(desired))
     swap.join(60)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
-    wanted = replicas.cluster.register.wanted()
-    assert wanted is not None
-    replicas.cluster.register.accept(swapped(wanted, "c"), wanted.serial)  # and the process that asked for it died
+    desired = replicas.cluster.register.desired()
+    assert desired is not None
+    replicas.cluster.register.accept(swap_model(desired, "c"), desired.serial)  # and the process that asked for it died
     asyncio.run(late.check_health())
     _wait(lambda: late._models.model is MODELS["c"])
 
 
 def test_first_model_that_cannot_be_loaded_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "GONE_S", 0.5)  # for which a change waits for the replica that did not start
+    monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.5)  # for which a change waits for the replica that did not start
     with pytest.raises(InputError, match="gone: damaged"):
         replicas.start("first", model="gone")
     assert replicas.cluster.register.describe()["failures"] == {"0": "gone: damaged"}
@@ -330,15 +330,15 @@ def test_configuration_counts_once_and_a_swap_stays(replicas: Replicas) -> None:
         def is_wanted() -> bool:
             for replica in both:
                 asyncio.run(replica.check_health())
-            wanted = replicas.cluster.register.wanted()
-            return wanted is not None and wanted.configured == Configured(model, shadow)
+            desired = replicas.cluster.register.desired()
+            return desired is not None and desired.configured == ConfiguredModels(model, shadow)
 
         _wait(is_wanted)
 
     configure("b")
     _wait(lambda: replicas.cluster.versions() == [MODELS["b"].version] * 2)
     assert replicas.loading.count("b") == 2
-    Control("rayrec").change(lambda wanted: swapped(wanted, "c"))
+    Control("rayrec").change(lambda desired: swap_model(desired, "c"))
     replicas.start("third", model="b")
     asyncio.run(both[0].check_health())
     assert replicas.cluster.versions() == [MODELS["c"].version] * 3
@@ -351,19 +351,19 @@ def test_configuration_counts_once_and_a_swap_stays(replicas: Replicas) -> None:
 
 def test_lost_register_learns_from_replicas(replicas: Replicas) -> None:
     first = replicas.start("first")
-    Control("rayrec").change(lambda wanted: swapped(wanted, "b"))
+    Control("rayrec").change(lambda desired: swap_model(desired, "b"))
     replicas.cluster.register = Register()
-    assert Control("rayrec").ask("wanted") is None
+    assert Control("rayrec").call_register("desired") is None
     replicas.start("second")  # it knows of nothing but the configuration
     asyncio.run(first.check_health())
-    assert Control("rayrec").change(rolled_back)["model"] == "a"
+    assert Control("rayrec").change(revert_model)["model"] == "a"
     assert set(replicas.cluster.versions()) == {MODELS["a"].version}
 
 
 def test_stopped_server_is_named(cluster: Cluster) -> None:
     cluster.running = False
-    with pytest.raises(InputError, match="wanted: the server was stopped"):
-        Control("rayrec").change(rolled_back)
+    with pytest.raises(InputError, match="desired: the server was stopped"):
+        Control("rayrec").change(revert_model)
 
 
 def test_counts_outlive_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +378,9 @@ def test_counts_outlive_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")]
 
     def report(name: str, counted: Counters) -> None:
-        register.report(name, Wanted(0, Source(0, "a")), Status(), pickle.loads(pickle.dumps(counted.snapshot())), None)
+        register.report(
+            name, DesiredState(0, ModelSource(0, "a")), Status(), pickle.loads(pickle.dumps(counted.snapshot())), None
+        )
 
     report("one", counters)
     now_s[0] = 1.0
@@ -386,7 +388,7 @@ def test_counts_outlive_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     found = sample_values(register.collect("two", two.snapshot()))
     assert (found[rows], found[waiting]) == (20, 6)
     assert [found[key] for key in batches] == [0, 2, 2]
-    now_s[0] = 2 + GONE_S
+    now_s[0] = 2 + REPORT_TIMEOUT_S
     report("two", two)
     found = sample_values(register.collect("two", two.snapshot()))
     assert (found[rows], found[waiting]) == (20, 0)

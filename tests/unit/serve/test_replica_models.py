@@ -15,11 +15,11 @@ from rayrec.serve import replica_models
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import Counters
-from rayrec.serve.replica_models import ReplicaModels, Source, Wanted
+from rayrec.serve.replica_models import DesiredState, ModelSource, ReplicaModels
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
 TEXT = b"".join(row_text(number) for number in range(20))
-A, B = Source(0, "a"), Source(1, "b")
+A, B = ModelSource(0, "a"), ModelSource(1, "b")
 
 
 def load(path: str) -> ServedModel:
@@ -28,15 +28,15 @@ def load(path: str) -> ServedModel:
     return MODELS[path]
 
 
-def _switch(models: ReplicaModels, wanted: Wanted) -> str:
-    models.hear(wanted)
+def _switch(models: ReplicaModels, desired: DesiredState) -> str:
+    models.set_desired(desired)
     return models.switch()
 
 
 def _host(*, load: object = load) -> tuple[ReplicaModels, Counters]:
     counters = Counters()
     models = ReplicaModels(load, counters)  # type: ignore[arg-type]
-    assert not _switch(models, Wanted(0, A))
+    assert not _switch(models, DesiredState(0, A))
     return models, counters
 
 
@@ -52,7 +52,7 @@ def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
 
     def swap() -> None:
         for serial, name in enumerate("bcabc", start=1):
-            _switch(models, Wanted(serial, Source(serial, name)))
+            _switch(models, DesiredState(serial, ModelSource(serial, name)))
         done.set()
 
     async def load_it() -> list[dict[str, object]]:
@@ -77,17 +77,17 @@ def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
 
 def test_a_model_that_is_not_accepted_changes_nothing() -> None:
     models, _ = _host()
-    assert models.load(Wanted(1, Source(1, "gone"))) == "gone: damaged"
-    assert (models.status().failed, models.status().cause) == (Source(1, "gone"), "gone: damaged")
+    assert models.load(DesiredState(1, ModelSource(1, "gone"))) == "gone: damaged"
+    assert (models.status().failed, models.status().cause) == (ModelSource(1, "gone"), "gone: damaged")
     other = make_model(make_preprocessor(ANY))
     models, _ = _host(load={"a": MODELS["a"], "other": other}.__getitem__)
-    assert "schemas differ in" in models.load(Wanted(1, Source(1, "other")))
-    assert "schemas differ in" in models.load(Wanted(1, A, shadow=Source(1, "other")))
+    assert "schemas differ in" in models.load(DesiredState(1, ModelSource(1, "other")))
+    assert "schemas differ in" in models.load(DesiredState(1, A, shadow=ModelSource(1, "other")))
     assert models.model is MODELS["a"]
     models, _ = _host()
-    assert not models.load(Wanted(1, B))
+    assert not models.load(DesiredState(1, B))
     assert models.model is MODELS["a"]
-    models.drop(Wanted(1, B))
+    models.drop(DesiredState(1, B))
     assert models.status().model == A
 
 
@@ -95,9 +95,9 @@ def test_columns_are_those_accepted_before_a_replica_started() -> None:
     other = make_model(make_preprocessor(ANY))
     models = ReplicaModels({"other": other, "a": MODELS["a"]}.__getitem__, Counters())
     schema = MODELS["a"].preprocessor.schema
-    assert "schemas differ in" in _switch(models, Wanted(2, Source(1, "other"), schema=schema))
+    assert "schemas differ in" in _switch(models, DesiredState(2, ModelSource(1, "other"), schema=schema))
     assert not models.ready
-    shadowed = Wanted(3, A, schema=schema, shadow=Source(3, "other"))
+    shadowed = DesiredState(3, A, schema=schema, shadow=ModelSource(3, "other"))
     assert "schemas differ in" in _switch(models, shadowed)
     assert models.model is MODELS["a"]
 
@@ -106,7 +106,7 @@ def test_an_accepted_model_that_failed_is_tried_again(monkeypatch: pytest.Monkey
     found = dict(MODELS)
     models, _ = _host(load=lambda path: found[path])
     model = found.pop("b")
-    assert _switch(models, Wanted(1, B)) == "'b'"
+    assert _switch(models, DesiredState(1, B)) == "'b'"
     assert models.model is MODELS["a"]
     assert not models.incomplete  # for some seconds
     monkeypatch.setattr(replica_models, "RETRY_S", -1.0)
@@ -120,8 +120,8 @@ def test_an_accepted_model_that_failed_is_tried_again(monkeypatch: pytest.Monkey
 
 def test_an_older_change_that_comes_late_is_passed_over() -> None:
     models, _ = _host()
-    assert not _switch(models, Wanted(2, Source(2, "c"), previous=B))
-    assert not _switch(models, Wanted(1, B, previous=A))
+    assert not _switch(models, DesiredState(2, ModelSource(2, "c"), previous=B))
+    assert not _switch(models, DesiredState(1, B, previous=A))
     assert models.model is MODELS["c"]
 
 
@@ -133,12 +133,12 @@ def test_going_back_needs_no_loading() -> None:
         return load(path)
 
     models, _ = _host(load=noted)
-    _switch(models, Wanted(1, B, previous=A))
-    _switch(models, Wanted(2, A, previous=B))
-    _switch(models, Wanted(3, B, previous=A))
+    _switch(models, DesiredState(1, B, previous=A))
+    _switch(models, DesiredState(2, A, previous=B))
+    _switch(models, DesiredState(3, B, previous=A))
     assert models.model is MODELS["b"]
     assert opened == ["a", "b"]
-    _switch(models, Wanted(4, Source(4, "b")))  # wished for again: the folder may hold something else now
+    _switch(models, DesiredState(4, ModelSource(4, "b")))  # wished for again: the folder may hold something else now
     assert opened == ["a", "b", "b"]
 
 
@@ -146,7 +146,7 @@ def test_shadow() -> None:
     models, counters = _host()
     app = ScoringApp(models, counters, config=ServeConfig())
     plain = post(app, TEXT).json()
-    _switch(models, Wanted(1, A, shadow=B))
+    _switch(models, DesiredState(1, A, shadow=B))
     assert post(app, TEXT).json() == plain
     for _ in range(3):
         post(app, TEXT)
@@ -163,7 +163,7 @@ def test_shadow() -> None:
     assert counted[f"{name}_count", ()] == 80
     assert counted[f"{name}_bucket", (("le", "0.01"),)] == np.count_nonzero(differences <= 0.01)
     assert f'rayrec_serve_shadow_rows_total{{model="{version}"}} 80' in ask(app, "GET", "/metrics").body.decode()
-    _switch(models, Wanted(2, A))
+    _switch(models, DesiredState(2, A))
     assert models.status().shadow is None
     app.close()
 
@@ -172,7 +172,7 @@ def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     models, counters = _host()
     go_on = threading.Event()
     monkeypatch.setattr("rayrec.serve.responses.BatchScorer.score", lambda *_: go_on.wait(30))
-    _switch(models, Wanted(1, A, shadow=B))
+    _switch(models, DesiredState(1, A, shadow=B))
     app = ScoringApp(models, counters, config=ServeConfig())
     for _ in range(20):
         assert post(app, TEXT).status == 200

@@ -18,8 +18,8 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.serve import build, control, server
 from rayrec.serve.config import ServeConfig, ServerConfig
-from rayrec.serve.listener import bind, held_port
-from rayrec.serve.replica_models import Source, Wanted
+from rayrec.serve.listener import bind, lock_port
+from rayrec.serve.replica_models import DesiredState, ModelSource
 from rayrec.serve.server import ServeInstance, choose, first_answering, settle, urls
 
 
@@ -28,7 +28,7 @@ def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
 
 
 @pytest.mark.parametrize(
-    ("asked", "instance", "own_ray", "ingress", "port"),
+    ("asked", "instance", "private_ray", "ingress", "port"),
     [
         ("auto", None, True, "direct", 8000),
         ("auto", None, False, "serve", 8000),
@@ -40,17 +40,17 @@ def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
     ],
 )
 def test_an_ingress_that_the_cluster_can_have(
-    asked: Any, instance: ServeInstance | None, own_ray: bool, ingress: str, port: int
+    asked: Any, instance: ServeInstance | None, private_ray: bool, ingress: str, port: int
 ) -> None:
-    settled = settle(ServeConfig(ingress=asked), instance, own_ray=own_ray)
+    settled = settle(ServeConfig(ingress=asked), instance, private_ray=private_ray)
     assert (settled.ingress, settled.port) == (ingress, port)
 
 
 def test_an_ingress_that_it_cannot_have() -> None:
     with pytest.raises(InputError, match="without HTTP proxies, for other"):
-        settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), own_ray=False)
+        settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), private_ray=False)
     with pytest.raises(InputError, match="proxies listen at 9000"):
-        settle(ServeConfig(ingress="direct", port=9000), _instance("other"), own_ray=False)
+        settle(ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)
 
 
 def test_urls() -> None:
@@ -120,21 +120,21 @@ def test_an_application_that_is_refused(args: dict[str, Any], message: str) -> N
 
 
 def test_port_has_one_server() -> None:
-    """Replicas of the owner share the port, a second server does not get it, nor one beside another program."""
-    port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\); choose another --port"
-    with held_port("127.0.0.1", port):
+    """Replicas of the owner share the port. A second server, or one next to another program, cannot use it."""
+    port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\)\. Choose another --port"
+    with lock_port("127.0.0.1", port):
         for _ in range(2):
-            with pytest.raises(InputError, match=f"127.0.0.1:{port}: .*{owner}"), held_port("127.0.0.1", port):
+            with pytest.raises(InputError, match=f"127.0.0.1:{port}: .*{owner}"), lock_port("127.0.0.1", port):
                 pass
         with bind("127.0.0.1", port, shared=True) as one, bind("127.0.0.1", port, shared=True) as other:
             one.listen()
             other.listen()
-    with held_port("127.0.0.1", port):
+    with lock_port("127.0.0.1", port):
         pass
     for shared in (False, True):  # a replica that outlived its server, or another program
         with bind("0.0.0.0", port, shared=shared) as other:
             other.listen()
-            with pytest.raises(InputError, match=owner), held_port("127.0.0.1", port):
+            with pytest.raises(InputError, match=owner), lock_port("127.0.0.1", port):
                 pass
 
 
@@ -142,10 +142,10 @@ def test_port_lock_ends_with_its_process() -> None:
     port = free_ports(1)
     child = os.fork()
     if not child:
-        with held_port("127.0.0.1", port):
+        with lock_port("127.0.0.1", port):
             os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
-    with held_port("127.0.0.1", port):
+    with lock_port("127.0.0.1", port):
         pass
 
 
@@ -176,7 +176,7 @@ def test_port_lock_ends_with_its_process() -> None:
     ],
 )
 def test_host_header_names_the_server(value: str, host: str, allowed: tuple[str, ...], own: bool) -> None:
-    assert ServeConfig(host=host, allowed_hosts=allowed).is_own_host(value) is own
+    assert ServeConfig(host=host, allowed_hosts=allowed).is_allowed_host(value) is own
 
 
 def test_allowed_hosts_are_names() -> None:
@@ -323,30 +323,30 @@ class Watched:
 
     def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "_RETRY_S", 0.0)
-        self.wanted, self.changes = Wanted(1, Source(1, path)), list[str]()
+        self.desired, self.changes = DesiredState(1, ModelSource(1, path)), list[str]()
         self.failures: dict[str, str] = {}
         self.trouble: list[Exception] = []
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def ask(self, method: str, *, timeout_s: float) -> dict[str, Any]:
+    def call_register(self, method: str, *, timeout_s: float) -> dict[str, Any]:
         assert method == "describe"
         if self.trouble:
             raise self.trouble.pop(0)
-        version = os.path.basename(self.wanted.model.path)
+        version = os.path.basename(self.desired.model.path)
         replica = {"model": version, "shadow": None}
-        return {"model": self.wanted.model.path, "replicas": {"one": replica}, "failures": dict(self.failures)}
+        return {"model": self.desired.model.path, "replicas": {"one": replica}, "failures": dict(self.failures)}
 
-    def change(self, changed: Callable[[Wanted], Wanted]) -> None:
+    def change(self, changed: Callable[[DesiredState], DesiredState]) -> None:
         assert self.go_on.wait(60)
-        new = changed(self.wanted)
+        new = changed(self.desired)
         self.changes.append(new.model.path)
         if self.trouble:
             error = self.trouble.pop(0)
             if isinstance(error, InputError):
                 self.failures[str(new.serial)] = str(error)
             raise error
-        self.wanted = new
+        self.desired = new
 
     def watch(self) -> server._Watch:
         return server._Watch(server.Server("http://x", self, "x:1"), Console())  # type: ignore[arg-type]
@@ -365,7 +365,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def test_run_is_followed(watched: Watched, tmp_path: Path) -> None:
-    watch, first = watched.watch(), watched.wanted.model.path
+    watch, first = watched.watch(), watched.desired.model.path
     run = os.path.relpath(tmp_path)
     watched.follow(watch, run)
     assert watched.changes == []  # it serves that already, by whatever name
@@ -378,10 +378,10 @@ def test_run_is_followed(watched: Watched, tmp_path: Path) -> None:
     watched.follow(watch, run)
     assert watched.changes == [newest]
     watched.follow(watch, run)
-    watched.wanted = control.rolled_back(watched.wanted)
+    watched.desired = control.revert_model(watched.desired)
     assert watch.poll()
     watched.follow(watch, run)  # after a rollback that is what the user wants
-    assert (watched.changes, watched.wanted.model.path) == ([newest], first)
+    assert (watched.changes, watched.desired.model.path) == ([newest], first)
 
 
 def test_checkpoint_that_was_not_loaded_is_tried_again(
@@ -414,7 +414,7 @@ def test_following_outlives_its_store_and_its_cluster(
         watch.follow(str(tmp_path), "newest")  # sees the failure
     watched.trouble = []
     watched.follow(watch, str(tmp_path))
-    assert watched.wanted.model.path == newest
+    assert watched.desired.model.path == newest
     printed = capsys.readouterr().err
     for cause in ("the store was out for 5 s", "access denied"):
         assert printed.count(f"Keeping the model: {cause}") == 1

@@ -32,7 +32,7 @@ README: Final = "README.md"
 ENCODER: Final = "encode.py"
 """Program that encodes raw rows without rayrec, for other programs. Not run when an export is opened."""
 
-REMEDY: Final = "export the checkpoint again"
+FIX: Final = "export the checkpoint again"
 """Fix in error messages of damaged exports."""
 
 
@@ -114,17 +114,17 @@ class ExportedModel:
                 raise ValueError("unknown quantization or precision")
             exported.row_format.check()
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{manifest_path}: is not the manifest of an export ({error}); {REMEDY}") from None
+            raise InputError(f"{manifest_path}: is not the manifest of an export ({error}); {FIX}") from None
         if {**exported.described, "model": stored["model"]} != stored:  # Older models may have fewer settings
-            raise InputError(f"{path}: Preprocessor does not match the manifest; {REMEDY}")
+            raise InputError(f"{path}: Preprocessor does not match the manifest; {FIX}")
         return exported
 
 
 def read_manifest(path: str) -> dict[str, Any]:
     """Read a manifest: `model` (`ExportedModel.described`) and `files`. Raises InputError if it is damaged or has another
     version."""
-    manifest = load_manifest(path, fix=REMEDY)
+    manifest = load_manifest(path, fix=FIX)
     if manifest.get("version", VERSION) != VERSION:
-        raise InputError(f"{path}: export version must be {VERSION}, got {manifest['version']}; {REMEDY}")
-    check_manifest(path, manifest, _Manifest, fix=REMEDY)
+        raise InputError(f"{path}: export version must be {VERSION}, got {manifest['version']}; {FIX}")
+    check_manifest(path, manifest, _Manifest, fix=FIX)
     return manifest

@@ -30,7 +30,7 @@ OUTPUT: Final = "logit"
 _EXAMPLE_ROWS = 4
 
 
-class _WholeModel(nn.Module):
+class _FullModel(nn.Module):
     """Model with tables: ids of all columns, int64 [rows, ids], and dense features, if any, float32 [rows, num_dense] -> logits
     [rows, 1]."""
 
@@ -79,7 +79,7 @@ def write_onnx(preprocessor: Preprocessor, scorer: ClickScorer, path: str) -> No
 
     hotness = id_widths(preprocessor)
     network, tables, row_format = scorer.parts()
-    model = _WholeModel(network, tables, row_format=row_format, hotness=hotness).eval()
+    model = _FullModel(network, tables, row_format=row_format, hotness=hotness).eval()
     num_dense = len(preprocessor.inputs.dense)
     examples = {IDS: torch.zeros(_EXAMPLE_ROWS, sum(hotness), dtype=torch.int64)}
     if num_dense:

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 _SPEED_S: Final = 0.5
 """Seconds to measure a model's speed for."""
-_DRAWN_ROWS: Final = 2000
+_RANDOM_ROWS: Final = 2000
 """Number of rows of random raw values."""
-_DRAWN_BAG: Final = 3
+_MAX_RANDOM_IDS: Final = 3
 """Maximum number of ids per random row in a list column."""
 
 Score = Callable[[EncodedRows], np.ndarray]
@@ -101,7 +101,7 @@ def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: Ex
                 f"export: found {fault} to compare. Set --parity-path to a labelled log, or pass --ignore-parity to compare "
                 "random rows."
             ) from None
-        return replace(drawn_rows(preprocessor, rows=settings.parity_rows), fault=fault)
+        return replace(random_rows(preprocessor, rows=settings.parity_rows), fault=fault)
 
 
 def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str) -> ParityRows:
@@ -139,14 +139,14 @@ def spread(ranges: Sequence[Part], *, rows: int) -> list[Part]:
     return parts
 
 
-def drawn_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> ParityRows:
+def random_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> ParityRows:
     """Generate rows without labels: normal dense features, uniform ids."""
     rng = np.random.default_rng(seed)
     batches = []
     for start in range(0, rows, BATCH_ROWS):
         count = min(BATCH_ROWS, rows - start)
         dense = rng.standard_normal((count, len(preprocessor.inputs.dense)), np.float32)
-        lengths_of, dtype = _drawn_lengths(rng, preprocessor.schema, count), preprocessor.id_dtype
+        lengths_of, dtype = _random_lengths(rng, preprocessor.schema, count), preprocessor.id_dtype
         columns = zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, preprocessor.hotness, strict=True)
         ids: list[Ids] = []
         for name, num_embeddings, hotness in columns:
@@ -159,9 +159,9 @@ def drawn_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> Parit
     return ParityRows("rows drawn at random, their labels by the checkpoint's own scores", tuple(batches))
 
 
-def _drawn_lengths(rng: np.random.Generator, schema: Schema, rows: int) -> Callable[[str], np.ndarray]:
+def _random_lengths(rng: np.random.Generator, schema: Schema, rows: int) -> Callable[[str], np.ndarray]:
     """Return a function from list names to random lengths, equal for aligned lists, int64 [rows]."""
-    draw = functools.cache(lambda first: rng.integers(0, _DRAWN_BAG + 1, rows))
+    draw = functools.cache(lambda first: rng.integers(0, _MAX_RANDOM_IDS + 1, rows))
     return lambda name: draw(schema.feature(name).aligned_with or name)
 
 
@@ -173,7 +173,7 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
     """
     is_random = not rows.parts or rows.parts[0].segment.is_preprocessed
     batches = (
-        [_as_table_rows(_drawn_table(preprocessor), preprocessor.schema)]
+        [_as_table_rows(_random_table(preprocessor), preprocessor.schema)]
         if is_random
         else _raw_rows(rows.parts, encoder, preprocessor)
     )
@@ -217,22 +217,22 @@ def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
     return raw, values.to_pylist()
 
 
-def _drawn_table(preprocessor: Preprocessor) -> pa.Table:
+def _random_table(preprocessor: Preprocessor) -> pa.Table:
     """Generate raw values of every column: numbers, known and unknown categories, missing values."""
     schema, rng = preprocessor.schema, np.random.default_rng(0)
-    hexadecimal, lengths_of = schema.tokens == "hexadecimal", _drawn_lengths(rng, schema, _DRAWN_ROWS)
+    hexadecimal, lengths_of = schema.tokens == "hexadecimal", _random_lengths(rng, schema, _RANDOM_ROWS)
 
     def present() -> np.ndarray:
-        return rng.random(_DRAWN_ROWS) < 0.9
+        return rng.random(_RANDOM_ROWS) < 0.9
 
     columns: dict[str, pa.Array] = {
-        name: pa.array(np.rint(rng.standard_cauchy(_DRAWN_ROWS) * 20).clip(-1e9, 1e9).astype(np.int64), mask=~present())
+        name: pa.array(np.rint(rng.standard_cauchy(_RANDOM_ROWS) * 20).clip(-1e9, 1e9).astype(np.int64), mask=~present())
         for name in schema.dense
     }
     for number, name in enumerate(preprocessor.inputs.sparse):
         if name not in schema.sparse:
             continue
-        lengths = lengths_of(name) if name in schema.lists else np.ones(_DRAWN_ROWS, np.int64)
+        lengths = lengths_of(name) if name in schema.lists else np.ones(_RANDOM_ROWS, np.int64)
         dtype, vocabulary = (np.uint32 if hexadecimal else np.uint64), preprocessor.vocabulary(number)
         tokens = rng.integers(0, np.iinfo(dtype).max, int(lengths.sum()), dtype, endpoint=True)
         if len(vocabulary):
@@ -262,10 +262,8 @@ def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, va
             return f"it encodes {values[row].get(name)!r} of {name} as {pair[0][row]} instead of {pair[1][row]}"
     for name, column, expected_column in zip(inputs.sparse, ids, expected.ids, strict=True):
         actual = column if isinstance(column, tuple) else (column,)
-        wanted_values = (
-            (expected_column.values, expected_column.lengths) if isinstance(expected_column, Bags) else (expected_column,)
-        )
-        if len(actual) != len(wanted_values) or not all(map(np.array_equal, actual, wanted_values)):
+        required = (expected_column.values, expected_column.lengths) if isinstance(expected_column, Bags) else (expected_column,)
+        if len(actual) != len(required) or not all(map(np.array_equal, actual, required)):
             return f"its ids of column {name} differ"
     return None
 

@@ -26,7 +26,7 @@ Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
 
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]{8}")
 _CANONICAL = re.compile(r"0|-?[1-9][0-9]*")
-_WHOLE = re.compile(r"([+-]?[0-9]+)(\.0*)?")
+_INTEGER = re.compile(r"([+-]?[0-9]+)(\.0*)?")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _BOOLEANS = {"true": 1, "True": 1, "TRUE": 1, "false": 0, "False": 0, "FALSE": 0}
 _LIMIT = 10**18
@@ -46,12 +46,12 @@ class Encoder:
         with open(os.path.join(folder, "preprocessor.json"), encoding="utf-8") as file:
             stored = json.load(file)
         tokens = np.load(os.path.join(folder, "tokens.npy"), allow_pickle=False)
-        _refuse_unknown(stored, _STORED, "the file")
+        _reject_unknown(stored, _STORED, "the file")
         self.schema: dict[str, Any] = stored["schema"]
-        _refuse_unknown(self.schema, _SCHEMA, "schema")
+        _reject_unknown(self.schema, _SCHEMA, "schema")
         self._features = {feature["name"]: feature for feature in self.schema.get("features", ())}
         for name, feature in self._features.items():
-            _refuse_unknown(feature, _FEATURE, f"feature {name}")
+            _reject_unknown(feature, _FEATURE, f"feature {name}")
             if feature.get("weights"):
                 raise ValueError(f"preprocessor.json: weights of list {name} are not supported by this program")
         self._hexadecimal = self.schema["tokens"] == "hexadecimal"
@@ -61,7 +61,7 @@ class Encoder:
         self._least = None if minimum is None else minimum[""]
         self._multi_hot: dict[str, Any] | None = stored["multi_hot"]
         if self._multi_hot is not None:
-            _refuse_unknown(self._multi_hot, {"sizes", "distribution", "seed"}, "multi_hot")
+            _reject_unknown(self._multi_hot, {"sizes", "distribution", "seed"}, "multi_hot")
         self._dense = [_column(DenseColumn, "dense", values) for values in stored["dense"]]
         self._sparse: list[tuple[SparseColumn, Callable[[np.ndarray], np.ndarray]]] = []
         names = [*(self.schema["dense"] if self._buckets else ()), *self.schema["sparse"]]
@@ -72,7 +72,7 @@ class Encoder:
             if vocabulary not in vocabularies:  # The first column that uses it
                 vocabularies[vocabulary] = tokens[first : first + (column.num_tokens or 0)]
                 first += len(vocabularies[vocabulary])
-            self._sparse.append((column, _look_up_in(vocabularies[vocabulary], column)))
+            self._sparse.append((column, _make_lookup(vocabularies[vocabulary], column)))
 
     def parse(self, lines: Iterable[str]) -> list[dict[str, str]]:
         """Parse tab-separated lines without a header, labelled or not, into rows for `encode`. For other schemas use
@@ -150,7 +150,7 @@ class Encoder:
             for row, (row_tokens, other_tokens) in enumerate(
                 zip(lists, self._lists(rows, other) if other else lists, strict=True)
             ):
-                if _places(row_tokens) != _places(other_tokens):
+                if _positions(row_tokens) != _positions(other_tokens):
                     raise ValueError(f"row {row}: categories of {name} are not aligned with {other}")
             max_length = self._features.get(name, {}).get("max_length") or 0
             present = [[token for token in of_row if token is not None][-max_length:] for of_row in lists]
@@ -188,7 +188,7 @@ class Encoder:
         if isinstance(value, int) and -(2**63) <= value < 2**64:  # Includes True and False
             return _text_token(str(int(value)), self._booleans)
         if isinstance(value, str) and name in self.schema.get("integers", ()):
-            return _whole_token(value, f"row {row}: {name} must be an integer, got {value!r}")
+            return _integer_token(value, f"row {row}: {name} must be an integer, got {value!r}")
         if isinstance(value, str):
             return _text_token(value, self._booleans)
         raise ValueError(f"row {row}: {name} must be text or a 64-bit integer, got {value!r}")
@@ -205,7 +205,7 @@ class Encoder:
         ]
 
 
-def _places(tokens: Sequence[int | None]) -> list[int]:
+def _positions(tokens: Sequence[int | None]) -> list[int]:
     return [index for index, token in enumerate(tokens) if token is not None]
 
 
@@ -225,18 +225,18 @@ def _seconds(value: date) -> float:
     return (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) / 10**6
 
 
-def _refuse_unknown(stored: Mapping[str, Any], allowed: set[str], location: str) -> None:
+def _reject_unknown(stored: Mapping[str, Any], allowed: set[str], location: str) -> None:
     unknown = sorted(stored.keys() - allowed)
     if unknown:
         raise ValueError(f"preprocessor.json: unknown setting {unknown[0]} in {location}; use the encode.py of the same export")
 
 
 def _column(cls: Any, name: str, values: dict[str, Any]) -> Any:
-    _refuse_unknown(values, {field.name for field in fields(cls)}, f"column {name}")
+    _reject_unknown(values, {field.name for field in fields(cls)}, f"column {name}")
     return cls(**values)
 
 
-def _look_up_in(vocabulary: np.ndarray, column: SparseColumn) -> Callable[[np.ndarray], np.ndarray]:
+def _make_lookup(vocabulary: np.ndarray, column: SparseColumn) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from tokens to ids. `vocabulary` has the vocabulary's tokens in the order of their ids."""
     order = np.argsort(vocabulary)
     ordered, ids = vocabulary[order], column.ids()[order] if len(vocabulary) else order
@@ -250,13 +250,13 @@ def _look_up_in(vocabulary: np.ndarray, column: SparseColumn) -> Callable[[np.nd
     return lookup
 
 
-def _whole_token(text: str, error: str) -> int | None:
+def _integer_token(text: str, error: str) -> int | None:
     text = text.strip(" \t")
     if text == "" or text.lower() == "nan":
         return None
     if text in _BOOLEANS:
         return _BOOLEANS[text]
-    match = _WHOLE.fullmatch(text)
+    match = _INTEGER.fullmatch(text)
     if match is None or not -(2**63) <= int(match[1]) < 2**63:
         raise ValueError(error)
     return int(match[1]) % 2**64

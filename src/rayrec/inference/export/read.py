@@ -16,14 +16,14 @@ from rayrec.checkpoint.format import MANIFEST
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.inference.export.manifest import DENSE, FORMAT, REMEDY, TABLES, ExportedModel, read_manifest
+from rayrec.inference.export.manifest import DENSE, FIX, FORMAT, TABLES, ExportedModel, read_manifest
 from rayrec.models.base import ClickModelConfig
 from rayrec.workloads.recsys.scorer import ClickScorer, empty_model, make_scorer
 
 if TYPE_CHECKING:
     from rayrec.workloads.scoring import Device
 
-_PIECE_BYTES = 64 << 20
+_CHUNK_BYTES = 64 << 20
 
 
 def is_export(path: str) -> bool:
@@ -68,19 +68,19 @@ def open_export(
 
 def verify_file(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Check a file of an export. Raises InputError if it is missing or changed."""
-    digest, file_path = hashlib.sha256(), _place(path, name, files)
+    digest, file_path = hashlib.sha256(), _checked_path(path, name, files)
     for chunk in storage.read_stream(file_path):
         digest.update(chunk)
     if digest.hexdigest() != files[name]["sha256"]:
-        raise InputError(f"{file_path}: damaged, checksum does not match; {REMEDY}")
+        raise InputError(f"{file_path}: damaged, checksum does not match; {FIX}")
 
 
-def _place(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
+def _checked_path(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:
     file_path = storage.join(path, name)
     if name not in files:
-        raise InputError(f"{path}: {name} not found in the manifest; {REMEDY}")
+        raise InputError(f"{path}: {name} not found in the manifest; {FIX}")
     if storage.size_of(file_path) != files[name]["bytes"]:
-        raise InputError(f"{file_path}: missing, or its size does not match the manifest; {REMEDY}")
+        raise InputError(f"{file_path}: missing, or its size does not match the manifest; {FIX}")
     return file_path
 
 
@@ -89,17 +89,17 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """Read one safetensors file of an export. The tensors share one buffer of the file's size. Raises InputError for damage, and
     if names, dtypes or shapes differ from `expected`."""
-    file_path = _place(path, name, files)
+    file_path = _checked_path(path, name, files)
     buffer = np.empty(files[name]["bytes"] + 63, np.uint8)
     data = buffer[-buffer.ctypes.data % 64 :][: files[name]["bytes"]]  # Aligned, so that rows of 64 bytes lie in one cache line
     digest = hashlib.sha256()
-    for start in range(0, len(data), _PIECE_BYTES):
-        chunk = data[start : start + _PIECE_BYTES]
+    for start in range(0, len(data), _CHUNK_BYTES):
+        chunk = data[start : start + _CHUNK_BYTES]
         if storage.read_into(file_path, start, chunk) != len(chunk):
-            raise InputError(f"{file_path}: cut short while it was read; {REMEDY}")
+            raise InputError(f"{file_path}: cut short while it was read; {FIX}")
         digest.update(chunk.data)
     if digest.hexdigest() != files[name]["sha256"]:
-        raise InputError(f"{file_path}: damaged, checksum does not match; {REMEDY}")
+        raise InputError(f"{file_path}: damaged, checksum does not match; {FIX}")
     head_bytes = int.from_bytes(data[:8].tobytes(), "little")
     try:
         table = json.loads(data[8 : 8 + head_bytes].tobytes())
@@ -107,15 +107,15 @@ def read_tensors(
         shapes = {key: (value["dtype"], value["shape"]) for key, value in table.items()}
         spans = {key: (int(value["data_offsets"][0]), int(value["data_offsets"][1])) for key, value in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        raise InputError(f"{file_path}: is not a safetensors file; {REMEDY}") from None
+        raise InputError(f"{file_path}: is not a safetensors file; {FIX}") from None
     if shapes != {key: (DTYPES[dtype], list(shape)) for key, (dtype, shape) in expected.items()}:
-        raise InputError(f"{file_path}: tensors do not match the model in the manifest; {REMEDY}")
+        raise InputError(f"{file_path}: tensors do not match the model in the manifest; {FIX}")
     body = data[8 + head_bytes :]
     tensors = {}
     for key, (dtype, shape) in expected.items():
         start, stop = spans[key]
         size_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         if not 0 <= start <= stop <= len(body) or stop - start != size_bytes or (8 + head_bytes + start) % dtype.itemsize:
-            raise InputError(f"{file_path}: {key} is outside of the file; {REMEDY}")
+            raise InputError(f"{file_path}: {key} is outside of the file; {FIX}")
         tensors[key] = torch.from_numpy(body[start:stop]).view(dtype).reshape(shape)
     return tensors

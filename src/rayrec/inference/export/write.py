@@ -210,14 +210,14 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
     torch.export.save(program, path)
 
 
-def _seal(out: str, exported: ExportedModel, known_files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Write the manifest of all files in the folder. Returns size and checksum of every file, without reading `known_files`."""
-    files = dict(known_files)
+def _seal(out: str, exported: ExportedModel, sealed_files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Write the manifest of all files in the folder. Returns size and checksum of every file, without reading `sealed_files`."""
+    files = dict(sealed_files)
     for inside, _, names in os.walk(out):
         for name in names:
             path = os.path.join(inside, name)
             relative = os.path.relpath(path, out).replace(os.sep, "/")
-            if relative not in known_files and relative != MANIFEST:
+            if relative not in sealed_files and relative != MANIFEST:
                 files[relative] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
     manifest = {"format": FORMAT, "version": VERSION, "model": exported.described, "files": dict(sorted(files.items()))}
     storage.write_json(storage.join(out, MANIFEST), seal(manifest))

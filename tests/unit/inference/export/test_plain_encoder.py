@@ -24,7 +24,7 @@ from rayrec.inference.export.write import encoder_program
 from rayrec.inference.model import open_served
 from rayrec.models.ranking.din import DINConfig
 from rayrec.schema import Feature, Schema
-from rayrec.serve.requests import Body, RequestError
+from rayrec.serve.requests import RequestBody, RequestError
 from rayrec.serve.row_readers import make_reader
 
 
@@ -49,7 +49,7 @@ def test_encode_py_is_compared_on_an_own_log(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     own = runpy.run_path(str(tmp_path / "out" / "encode.py"))["Encoder"](str(tmp_path / "out" / "preprocessor"))
     served = open_served(str(tmp_path / "out"))
-    raw, _ = make_reader(made.preprocessor.schema).read([Body("csv", 300, 0, text=(tmp_path / "log.csv").read_bytes())])
+    raw, _ = make_reader(made.preprocessor.schema).read([RequestBody("csv", 300, 0, text=(tmp_path / "log.csv").read_bytes())])
     logits = served.score(served.preprocessor.encode(raw))
     assert np.std(logits) > 0
     np.testing.assert_allclose(score(*own.encode(rows)), logits, rtol=0, atol=1e-5)
@@ -79,7 +79,7 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     score = scored_by_strangers(tmp_path / "out")
     encoder, served = Encoder(str(tmp_path / "out" / "preprocessor")), open_served(str(tmp_path / "out"))
     reader = make_reader(schema)
-    raw, _ = reader.read([Body("csv", 200, 0, text=log.read_bytes())])
+    raw, _ = reader.read([RequestBody("csv", 200, 0, text=log.read_bytes())])
     logits = served.score(served.preprocessor.encode(raw))
     assert np.std(logits) > 0
     np.testing.assert_allclose(open_served(str(made.run)).score(served.preprocessor.encode(raw)), logits, atol=1e-5)
@@ -91,7 +91,7 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="row 0: categories of shops are not aligned with items"):
         encoder.encode([ragged])
     good = {**ragged, "shops": ["s1", "s2"]}
-    raw, (first, second) = reader.read([Body("json", 1, 0, rows=[row]) for row in (ragged, good)])
+    raw, (first, second) = reader.read([RequestBody("json", 1, 0, rows=[row]) for row in (ragged, good)])
     assert isinstance(first, RequestError)
     assert "categories are not at the places of the list that it is aligned with" in str(first)
     assert not isinstance(second, RequestError)
@@ -200,7 +200,7 @@ def test_the_encoder_reads_categories_of_any_kind(tmp_path: Path) -> None:
         }
         for number, user in enumerate(users)
     ]
-    raw, outcomes = make_reader(schema).read([Body("json", len(rows), 0, rows=rows)])
+    raw, outcomes = make_reader(schema).read([RequestBody("json", len(rows), 0, rows=rows)])
     assert outcomes == [slice(0, len(rows))]
     columns = [
         np.unique(column.categories if isinstance(column, RawList) else column)[::2] for column in map(raw.column, schema.sparse)
