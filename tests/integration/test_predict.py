@@ -88,7 +88,7 @@ def whole(local_ray: None, result: Result, click_log: Path, config: TrainConfig)
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def test_evaluate_gives_the_metrics_of_training(result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path) -> None:
+def test_evaluate_matches_training_metrics(result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path) -> None:
     rows = result.summary["rows_of_sets"]["test"]
     (tmp_path / "test.tsv").write_bytes(b"".join(lines[-rows:]))
     metrics = evaluate(result.checkpoint, str(tmp_path / "test.tsv"), config=config, console=QUIET)
@@ -114,7 +114,7 @@ def test_predictions_are_in_order(
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
 
 
-def test_scores_do_not_depend_on_labels_packing_or_neighbours(
+def test_scores_ignore_labels_packing_and_neighbours(
     whole: dict[str, np.ndarray], lines: list[bytes], result: Result, config: TrainConfig, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -131,7 +131,7 @@ def test_scores_do_not_depend_on_labels_packing_or_neighbours(
     np.testing.assert_allclose(single["logit"], whole["logit"][3:4], atol=1e-6)
 
 
-def test_faulty_lines_keep_their_place(
+def test_invalid_lines_keep_row_numbers(
     whole: dict[str, np.ndarray], lines: list[bytes], result: Result, config: TrainConfig, tmp_path: Path
 ) -> None:
     count = 6000  # several blocks, one of them all good
@@ -169,7 +169,9 @@ def _predict_to(checkpoint: str, config: TrainConfig, out: Path, *, batch_rows: 
     return prediction.predict_to(checkpoint, config.train_data.path, str(out), config=config, options=options, console=QUIET)
 
 
-def test_parquet(whole: dict[str, np.ndarray], scores: tuple[Path, dict[str, Any]], result: Result, config: TrainConfig) -> None:
+def test_predict_writes_parquet(
+    whole: dict[str, np.ndarray], scores: tuple[Path, dict[str, Any]], result: Result, config: TrainConfig
+) -> None:
     out, done = scores
     assert (done["rows"], done["bad_rows"], done["out"]) == (20_000, 0, str(out))
     assert done["rows_per_s"] > 0
@@ -183,7 +185,7 @@ def test_parquet(whole: dict[str, np.ndarray], scores: tuple[Path, dict[str, Any
         _predict_to(result.folder, config, out)
 
 
-def test_a_killed_call_goes_on(
+def test_killed_predict_resumes(
     scores: tuple[Path, dict[str, Any]], result: Result, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same bytes; what was done is not scored again."""
@@ -214,7 +216,7 @@ def test_a_killed_call_goes_on(
 
 @pytest.mark.exhaustive
 @pytest.mark.extended
-def test_slices_intervals_and_another_checkpoint(
+def test_evaluate_slices_intervals_and_comparison(
     result: Result, config: TrainConfig, click_log: Path, whole: dict[str, np.ndarray], lines: list[bytes]
 ) -> None:
     checkpoints = sorted((Path(result.folder) / "checkpoints").iterdir())
@@ -258,7 +260,7 @@ def test_slices_intervals_and_another_checkpoint(
     assert "by int_1:\n" in evaluation_text(found)
 
 
-def test_what_cannot_be_told(result: Result, config: TrainConfig, click_log: Path) -> None:
+def test_unsupported_evaluation_options_are_rejected(result: Result, config: TrainConfig, click_log: Path) -> None:
     log = str(click_log / "train.txt")
     for by, message in (("cat5", "no column 'cat5'; did you mean 'cat_5'"), ("user", "no column 'user'; there are day")):
         with pytest.raises(InputError, match=message):
@@ -269,7 +271,7 @@ def test_what_cannot_be_told(result: Result, config: TrainConfig, click_log: Pat
         )
 
 
-def test_refusals(result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path) -> None:
+def test_invalid_predictions_are_rejected(result: Result, config: TrainConfig, lines: list[bytes], tmp_path: Path) -> None:
     labelled, unlabelled = tmp_path / "labelled.txt", tmp_path / "unlabelled.txt"
     labelled.write_bytes(b"".join(lines[:100]))
     unlabelled.write_bytes(_unlabelled(lines[:100]))

@@ -113,7 +113,7 @@ def _check_second_server(command: list[str], environment: dict[str, str], port: 
 
 
 @pytest.mark.parametrize("ingress", [pytest.param("serve", marks=pytest.mark.exhaustive), "direct"])
-def test_a_server(tmp_path: Path, ingress: str) -> None:
+def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None:
     models = [make_model(seed=seed) for seed in (1, 2)]
     places = [save_checkpoint(tmp_path / "run", 10 * seed, model) for seed, model in zip((1, 2), models, strict=True)]
     port = free_ports(1)

@@ -97,7 +97,7 @@ def _no_serve() -> Iterator[None]:
     serve.shutdown()
 
 
-def test_the_documented_file_and_another_model(tmp_path: Path, places: list[str]) -> None:
+def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[str]) -> None:
     """Started by `serve run FILE`; with another model in user_config the replica stays, and answers all the time, also while
     another application joins it."""
     config = _documented()
@@ -182,7 +182,7 @@ def _version(place: str, *, own: type[ClickModelConfig] | None = None) -> str:
     return open_served(place, own=own).version
 
 
-def test_how_a_server_is_reached(tmp_path: Path) -> None:
+def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
     """One of a network that is not rayrec's."""
     network, port = OwnConfig(embedding_dim=4), free_ports(1)
     model = make_model(config=network)
@@ -211,7 +211,7 @@ def test_how_a_server_is_reached(tmp_path: Path) -> None:
     assert find_instance(APPLICATION) is None
 
 
-def test_swaps_while_a_replica_starts(tmp_path: Path) -> None:
+def test_swaps_during_replica_start(tmp_path: Path) -> None:
     """Of models that load for seconds: a rejected one, three times at once, is never served, and an accepted one by all; then
     the register is killed, and the server goes back."""
     slow = SlowConfig(embedding_dim=4, build_s=3)

@@ -68,7 +68,7 @@ def found(models: list[Saved], log: Path, tmp_path_factory: pytest.TempPathFacto
         return rayrec.compare([str(saved.run) for saved in models], str(log), ensemble=True, group="cat_5", **QUIET)
 
 
-def test_each_model_and_each_two_are_what_they_are_alone(found: dict[str, Any], models: list[Saved], log: Path) -> None:
+def test_comparison_matches_single_evaluations(found: dict[str, Any], models: list[Saved], log: Path) -> None:
     labels = _labels(log)
     assert found["rows"] == ROWS
     assert found["label_rate"] == pytest.approx(labels.mean())
@@ -94,7 +94,7 @@ def test_each_model_and_each_two_are_what_they_are_alone(found: dict[str, Any], 
     assert found["failures"] == []
 
 
-def test_costs_are_those_of_the_checkpoints(found: dict[str, Any], models: list[Saved]) -> None:
+def test_costs_match_checkpoints(found: dict[str, Any], models: list[Saved]) -> None:
     told_of = found["models"]
     for saved, told in zip(models, told_of, strict=False):
         assert told["parameters"] == sum(parameter.numel() for parameter in saved.model.parameters())
@@ -107,7 +107,7 @@ def test_costs_are_those_of_the_checkpoints(found: dict[str, Any], models: list[
         assert told_of[3][name] == sum(told[name] for told in told_of[:3])
 
 
-def test_a_model_does_not_differ_from_itself(models: list[Saved], log: Path) -> None:
+def test_model_does_not_differ_from_itself(models: list[Saved], log: Path) -> None:
     place = str(models[0].run)
     found = rayrec.compare([place, place], str(log), **QUIET)
     assert [model["name"] for model in found["models"]] == [f"1: {place}", f"2: {place}"]
@@ -115,7 +115,7 @@ def test_a_model_does_not_differ_from_itself(models: list[Saved], log: Path) -> 
     assert found["differences"][0]["logloss"]["difference"] == 0
 
 
-def test_gates_are_about_the_last_model_and_the_first(models: list[Saved], log: Path) -> None:
+def test_gates_compare_last_and_first_model(models: list[Saved], log: Path) -> None:
     places = [str(saved.run) for saved in models[::2]]
     found = rayrec.compare(places, str(log), gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9), **QUIET)
     gain = found["differences"][0]["auroc"]
@@ -125,9 +125,7 @@ def test_gates_are_about_the_last_model_and_the_first(models: list[Saved], log: 
     assert rayrec.compare(places, str(log), gates=passed, **QUIET)["failures"] == []
 
 
-def test_the_command_prints_a_table_or_json_and_ends_with_2_where_a_gate_fails(
-    models: list[Saved], log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_command_output_and_exit_status(models: list[Saved], log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", *(str(saved.run) for saved in models[:2]), str(log), "--resamples", "20"]
     command += ["--cluster.address", "none"]
     assert run(command) == 0
@@ -162,7 +160,7 @@ def _columns_swapped(saved: Saved, folder: Path) -> Saved:
         (lambda models, folder: [models[0].run, folder / "none"], "none: "),
     ],
 )
-def test_what_cannot_be_compared_is_one_line_before_anything_is_scored(
+def test_invalid_comparison_is_rejected_before_scoring(
     models: list[Saved], log: Path, tmp_path: Path, places: Callable[[list[Saved], Path], list[Path]], match: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -172,13 +170,13 @@ def test_what_cannot_be_compared_is_one_line_before_anything_is_scored(
     assert "\n" not in str(raised.value)
 
 
-def test_other_models_than_those_of_clicks_are_refused(models: list[Saved]) -> None:
+def test_models_without_clicks_are_rejected(models: list[Saved]) -> None:
     configs = [models[0].config, recipes.mnist_resnet18()]
     with pytest.raises(InputError, match="runs/mnist: recipe mnist_resnet18 does not predict clicks"):
         compare_checkpoints(["runs/a", "runs/mnist"], "log", configs=configs)
 
 
-def test_other_rows_are_refused(models: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_rows_are_rejected(models: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the log changes between two models."""
     given: list[ScoredRows] = []
 
@@ -192,7 +190,7 @@ def test_other_rows_are_refused(models: list[Saved], log: Path, monkeypatch: pyt
         rayrec.compare([str(saved.run) for saved in models[:2]], str(log), **QUIET)
 
 
-def test_baselines_are_trained_on_the_models_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both learn; what they are trained and scored on, and that gates are of networks alone."""
     saved = save_clicks(tmp_path / "run", train_data={"path": str(log)})
     arguments = ["--baselines", "lightgbm", "logistic", "--resamples", "20", "--cluster.address", "none", "--json"]
@@ -226,7 +224,7 @@ def test_baselines_are_trained_on_the_models_rows(log: Path, tmp_path: Path, cap
         assert message in capsys.readouterr().err
 
 
-def test_what_baselines_are_given(tmp_path: Path) -> None:
+def test_baseline_features(tmp_path: Path) -> None:
     """Rates of a row's categories do not know its label; lists are one-hot sums; what cannot be trained is refused."""
     rng = np.random.default_rng(0)
     labels = (rng.random(4_000) < 0.3).astype(np.float32)

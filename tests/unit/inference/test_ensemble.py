@@ -46,7 +46,7 @@ def together(models: list[Saved], tmp_path_factory: pytest.TempPathFactory) -> s
     return out
 
 
-def test_it_scores_as_the_mean_of_the_logits(models: list[Saved], together: str) -> None:
+def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
     rows = models[0].rows(200)
     alone = [open_served(str(model.run)).score(rows) for model in models]
     served = open_served(together)
@@ -58,7 +58,7 @@ def test_it_scores_as_the_mean_of_the_logits(models: list[Saved], together: str)
     np.testing.assert_allclose(targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6)
 
 
-def test_it_is_joined_again_and_exported(
+def test_ensemble_is_nested_and_exported(
     models: list[Saved], together: str, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
@@ -73,7 +73,7 @@ def test_it_is_joined_again_and_exported(
     assert np.abs(open_served(str(out)).score(rows) - alone[0]).max() < 0.2
 
 
-def test_lists_are_one_by_one_where_a_model_takes_them_so(tmp_path: Path) -> None:
+def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
     """The table that the other model sums is under the name that the ensemble gives it."""
     schema = Schema(
         label="click",
@@ -98,7 +98,7 @@ def test_lists_are_one_by_one_where_a_model_takes_them_so(tmp_path: Path) -> Non
     np.testing.assert_allclose(open_served(str(tmp_path / "both")).score(rows), np.mean(alone, axis=0), atol=1e-6)
 
 
-def test_what_does_not_fit_together_is_refused(models: list[Saved], tmp_path: Path) -> None:
+def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -> None:
     first, out = str(models[0].run), str(tmp_path / "out")
     other = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=other)
@@ -124,7 +124,7 @@ def test_what_does_not_fit_together_is_refused(models: list[Saved], tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "rounded"]
 
 
-def test_chunks_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors in several chunks and blocks, beside others of the same checkpoint that are not taken."""
     for module in ("writer", "format"):
         monkeypatch.setattr(f"rayrec.checkpoint.{module}.BLOCK_BYTES", 64)
@@ -149,7 +149,7 @@ def test_chunks_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         join(str(tmp_path / "out"), [(source[0], places[0])], state={}, extra_files=lambda folder: None)
 
 
-def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipes.criteo_demo()
     several = recipe.replace(workload={"model": {"class": "ensemble"}})
     model: Any = several.workload.model  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model: unknown model dnc" in capsys.readouterr().err
 
 
-def test_earlier_widedeep_keeps_its_second_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_widedeep_keeps_second_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which was learned then and is constant now: in a checkpoint, an export and an ensemble."""
 
     class Earlier(widedeep.WideDeep):

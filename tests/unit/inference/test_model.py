@@ -41,7 +41,7 @@ MAKES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_logits_are_the_networks(make: str, tmp_path: Path) -> None:
+def test_logits_match_network(make: str, tmp_path: Path) -> None:
     arguments = dict(MAKES[make])
     if "preprocessor" in arguments:
         make_preprocessor: Callable[[], Preprocessor] = arguments["preprocessor"]
@@ -60,7 +60,7 @@ def test_logits_are_the_networks(make: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(logits, saved.logits(rows), rtol=0, atol=1e-6)
 
 
-def test_the_version_follows_the_weights(tmp_path: Path) -> None:
+def test_version_depends_on_weights(tmp_path: Path) -> None:
     versions = []
     for place, seed in (("a", 1), ("b", 1), ("c", 2)):
         save_clicks(tmp_path / place, seed=seed)
@@ -71,7 +71,7 @@ def test_the_version_follows_the_weights(tmp_path: Path) -> None:
     assert len(versions[0]) == len("step_00000007-1a2b3c4d5e6f-fp32")
 
 
-def test_many_threads_at_once(tmp_path: Path) -> None:
+def test_concurrent_threads_score_equally(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path)
     served = open_served(str(tmp_path))
     batches = [saved.rows(64, seed=seed) for seed in range(20)]
@@ -81,7 +81,7 @@ def test_many_threads_at_once(tmp_path: Path) -> None:
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
-def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="contains no complete checkpoint"):
         open_served(str(tmp_path))
     saved = save_clicks(tmp_path)

@@ -53,7 +53,7 @@ def expected(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 300, 999, 1000, 1001, 2300])
-def test_bytes_do_not_show_how_rows_came(tmp_path: Path, expected: dict[str, bytes], size: int) -> None:
+def test_bytes_are_independent_of_table_sizes(tmp_path: Path, expected: dict[str, bytes], size: int) -> None:
     with Parts(JobFolder(str(tmp_path))) as parts:
         for piece in _pieces(size):
             parts.write(piece)
@@ -64,7 +64,7 @@ def test_bytes_do_not_show_how_rows_came(tmp_path: Path, expected: dict[str, byt
 
 @pytest.mark.parametrize("killed_after", [0, 1, 2, 3, 4, 6])
 @pytest.mark.parametrize("cut_bytes", [0, 1, 5, 400])
-def test_going_on(tmp_path: Path, expected: dict[str, bytes], killed_after: int, cut_bytes: int) -> None:
+def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], killed_after: int, cut_bytes: int) -> None:
     """Killed after so many tables of 400 rows, so many bytes of the last of which never came to the disk."""
     folder = tmp_path / "work"
     folder.mkdir()
@@ -88,7 +88,7 @@ def test_going_on(tmp_path: Path, expected: dict[str, bytes], killed_after: int,
     killed.__exit__()
 
 
-def test_a_damaged_entry_ends_the_journal(tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_damaged_entry_ends_journal(tmp_path: Path, expected: dict[str, bytes]) -> None:
     with Parts(JobFolder(str(tmp_path))) as parts:
         for piece in _pieces(100):
             if parts.rows < 500:
@@ -105,7 +105,9 @@ def test_a_damaged_entry_ends_the_journal(tmp_path: Path, expected: dict[str, by
     assert _bytes_of_files(tmp_path) == expected
 
 
-def test_killed_between_file_and_journal(tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumes_after_kill_between_file_and_journal(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module._Journal, "remove", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         killed = Parts(JobFolder(str(tmp_path)))
@@ -121,7 +123,7 @@ def test_killed_between_file_and_journal(tmp_path: Path, expected: dict[str, byt
     assert _bytes_of_files(tmp_path) == expected
 
 
-def test_killed_after_the_last_file(tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_resumes_after_kill_behind_last_file(tmp_path: Path, expected: dict[str, bytes]) -> None:
     """Which holds fewer rows than the others."""
     with Parts(JobFolder(str(tmp_path))) as parts:
         parts.write(_table())

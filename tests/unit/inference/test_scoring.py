@@ -44,13 +44,15 @@ def _node(cpus: float, memory: int = 64 * GIB, gpus: float = 0) -> Node:
         ([_node(8), _node(8, 2 * GIB)], 9 * GIB, 100, 0, Pool(4, 2, 0)),  # the second holds none, the first six
     ],
 )
-def test_pool(nodes: list[Node], weight_bytes: int, blocks: int, spare_cpus: int, expected: Pool) -> None:
+def test_pool_size_fits_memory_and_cores(
+    nodes: list[Node], weight_bytes: int, blocks: int, spare_cpus: int, expected: Pool
+) -> None:
     pool = plan_pool(nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu")
     assert pool == expected
     assert pool.num_actors * pool.cpus_per_actor <= sum(node.resources["CPU"] for node in nodes)
 
 
-def test_pool_on_gpus() -> None:
+def test_pool_has_one_process_per_gpu() -> None:
     nodes = [_node(8, gpus=2), _node(8)]
     assert plan_pool(nodes, weight_bytes=GIB, blocks=9, spare_cpus=1, device="cuda") == Pool(2, 1, 1)
     assert plan_pool(nodes, weight_bytes=GIB, blocks=1, spare_cpus=1, device="cuda") == Pool(1, 1, 1)
@@ -62,21 +64,21 @@ def test_pool_on_gpus() -> None:
     ("cpus", "memory", "blocks", "expected"),
     [(8, 64, 100, 8), (8, 61, 100, 8), (8, 64, 3, 3), (1, 64, 100, 1), (8, 64, 0, 1)],  # 61: one copy of the weights fits
 )
-def test_threads_that_share_the_weights_are_as_many_as_cores(cpus: float, memory: int, blocks: int, expected: int) -> None:
+def test_threads_match_cores(cpus: float, memory: int, blocks: int, expected: int) -> None:
     nodes = [_node(cpus, memory * GIB)]
     found = plan_pool(nodes, weight_bytes=60 * GIB, blocks=blocks, spare_cpus=0, device="cpu", shared_weights=True)
     assert found == Pool(expected, 1, 0)
 
 
 def test_oversized_weights_are_rejected() -> None:
-    with pytest.raises(InputError, match=r"108 GB.*got at most 68\.7 GB from Ray"):
+    with pytest.raises(InputError, match=r"108 GB.*offers Ray 68\.7 GB"):
         plan_pool([_node(8)], weight_bytes=100 * GIB, blocks=1, spare_cpus=0, device="cpu")
     match = r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"
     with pytest.raises(InputError, match=match):
         plan_pool([_node(8, int(60.5 * GIB))], weight_bytes=60 * GIB, blocks=9, spare_cpus=0, device="cpu", shared_weights=True)
 
 
-def test_sigmoid() -> None:
+def test_sigmoid_is_exact() -> None:
     logits = np.array([-200, -1, 0, 1, 200], np.float32)
     scores = sigmoid(logits)
     assert scores.dtype == np.float32
@@ -101,20 +103,20 @@ LABELLED, UNLABELLED = b"1\t3\t0000000a\n", b"3\t0000000a\n"
         (UNLABELLED * 20_000, False),
     ],
 )
-def test_has_labels(tmp_path: Path, text: bytes, expected: bool) -> None:
+def test_has_labels_detects_label_column(tmp_path: Path, text: bytes, expected: bool) -> None:
     (tmp_path / "log.tsv").write_bytes(text)
     assert LogSource.at(str(tmp_path / "log.tsv")).is_labelled(SCHEMA) is expected
     (tmp_path / "log.gz").write_bytes(gzip.compress(text))
     assert LogSource.at(str(tmp_path / "log.gz")).is_labelled(SCHEMA) is expected
 
 
-def test_has_labels_looks_past_an_empty_file(tmp_path: Path) -> None:
+def test_has_labels_skips_empty_file(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").touch()
     (tmp_path / "b.tsv").write_bytes(UNLABELLED)
     assert LogSource.at(str(tmp_path)).is_labelled(SCHEMA) is False
 
 
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_depends_on_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYREC_CACHE", raising=False)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     assert cache_folder(str(checkpoint)).endswith(".cache/rayrec")
@@ -161,7 +163,7 @@ class Model:
 
 
 @pytest.mark.parametrize(("thread_safe", "num_loads"), [(True, 1), (False, 3)])
-def test_blocks_come_in_order_and_the_model_is_loaded_no_more_often_than_needed(thread_safe: bool, num_loads: int) -> None:
+def test_blocks_are_ordered_and_model_loads_are_minimal(thread_safe: bool, num_loads: int) -> None:
     model, threads, before = Model(num_threads=3), torch.get_num_threads(), {*threading.enumerate()}
     pool = Pool(3, threads + 1, 0.0)
     tables = scored_tables(model.scoring(thread_safe=thread_safe), pool=pool, device="cpu")
@@ -173,14 +175,14 @@ def test_blocks_come_in_order_and_the_model_is_loaded_no_more_often_than_needed(
     assert {*threading.enumerate()} <= before
 
 
-def test_scoring_resumes_at_a_block() -> None:
+def test_scoring_resumes_at_block() -> None:
     model = Model(num_threads=1)
     tables = scored_tables(model.scoring(thread_safe=True), pool=Pool(1, 1.0, 0.0), device="cpu", first_block=9)
     assert [table["block"][0].as_py() for table in tables] == [9, 10, 11]
     assert [number for number, _, _ in model.scored] == [9, 10, 11]
 
 
-def test_an_error_comes_in_its_place() -> None:
+def test_error_is_raised_in_order() -> None:
     model, threads = Model(num_threads=1, broken=2), torch.get_num_threads()
     tables = scored_tables(model.scoring(thread_safe=False), pool=Pool(1, threads + 1, 0.0), device="cpu")
     assert [next(tables)["block"][0].as_py() for _ in range(2)] == [0, 1]

@@ -21,7 +21,7 @@ def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[i
     return {piece.name: piece.rows.tolist() for piece in found}
 
 
-def test_by_value() -> None:
+def test_slices_by_value() -> None:
     assert list(_found("c", HEXADECIMAL).items()) == [
         ("0000000a", [0, 2, 5]),
         ("0000000b", [1, 6]),
@@ -34,7 +34,7 @@ def test_by_value() -> None:
     assert _found("i", numbers) == {"-3": [0, 2], str(10**17): [1], "(missing)": [3]}
 
 
-def test_buckets_of_frequency_stay_in_order() -> None:
+def test_frequency_slices_keep_order() -> None:
     names = pa.array(["1", "2-9", "(not in the vocabulary)"], pa.large_string())
     blocks = [[2, None, 1], [0, 2]]
     values = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(block, pa.int32()), names) for block in blocks])
@@ -46,7 +46,7 @@ def test_buckets_of_frequency_stay_in_order() -> None:
     ]
 
 
-def test_days_stay_in_order() -> None:
+def test_day_slices_keep_order() -> None:
     def days(codes: list[int]) -> pa.Array:
         names = pa.array(["day_9", "day_10", "day_11"], pa.large_string())
         return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), names)
@@ -68,7 +68,7 @@ def _table(rows: slice) -> pa.Table:
     )
 
 
-def test_rows_are_kept_whatever_way_they_come() -> None:
+def test_scored_rows_are_independent_of_table_sizes() -> None:
     whole, pieces, other = ScoredRows(["c", "t"]), ScoredRows(["c", "t"]), ScoredRows()
     whole.update(_table(slice(0, 7)))
     for start, stop in [(0, 3), (3, 4), (4, 7)]:
@@ -91,7 +91,7 @@ def test_rows_are_kept_whatever_way_they_come() -> None:
         ({"resamples": 1}, "resamples: must be at least 2, got 1"),
     ],
 )
-def test_options_are_checked(options: dict[str, object], message: str) -> None:
+def test_evaluation_options_are_checked(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         EvaluationConfig().updated(options)
 
@@ -103,7 +103,7 @@ DIFFERENCES = {
 }
 
 
-def test_readable() -> None:
+def test_evaluation_text_is_readable() -> None:
     plain = evaluation_text({**METRICS, "checkpoint": "runs/a"})
     assert plain.splitlines()[0].split() == ["auroc", "0.75000"]
     assert "runs/a" in plain

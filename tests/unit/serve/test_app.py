@@ -52,7 +52,7 @@ def error_of(reply: Reply, status: int) -> dict[str, Any]:
 # -- scores
 
 
-def test_text_and_json_and_labelled_text_are_one(app: ScoringApp) -> None:
+def test_text_json_and_labelled_text_score_equally(app: ScoringApp) -> None:
     found = post(app, TEXT).json()
     assert found["model"] == MODEL.version
     assert found["preprocessor"] == MODEL.preprocessor.hash()
@@ -86,7 +86,7 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
     assert after[of_column] - before.get(of_column, 0) == 2 * sum("cat_3" in names for names in expected)
 
 
-def test_a_missing_category_is_not_unknown() -> None:
+def test_missing_category_is_not_unknown() -> None:
     """Also where both have one id, and where known tokens have it, too."""
     columns = tuple(SparseColumn(NUM_TOKENS, NUM_TOKENS, first_id=0, unknown_id=2, missing_id=2) for _ in SCHEMA.sparse)
     shared = make_model(make_preprocessor(sparse=columns))
@@ -107,7 +107,7 @@ def test_unknown_categories_of_hashed_columns_and_bags() -> None:
     np.testing.assert_array_equal(np.array(found["logits"], np.float32), logits_of(bags, TEXT))
 
 
-def test_integers_as_categories() -> None:
+def test_integer_buckets_are_categories() -> None:
     columns = tuple(SparseColumn(NUM_TOKENS + 2, NUM_TOKENS) for _ in SCHEMA.dense + SCHEMA.sparse)
     buckets = [np.arange(1, NUM_TOKENS + 1, dtype=np.uint32) + np.uint32(2**31) for _ in SCHEMA.dense]
     tokens = [token(column, number) for column in range(len(SCHEMA.sparse)) for number in range(NUM_TOKENS)]
@@ -121,7 +121,7 @@ def test_integers_as_categories() -> None:
 # -- a log of one's own
 
 
-def test_own_schema() -> None:
+def test_custom_schema_scores_json_and_csv() -> None:
     model = make_model(make_preprocessor(ANY))
     app = make_app(model)
     rows = [
@@ -169,7 +169,7 @@ APPS = {name: make_app(make_model(make_preprocessor(schema))) for name, schema i
         (b" user,item,tags\na,b,c\n", " user"),
     ],
 )
-def test_a_wrong_header_is_no_row(text: bytes, field: str) -> None:
+def test_wrong_header_is_rejected(text: bytes, field: str) -> None:
     error = error_of(post(APPS["texts"], text, media_type="text/csv"), 400)
     assert error["field"] == field
     assert field in error["message"]
@@ -180,7 +180,7 @@ def test_a_wrong_header_is_no_row(text: bytes, field: str) -> None:
         assert post(APPS["texts"], text, media_type="text/csv; header=absent").json()["unknown"] == [3, 3]
 
 
-def test_a_header_or_none() -> None:
+def test_csv_header_is_optional() -> None:
     app, rows = APPS["texts"], b"a,b,c\nuser,b,c\n"
     header = b"tags,user,item\n"
     expected = post(app, {"rows": [{"user": "a", "item": "b", "tags": ["c"]}, {"user": "user", "item": "b", "tags": ["c"]}]})
@@ -206,7 +206,7 @@ def test_a_header_or_none() -> None:
 
 
 @pytest.mark.parametrize("text", [b"a\n\nb\n", b"a\n\n", b"\na\n", b"\n", b"a\r\n\r\nb"])
-def test_an_empty_line_is_no_row(text: bytes) -> None:
+def test_empty_line_is_rejected(text: bytes) -> None:
     """Else fewer scores than lines would come, or others."""
     for name, line in (("one", b"a"), ("one hexadecimal", b"0000000a")):
         error = error_of(post(APPS[name], text.replace(b"a", line).replace(b"b", line)), 400)
@@ -219,7 +219,7 @@ def test_an_empty_line_is_no_row(text: bytes) -> None:
     assert post(APPS["texts"], quoted.replace(b"\n\na", b"\na"), media_type="text/csv").json()["unknown"] == [3, 3]
 
 
-def test_line_ends_in_quotes_are_no_rows() -> None:
+def test_line_ends_in_quotes_do_not_end_rows() -> None:
     """Whatever the field's length, and also in a header."""
     long = b'"' + b"x" * 140_000 + b'\n"'
     good = b'u,"a ""\n\nb""",' + long + b"\n"
@@ -235,7 +235,7 @@ def test_line_ends_in_quotes_are_no_rows() -> None:
         assert post(app, rows, media_type=media_type).json()["unknown"] == [3, 3]
 
 
-def test_label_parameter_fixes_the_columns(app: ScoringApp) -> None:
+def test_label_parameter_fixes_columns(app: ScoringApp) -> None:
     """A labelled line that lost its last column has as many as an unlabelled one."""
     tsv, csv = "text/tab-separated-values", "text/csv; header=absent"
     bare = row_text(1)
@@ -254,7 +254,7 @@ def test_label_parameter_fixes_the_columns(app: ScoringApp) -> None:
     assert post(own, b"1,u,i\n", media_type=csv).status == 200  # why there is a parameter
 
 
-def test_json_floats_that_are_rounded_are_no_categories() -> None:
+def test_rounded_json_floats_are_rejected_as_categories() -> None:
     app = APPS["own"]
     known = post(app, {"rows": [{"item": 2**53 - 1}]}).json()
     assert post(app, {"rows": [{"item": 2.0**53 - 1}]}).json() == known
@@ -266,7 +266,7 @@ def test_json_floats_that_are_rounded_are_no_categories() -> None:
         assert "2^53" in error["message"]
 
 
-def test_json_names_that_are_repeated_are_rejected() -> None:
+def test_repeated_json_names_are_rejected() -> None:
     app = APPS["own"]
     for content in (
         '{"rows": [{}], "rows": [{}, {}]}',
@@ -330,7 +330,7 @@ def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> byt
 @settings(max_examples=60, deadline=None)
 @given(bodies())
 @example(("one", [{"shop": " "}, {"shop": ""}, {"shop": "a "}], [2, 0, 1]))
-def test_every_row_gets_its_own_score(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
+def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
     """As many scores as rows, in their order, whatever the format."""
     name, rows, order = body
     schema, app = SCHEMAS[name], APPS[name]
@@ -369,12 +369,12 @@ def test_every_row_gets_its_own_score(body: tuple[str, list[dict[str, Any]], lis
     ],
     ids=range(6),
 )
-def test_json_that_is_none_is_refused(app: ScoringApp, content: bytes) -> None:
+def test_invalid_json_is_rejected(app: ScoringApp, content: bytes) -> None:
     """What else is wrong with requests, and how it is told: test_golden_replies.py."""
     error_of(post(app, content, media_type="application/json"), 400)
 
 
-def test_text_that_is_no_row_is_located(app: ScoringApp) -> None:
+def test_invalid_text_row_is_located(app: ScoringApp) -> None:
     for content, row, field in (
         (TEXT + b"1\t2\n" + TEXT, 50, None),
         (b"\x00" * 100, 0, None),
@@ -384,7 +384,7 @@ def test_text_that_is_no_row_is_located(app: ScoringApp) -> None:
         assert (error["row"], error["field"]) == (row, field), error
 
 
-def test_one_bad_request_among_many_harms_no_other(app: ScoringApp) -> None:
+def test_invalid_request_does_not_affect_its_batch(app: ScoringApp) -> None:
     async def together() -> list[Reply]:
         good, bad = row_text(1), row_text(2).replace(b"\t", b"", 1)
         return await asyncio.gather(*(post_async(app, bad if number % 3 else good) for number in range(30)))
@@ -397,7 +397,7 @@ def test_one_bad_request_among_many_harms_no_other(app: ScoringApp) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200) | st.lists(st.sampled_from([b"\t", b"\n", b"7e0ccccf", b"-", b"3", b"\r"])).map(b"".join))
-def test_any_bytes_as_text(content: bytes) -> None:
+def test_arbitrary_text_is_scored_or_rejected(content: bytes) -> None:
     assert post(SHARED, content).status in (200, 400)
 
 
@@ -410,14 +410,14 @@ JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(JSON | st.builds(lambda rows: {"rows": rows}, JSON))
-def test_any_json(content: Any) -> None:
+def test_arbitrary_json_is_scored_or_rejected(content: Any) -> None:
     assert post(SHARED, content).status in (200, 400)
 
 
 SHARED = make_app(MODEL)
 
 
-def test_numbers_too_large_for_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_scores_return_422(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = np.array([0.5, np.nan, np.inf], np.float32)
     monkeypatch.setattr(
         "rayrec.workloads.recsys.scorer.ClickScorer.predict",
@@ -431,7 +431,7 @@ def test_numbers_too_large_for_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- limits
 
 
-def test_content_types(app: ScoringApp) -> None:
+def test_content_types_are_checked(app: ScoringApp) -> None:
     for media_type in ("text/plain", "", "application/json; charset=latin-1", "multipart/form-data"):
         error_of(post(app, TEXT, media_type=media_type), 415)
     error_of(post(app, TEXT, headers={"content-encoding": "gzip"}), 415)
@@ -441,7 +441,7 @@ def test_content_types(app: ScoringApp) -> None:
         assert error_of(post(app, TEXT, query=query), 400)["field"] == field
 
 
-def test_sizes() -> None:
+def test_request_sizes_are_limited() -> None:
     app = make_app(MODEL, max_body_bytes=2000, max_rows=3)
     assert post(app, b"".join(row_text(number) for number in range(3))).status == 200
     error_of(post(app, b"".join(row_text(number) for number in range(4))), 413)
@@ -453,7 +453,7 @@ def test_sizes() -> None:
     error_of(ask(app, "POST", "/v1/score", headers=headers, parts=[b"x" * 500] * 5), 413)
 
 
-def test_what_all_requests_hold_is_bounded() -> None:
+def test_memory_of_waiting_requests_is_limited() -> None:
     app = make_app(MODEL, max_held_bytes=3 * 8 * len(TEXT))
     headers = {"content-type": "text/tab-separated-values"}
 
@@ -494,7 +494,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("media_type", LISTS)
-def test_what_becomes_of_large_requests_is_bounded(media_type: str) -> None:
+def test_peak_memory_of_large_requests_is_limited(media_type: str) -> None:
     """Six at once, lists of short categories, which grow most: what is taken stays within the limit, the rest hears why."""
     content = LISTS[media_type]
     limit = 3 * 48 * len(content)
@@ -528,7 +528,7 @@ def test_what_becomes_of_large_requests_is_bounded(media_type: str) -> None:
         '{"":' * 900 + "0" + "}" * 900,
     ],
 )
-def test_parsed_json_holds_no_more_than_it_counts_for(row: str) -> None:
+def test_parsed_json_fits_memory_estimate(row: str) -> None:
     content = f'{{"rows": [{",".join([row] * (200_000 // len(row)))}]}}'.encode()
     tracemalloc.start()
     try:
@@ -540,7 +540,7 @@ def test_parsed_json_holds_no_more_than_it_counts_for(row: str) -> None:
     assert held_bytes <= json_memory(content, schema=SCHEMA)
 
 
-def test_a_large_body_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_body_is_parsed_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.app._INLINE_BYTES", 1)
     opened_by: list[str] = []
 
@@ -556,7 +556,7 @@ def test_a_large_body_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) 
     assert threading.main_thread().name not in opened_by
 
 
-def test_rows_are_counted_by_every_kind_of_end() -> None:
+def test_rows_are_counted_for_all_line_ends() -> None:
     for content in (b"1\r2\r3", b"1\n2\n3\n", b"1\r\n2\r\n3\r\n", b"1\n2\r3\r\n", b'1,"\n\r\n"\n"2\n"\r3'):
         assert open_body(content, "csv", schema=TEXTS, max_rows=3, header=False).num_rows == 3
         with pytest.raises(RequestError, match="3 rows in one request"):
@@ -565,7 +565,7 @@ def test_rows_are_counted_by_every_kind_of_end() -> None:
     assert open_body(b'"\n"\n', "tsv", schema=SCHEMA, max_rows=3).num_rows == 2  # no quotes in such a log
 
 
-def test_a_body_in_pieces_and_one_that_does_not_come() -> None:
+def test_chunked_aborted_and_late_bodies() -> None:
     app = make_app(MODEL)
     headers = {"content-type": "text/tab-separated-values"}
     pieces = [TEXT[start : start + 100] for start in range(0, len(TEXT), 100)]
@@ -576,7 +576,7 @@ def test_a_body_in_pieces_and_one_that_does_not_come() -> None:
     error_of(ask(hasty, "POST", "/v1/score", headers=headers, parts=[b"1", 5.0, b"2"]), 408)
 
 
-def test_token() -> None:
+def test_bearer_token_is_required() -> None:
     app = make_app(MODEL, token_digest=hashlib.sha256(b"open sesame").digest())
     bearer = {"authorization": "Bearer open sesame"}
     assert post(app, TEXT, headers=bearer).status == 200
@@ -592,7 +592,7 @@ def test_token() -> None:
         assert ask(app, "GET", path).status == 200
 
 
-def test_token_ends_in_a_byte_that_text_takes_for_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_may_end_in_blank_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the last byte of à in UTF-8."""
     token = "voilà \u0085".strip(" ").encode()
     (tmp_path / "token").write_bytes(token + b"\n")
@@ -603,7 +603,7 @@ def test_token_ends_in_a_byte_that_text_takes_for_blank(tmp_path: Path, monkeypa
     assert post(app, TEXT, headers={"authorization": b"Bearer \xff" + token}).status == 200
 
 
-def test_upgrade_offer_closes_the_connection(app: ScoringApp) -> None:
+def test_upgrade_offer_closes_connection(app: ScoringApp) -> None:
     """As Ray Serve's proxies keep it open, and take the body for another request."""
     offer = {"connection": "upgrade", "upgrade": "h2c"}
     assert post(app, TEXT, headers=offer).headers["connection"] == "close"
@@ -611,7 +611,7 @@ def test_upgrade_offer_closes_the_connection(app: ScoringApp) -> None:
     assert "connection" not in post(app, TEXT).headers
 
 
-def test_host_of_another_server_is_rejected() -> None:
+def test_other_host_name_is_rejected() -> None:
     app = make_app(MODEL, allowed_hosts=("api.example.org",))
     for path in ("/", "/readyz", "/openapi.json", "/metrics", "/v1/score", "/nowhere"):
         assert "evil.example" in error_of(ask(app, "GET", path, headers={"host": "evil.example"}), 421)["message"]
@@ -621,7 +621,7 @@ def test_host_of_another_server_is_rejected() -> None:
 # -- other paths
 
 
-def test_paths(app: ScoringApp) -> None:
+def test_paths_and_methods(app: ScoringApp) -> None:
     assert ask(app, "GET", "/healthz").json() == {"status": "alive"}
     ready = ask(app, "GET", "/readyz").json()
     assert ready == {"status": "ready", "model": MODEL.version, "preprocessor": MODEL.preprocessor_hash}
@@ -638,7 +638,7 @@ def test_paths(app: ScoringApp) -> None:
 
 
 @pytest.mark.parametrize("root", ["/clicks", "/clicks/", "/"])
-def test_paths_under_a_prefix(app: ScoringApp, root: str) -> None:
+def test_paths_below_prefix(app: ScoringApp, root: str) -> None:
     for path in ("", "/", "/healthz"):
         scope = {"type": "http", "method": "GET", "root_path": root, "query_string": b""}
         scope |= {"http_version": "1.1", "headers": [(b"host", b"localhost")]}
@@ -652,7 +652,7 @@ def test_paths_under_a_prefix(app: ScoringApp, root: str) -> None:
         assert sent[0]["status"] == 200
 
 
-def test_openapi_names_columns_and_a_row_that_scores(app: ScoringApp) -> None:
+def test_openapi_has_columns_and_valid_example(app: ScoringApp) -> None:
     found = ask(app, "GET", "/openapi.json").json()
     row = found["components"]["schemas"]["Row"]
     assert set(row["properties"]) == {"label", *SCHEMA.dense, *SCHEMA.sparse}
@@ -672,7 +672,7 @@ def _samples(app: ScoringApp) -> dict[str, float]:
     return found
 
 
-def test_metrics() -> None:
+def test_metrics_count_requests_and_rows() -> None:
     app = make_app(MODEL)
     post(app, TEXT)
     post(app, TEXT)
@@ -691,7 +691,7 @@ def test_metrics() -> None:
     assert found[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{hash_}"}}'] == 1
 
 
-def test_a_failure_is_a_failure_of_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_affects_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(MODEL)
     with monkeypatch.context() as patch:
         patch.setattr("rayrec.serve.responses.UnknownCategories.count", lambda *_: 1 / 0)

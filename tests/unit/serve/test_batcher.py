@@ -50,7 +50,7 @@ async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
     return tasks
 
 
-def test_what_comes_meanwhile_goes_together() -> None:
+def test_waiting_requests_form_one_batch() -> None:
     async def scenario(model: Model) -> None:
         batcher = _batcher(model)
         tasks = await _submit(batcher, 1)
@@ -64,7 +64,7 @@ def test_what_comes_meanwhile_goes_together() -> None:
     assert _run(scenario).batches == [[1], [2, 30, 60], [20], [300], [5]]
 
 
-def test_a_batch_has_few_bytes() -> None:
+def test_batch_bytes_are_limited() -> None:
     async def scenario(model: Model) -> None:
         batcher = _batcher(model, max_batch_bytes=50)
         tasks = await _submit(batcher, 1)
@@ -75,7 +75,7 @@ def test_a_batch_has_few_bytes() -> None:
     assert _run(scenario).batches == [[1], [20, 30], [1], [51], [2, 3]]
 
 
-def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_run_in_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is ready at once goes together, in order, before and behind what goes to the thread."""
     monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
     threads: list[str] = []
@@ -98,7 +98,7 @@ def test_few_rows_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads == ["MainThread", "score", "MainThread", "score", "MainThread"]
 
 
-def test_a_refused_body_and_one_whose_client_has_gone() -> None:
+def test_rejected_and_cancelled_bodies() -> None:
     async def scenario(model: Model) -> None:
         batcher = _batcher(model)
         tasks = await _submit(batcher, 1)
@@ -113,7 +113,7 @@ def test_a_refused_body_and_one_whose_client_has_gone() -> None:
     assert _run(scenario).batches == [[1], [13, 8]]
 
 
-def test_a_full_queue() -> None:
+def test_full_queue_rejects_requests() -> None:
     async def scenario(model: Model) -> None:
         batcher = _batcher(model, max_waiting_rows=50, max_waiting_requests=3)
         tasks = [*await _submit(batcher, 1), *await _submit(batcher, 40)]
@@ -132,7 +132,7 @@ def test_a_full_queue() -> None:
     _run(scenario)
 
 
-def test_a_failure_reaches_all_it_concerns_and_no_other() -> None:
+def test_failure_reaches_its_batch_only() -> None:
     async def scenario(model: Model) -> None:
         def fail(bodies: Sequence[RequestBody]) -> list[Any]:
             if bodies[0].num_rows == 2:

@@ -166,7 +166,7 @@ class World:
 
 
 @pytest.mark.parametrize("first_seed", [0, 100])
-def test_any_order_of_events_ends_on_one_model(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first_seed: int) -> None:
+def test_any_event_order_converges_to_one_model(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first_seed: int) -> None:
     class Scorer(SimpleNamespace):
         def __init__(self, model: ServedModel, counters: Counters) -> None:
             super().__init__(model=model, warm=lambda: None)
@@ -268,7 +268,7 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     assert [found["shadow"], *(replica["shadow"] for replica in found["replicas"].values())] == [None] * 3
 
 
-def test_replica_that_starts_during_a_swap_has_the_new_model(replicas: Replicas) -> None:
+def test_replica_started_during_swap_has_new_model(replicas: Replicas) -> None:
     replicas.start("first")
     thread = replicas.starting("second", path="a")
     swap = threading.Thread(target=Control("rayrec").change, args=(lambda desired: swap_model(desired, "b"),))
@@ -280,7 +280,7 @@ def test_replica_that_starts_during_a_swap_has_the_new_model(replicas: Replicas)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
 
 
-def test_replica_that_starts_during_a_refused_swap_never_serves_it(replicas: Replicas) -> None:
+def test_replica_started_during_rejected_swap_keeps_model(replicas: Replicas) -> None:
     replicas.start("first")
     thread = replicas.starting("second", path="a")
     for path in ("other columns", "gone"):
@@ -291,7 +291,7 @@ def test_replica_that_starts_during_a_refused_swap_never_serves_it(replicas: Rep
     assert replicas.cluster.versions() == [MODELS["a"].version] * 2
 
 
-def test_replica_that_no_call_reached_follows(replicas: Replicas) -> None:
+def test_unreached_replica_catches_up(replicas: Replicas) -> None:
     late = replicas.start("first")
     replicas.start("second")
     del replicas.cluster.calls["first"]  # until another process sees it
@@ -309,7 +309,7 @@ def test_replica_that_no_call_reached_follows(replicas: Replicas) -> None:
     _wait(lambda: late._models.model is MODELS["c"])
 
 
-def test_first_model_that_cannot_be_loaded_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloadable_first_model_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.5)  # for which a change waits for the replica that did not start
     with pytest.raises(InputError, match="gone: damaged"):
         replicas.start("first", model="gone")
@@ -320,7 +320,7 @@ def test_first_model_that_cannot_be_loaded_is_reported(replicas: Replicas, monke
     assert (found["model"], found["shadow"]) == ("b", None)
 
 
-def test_configuration_counts_once_and_a_swap_stays(replicas: Replicas) -> None:
+def test_configuration_applies_once_and_keeps_swaps(replicas: Replicas) -> None:
     both = [replicas.start("first"), replicas.start("second")]
 
     def configure(model: str, shadow: str | None = None) -> None:
@@ -349,7 +349,7 @@ def test_configuration_counts_once_and_a_swap_stays(replicas: Replicas) -> None:
     _wait(lambda: replicas.cluster.register.describe()["shadow"] == "b")
 
 
-def test_lost_register_learns_from_replicas(replicas: Replicas) -> None:
+def test_restarted_register_recovers_from_replicas(replicas: Replicas) -> None:
     first = replicas.start("first")
     Control("rayrec").change(lambda desired: swap_model(desired, "b"))
     replicas.cluster.register = Register()
@@ -360,13 +360,13 @@ def test_lost_register_learns_from_replicas(replicas: Replicas) -> None:
     assert set(replicas.cluster.versions()) == {MODELS["a"].version}
 
 
-def test_stopped_server_is_named(cluster: Cluster) -> None:
+def test_stopped_server_raises(cluster: Cluster) -> None:
     cluster.running = False
     with pytest.raises(InputError, match="desired: the server was stopped"):
         Control("rayrec").change(revert_model)
 
 
-def test_counts_outlive_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(control.time, "monotonic", lambda: now_s[0])
     register, counters, two = Register(), Counters(), Counters()
@@ -397,7 +397,7 @@ def test_counts_outlive_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample_values(register.collect("two", two.snapshot()))[rows] == 25
 
 
-def test_register_is_sent_without_rayrec(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_pickles_without_rayrec(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray Serve's controller, which may not have rayrec, opens what it is sent."""
     actor = ray_compat.shared_actor(REGISTER, Register, started_serve=True)["deployment_actors"][0]
     import subprocess

@@ -47,7 +47,7 @@ def _wait_until_refused(port: int) -> None:
         time.sleep(0.02)
 
 
-def test_two_share_a_port_and_the_last_answers_before_it_ends() -> None:
+def test_listeners_use_one_port_and_drain_on_close() -> None:
     port = free_ports(1)
     apps = [make_app(make_model()) for _ in range(2)]
     one, other = (Listener(app, host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=60) for app in apps)
@@ -90,7 +90,7 @@ def test_two_share_a_port_and_the_last_answers_before_it_ends() -> None:
     ],
     ids=range(6),
 )
-def test_no_http(sent: bytes) -> None:
+def test_invalid_http_is_rejected(sent: bytes) -> None:
     """Whatever comes, the next request is answered."""
     port = free_ports(1)
     listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=1)
@@ -126,7 +126,7 @@ def _listen(app: Any = None, **limits: float) -> tuple[int, Listener]:
     )
 
 
-def test_nothing_is_taken_without_end() -> None:
+def test_endless_requests_are_cut() -> None:
     """What comes before the application sees a request, or behind its body, has limits of its own."""
     port, listener = _listen(head_s=0.5)
     line = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
@@ -171,7 +171,7 @@ def _closed_after(connection: socket.socket, trickle: bytes, *, every_s: float =
     pytest.fail("the connection is still open")
 
 
-def test_a_connection_without_a_request_ends() -> None:
+def test_idle_connection_is_closed() -> None:
     """Also one that sends line ends, which are no request, and one that never ends the body of a refused request."""
     port, listener = _listen(head_s=0.4, keep_alive_s=0.6)
 
@@ -187,7 +187,7 @@ def test_a_connection_without_a_request_ends() -> None:
     listener.close()
 
 
-def test_line_ends_between_requests_harm_none() -> None:
+def test_line_ends_between_requests_are_ignored() -> None:
     port, listener = _listen()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         for _ in range(3):
@@ -200,7 +200,7 @@ def test_line_ends_between_requests_harm_none() -> None:
     listener.close()
 
 
-def test_requests_that_wait_on_one_connection_are_few() -> None:
+def test_pipelined_requests_are_limited() -> None:
     port, listener = _listen()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(REQUEST * 50)
@@ -212,7 +212,7 @@ def test_requests_that_wait_on_one_connection_are_few() -> None:
     listener.close()
 
 
-def test_a_client_that_reads_no_answers_is_left() -> None:
+def test_client_that_never_reads_is_disconnected() -> None:
     port, listener = _listen(answer_s=0.3, keep_alive_s=0.3)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -230,7 +230,7 @@ def test_a_client_that_reads_no_answers_is_left() -> None:
     listener.close()
 
 
-def test_ending_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one listener ends, a new connection goes to the other, and an open one is answered once more."""
     monkeypatch.setattr("rayrec.serve.listener._SETTLE_S", 0.4)
     port = free_ports(1)
@@ -254,7 +254,7 @@ def test_ending_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     other.close()
 
 
-def test_a_port_that_is_taken() -> None:
+def test_used_port_is_rejected() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -291,7 +291,7 @@ OFFERS += [b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"upgrade: h2c, foo
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "others"])
-def test_upgrade_offer_is_answered_with_its_body(offer: bytes) -> None:
+def test_upgrade_offer_with_body_is_answered(offer: bytes) -> None:
     """A body is that of its request, also if it comes later, in chunks, or looks like a request itself."""
     port, listener = _listen()
     head, body = REQUEST.split(b"\r\n\r\n", 1)
@@ -316,7 +316,7 @@ def test_tunnel_request_is_rejected() -> None:
     listener.close()
 
 
-def test_malformed_request_is_answered_in_turn() -> None:
+def test_malformed_request_is_answered_in_order() -> None:
     port, listener = _listen()
     broken = HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n"
     for malformed in (b"\x16\x03\x01garbage", broken):
@@ -328,7 +328,7 @@ def test_malformed_request_is_answered_in_turn() -> None:
     listener.close()
 
 
-def test_half_closed_connection_gets_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_closed_connection_receives_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last answer is not ready before the server knows that the client closed its side."""
     app, closed, before_last = make_app(make_model()), threading.Event(), 0
     receive_eof = _BoundedProtocol.eof_received
@@ -361,7 +361,7 @@ def test_half_closed_connection_gets_its_answers(monkeypatch: pytest.MonkeyPatch
     listener.close()
 
 
-def test_connection_half_closed_after_its_answer_ends() -> None:
+def test_connection_half_closed_after_answer_ends() -> None:
     port, listener = _listen()
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(REQUEST)
@@ -375,7 +375,7 @@ def test_connection_half_closed_after_its_answer_ends() -> None:
     listener.close()
 
 
-def test_host_must_be_one_and_own() -> None:
+def test_host_header_must_be_single_and_valid() -> None:
     port, listener = _listen()
     path = b"GET /openapi.json HTTP/1.%d\r\nconnection: close\r\n%s\r\n"
     for hosts, status in (([], 400), ([b"localhost"] * 2, 400), ([b""], 421), ([b"localhost"], 200), ([b"evil"], 421)):
@@ -384,7 +384,7 @@ def test_host_must_be_one_and_own() -> None:
     listener.close()
 
 
-def test_proxies_use_the_bounded_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_use_bounded_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     sole: Callable[[], list[Middleware]] = import_attr(PROXY_CALLBACK)
     for callback, middlewares in ((bound_proxy, 0), (sole, 1)):

@@ -40,7 +40,7 @@ def _host(*, load: object = load) -> tuple[ReplicaModels, Counters]:
     return models, counters
 
 
-def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
+def test_swap_under_load_loses_no_request() -> None:
     def slowly(path: str) -> ServedModel:
         time.sleep(0.2)
         return load(path)
@@ -75,7 +75,7 @@ def test_a_swap_under_load_loses_no_request_and_mixes_no_models() -> None:
     app.close()
 
 
-def test_a_model_that_is_not_accepted_changes_nothing() -> None:
+def test_rejected_model_changes_no_state() -> None:
     models, _ = _host()
     assert models.load(DesiredState(1, ModelSource(1, "gone"))) == "gone: damaged"
     assert (models.status().failed, models.status().cause) == (ModelSource(1, "gone"), "gone: damaged")
@@ -91,7 +91,7 @@ def test_a_model_that_is_not_accepted_changes_nothing() -> None:
     assert models.status().model == A
 
 
-def test_columns_are_those_accepted_before_a_replica_started() -> None:
+def test_late_replica_checks_accepted_columns() -> None:
     other = make_model(make_preprocessor(ANY))
     models = ReplicaModels({"other": other, "a": MODELS["a"]}.__getitem__, Counters())
     schema = MODELS["a"].preprocessor.schema
@@ -102,7 +102,7 @@ def test_columns_are_those_accepted_before_a_replica_started() -> None:
     assert models.model is MODELS["a"]
 
 
-def test_an_accepted_model_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_accepted_model_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(MODELS)
     models, _ = _host(load=lambda path: found[path])
     model = found.pop("b")
@@ -118,14 +118,14 @@ def test_an_accepted_model_that_failed_is_tried_again(monkeypatch: pytest.Monkey
     assert models.status().failed is None
 
 
-def test_an_older_change_that_comes_late_is_passed_over() -> None:
+def test_late_older_change_is_ignored() -> None:
     models, _ = _host()
     assert not _switch(models, DesiredState(2, ModelSource(2, "c"), previous=B))
     assert not _switch(models, DesiredState(1, B, previous=A))
     assert models.model is MODELS["c"]
 
 
-def test_going_back_needs_no_loading() -> None:
+def test_rollback_needs_no_loading() -> None:
     opened: list[str] = []
 
     def noted(path: str) -> ServedModel:
@@ -142,7 +142,7 @@ def test_going_back_needs_no_loading() -> None:
     assert opened == ["a", "b", "b"]
 
 
-def test_shadow() -> None:
+def test_shadow_counts_score_differences() -> None:
     models, counters = _host()
     app = ScoringApp(models, counters, config=ServeConfig())
     plain = post(app, TEXT).json()
@@ -168,7 +168,7 @@ def test_shadow() -> None:
     app.close()
 
 
-def test_a_slow_shadow_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_shadow_drops_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     models, counters = _host()
     go_on = threading.Event()
     monkeypatch.setattr("rayrec.serve.responses.BatchScorer.score", lambda *_: go_on.wait(30))

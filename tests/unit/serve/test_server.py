@@ -39,21 +39,21 @@ def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
         ("direct", _instance("other"), False, "direct", 8000),
     ],
 )
-def test_an_ingress_that_the_cluster_can_have(
+def test_ingress_is_resolved_for_cluster(
     asked: Any, instance: ServeInstance | None, private_ray: bool, ingress: str, port: int
 ) -> None:
     settled = settle(ServeConfig(ingress=asked), instance, private_ray=private_ray)
     assert (settled.ingress, settled.port) == (ingress, port)
 
 
-def test_an_ingress_that_it_cannot_have() -> None:
+def test_conflicting_ingress_is_rejected() -> None:
     with pytest.raises(InputError, match="without HTTP proxies, for other"):
         settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), private_ray=False)
     with pytest.raises(InputError, match="proxies listen at 9000"):
         settle(ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)
 
 
-def test_urls() -> None:
+def test_urls_of_proxies_and_replicas() -> None:
     assert urls(ServeConfig(ingress="serve", host="::1"), _instance()) == ["http://[::1]:8000"]
     assert urls(ServeConfig(ingress="serve", host="0.0.0.0"), _instance()) == ["http://10.0.0.1:8000"]
     of_replicas = urls(ServeConfig(ingress="direct", host="::", port=7000), _instance())
@@ -72,7 +72,7 @@ class _Ready(BaseHTTPRequestHandler):
         pass
 
 
-def test_only_what_answers_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_answering_url_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with HTTPServer(("127.0.0.1", 0), _Ready) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -87,7 +87,7 @@ def test_only_what_answers_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
         first_answering([], versions=["v1"], timeout_s=0)
 
 
-def test_an_application_of_ray_serve() -> None:
+def test_ray_serve_application_is_built() -> None:
     autoscaling = {"min_replicas": 1, "max_replicas": 3}
     deployment = build({"model": "s3://m/a", "autoscaling": autoscaling, "max_rows": 9})._bound_deployment
     assert deployment.user_config == {"model": "s3://m/a", "shadow": None}
@@ -114,7 +114,7 @@ def test_an_application_of_ray_serve() -> None:
         ({"model": "a", "shadow": 3}, "shadow must be"),
     ],
 )
-def test_an_application_that_is_refused(args: dict[str, Any], message: str) -> None:
+def test_invalid_application_is_rejected(args: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         build(args)
 
@@ -138,7 +138,7 @@ def test_port_has_one_server() -> None:
                 pass
 
 
-def test_port_lock_ends_with_its_process() -> None:
+def test_port_lock_ends_with_process() -> None:
     port = free_ports(1)
     child = os.fork()
     if not child:
@@ -175,11 +175,11 @@ def test_port_lock_ends_with_its_process() -> None:
         ("anything", "127.0.0.1", ("*",), True),
     ],
 )
-def test_host_header_names_the_server(value: str, host: str, allowed: tuple[str, ...], own: bool) -> None:
+def test_host_header_matches_server_names(value: str, host: str, allowed: tuple[str, ...], own: bool) -> None:
     assert ServeConfig(host=host, allowed_hosts=allowed).is_allowed_host(value) is own
 
 
-def test_allowed_hosts_are_names() -> None:
+def test_allowed_hosts_must_be_names() -> None:
     for name in ("http://a", "a:80", "a/b", "*a", ""):
         with pytest.raises(InputError, match="allowed_hosts"):
             ServeConfig(allowed_hosts=(name,))
@@ -221,7 +221,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_ray")
 @pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:10001"])
-def test_what_ray_takes_as_an_address_is_left_to_it(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_ray_addresses_are_passed_unchanged(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     def connect(given: str, **_: object) -> None:
         raise InputError(f"asked for {given}")
 
@@ -233,7 +233,7 @@ def test_what_ray_takes_as_an_address_is_left_to_it(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("_no_ray")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_a_server_that_is_not_there(host: str) -> None:
+def test_missing_server_raises(host: str) -> None:
     with pytest.raises(InputError, match=r"no Ray cluster answers there"):
         control.roll_back(address=f"{host}:{free_ports(1)}")
     with pytest.raises(InputError, match="no Ray cluster answers there"):
@@ -241,7 +241,7 @@ def test_a_server_that_is_not_there(host: str) -> None:
 
 
 @pytest.mark.usefixtures("_no_ray")
-def test_no_server_is_named() -> None:
+def test_missing_address_raises() -> None:
     for address in (None, "local"):  # of a new Ray, which has none
         with pytest.raises(InputError, match=r"cluster\.address: needed"):
             control.roll_back(address=address)
@@ -261,7 +261,7 @@ def test_no_server_is_named() -> None:
         (None, {"swap": True}, "missing model"),
     ],
 )
-def test_what_a_running_server_is_not_told_is_refused(model: str | None, given: dict[str, Any], unused: str) -> None:
+def test_options_for_running_server_are_rejected(model: str | None, given: dict[str, Any], unused: str) -> None:
     with pytest.raises(InputError, match=unused):
         serve(model, **given)
 
@@ -281,7 +281,7 @@ def _save(run: Path, step: int, score: float | None) -> str:
     return place
 
 
-def test_the_checkpoint_to_follow(tmp_path: Path) -> None:
+def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:
     assert choose(str(tmp_path), "newest") is None
     first = _save(tmp_path, 10, None)
     assert choose(str(tmp_path), "newest") == first
@@ -295,7 +295,7 @@ def test_the_checkpoint_to_follow(tmp_path: Path) -> None:
     assert choose(os.path.relpath(tmp_path), "best") == best
 
 
-def test_damaged_checkpoints_are_skipped_by_following(
+def test_following_skips_damaged_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from rayrec.checkpoint.format import VERSION, seal
@@ -364,7 +364,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(_save(tmp_path, 10, None), monkeypatch)
 
 
-def test_run_is_followed(watched: Watched, tmp_path: Path) -> None:
+def test_following_switches_to_new_checkpoints(watched: Watched, tmp_path: Path) -> None:
     watch, first = watched.watch(), watched.desired.model.path
     run = os.path.relpath(tmp_path)
     watched.follow(watch, run)
@@ -384,9 +384,7 @@ def test_run_is_followed(watched: Watched, tmp_path: Path) -> None:
     assert (watched.changes, watched.desired.model.path) == ([newest], first)
 
 
-def test_checkpoint_that_was_not_loaded_is_tried_again(
-    watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_checkpoint_is_retried(watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch, newest = watched.watch(), _save(tmp_path, 20, None)
     for _ in range(10):
         watched.trouble = [InputError("the store was out")]
@@ -399,7 +397,7 @@ def test_checkpoint_that_was_not_loaded_is_tried_again(
     assert capsys.readouterr().err.count("Keeping the model: the store was out") == 4
 
 
-def test_following_outlives_its_store_and_its_cluster(
+def test_following_survives_outages(
     watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch = watched.watch()

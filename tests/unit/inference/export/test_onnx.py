@@ -48,7 +48,7 @@ def _model_config() -> type[Any]:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("inference.ModelConfig"))
 
 
-def test_the_configuration_fits_the_schema() -> None:
+def test_triton_config_fits_schema() -> None:
     config = text_format.Parse(config_pbtxt("step_1-abc-int8", num_dense=13, num_ids=214), _model_config()())
     assert (config.name, config.backend, config.max_batch_size) == ("click_model", "onnxruntime", MAX_BATCH_ROWS)
     found = {(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in (*config.input, *config.output)}
@@ -69,7 +69,7 @@ def test_the_configuration_fits_the_schema() -> None:
         pytest.param("int8", bucketed_preprocessor, marks=pytest.mark.extended),  # without dense columns
     ],
 )
-def test_the_graph_scores_as_the_export(tmp_path: Path, quantize: Any, make: Any) -> None:
+def test_graph_scores_match_export(tmp_path: Path, quantize: Any, make: Any) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     saved = save_clicks(tmp_path / "run", preprocessor=make())
     told = export_of(saved, tmp_path / "out", quantize=quantize, triton=True, max_auroc_loss=0.1, ignore_parity=True)
@@ -88,7 +88,7 @@ def test_the_graph_scores_as_the_export(tmp_path: Path, quantize: Any, make: Any
         np.testing.assert_allclose(session.run(None, onnx_inputs(rows))[0][:, 0], served.score(rows), rtol=0, atol=1e-5)
 
 
-def test_what_no_graph_can_hold_is_refused(tmp_path: Path) -> None:
+def test_unsupported_graph_is_rejected(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", preprocessor=lists_preprocessor())
     with pytest.raises(InputError, match="column keys has a variable number"):
         export_of(saved, tmp_path / "out", triton=True)

@@ -40,7 +40,7 @@ def _own_log(folder: Path) -> Saved:
     return save_clicks(folder / "run", preprocessor=preprocessor, train_data={"path": str(log)})
 
 
-def test_encode_py_is_compared_on_an_own_log(tmp_path: Path) -> None:
+def test_encode_py_is_compared_on_raw_log(tmp_path: Path) -> None:
     made = _own_log(tmp_path)
     told = export_of(made, tmp_path / "out", max_auroc_loss=0.05)
     assert told["encoder_parity"] == {"rows": 300, "origin": told["parity"]["origin"], "failure": None}
@@ -107,7 +107,7 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
         ("def __init__(self, folder: str) -> None:", "def __init__(self, folder):\n        raise ValueError('y')", "y"),
     ],
 )
-def test_export_rejects_an_encoder_that_differs(
+def test_export_rejects_different_encoder(
     old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, program = _own_log(tmp_path), encoder_program()
@@ -124,7 +124,7 @@ def test_export_rejects_an_encoder_that_differs(
 
 
 @pytest.mark.parametrize("kind", ["vocabulary", "hashed", "buckets", "file minimum", "uniform", "pareto"])
-def test_drawn_values_compare_encode_py_without_a_raw_log(kind: str, tmp_path: Path) -> None:
+def test_encode_py_is_compared_on_random_values(kind: str, tmp_path: Path) -> None:
     """As for a run on preprocessed data."""
     preprocessor = _varied_criteo(kind)
     preprocessor.save(str(tmp_path))
@@ -171,7 +171,7 @@ def _varied_criteo(kind: str) -> Preprocessor:
     return Preprocessor("test", schema, dense, sparse, tokens.reshape(-1), **changes)
 
 
-def test_encoder_names_the_row_that_it_refuses(tmp_path: Path) -> None:
+def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     """What it makes of rows: test_golden_outputs.py."""
     _varied_criteo("vocabulary").save(str(tmp_path))
     encoder = Encoder(str(tmp_path))
@@ -183,7 +183,7 @@ def test_encoder_names_the_row_that_it_refuses(tmp_path: Path) -> None:
         encoder.parse(["1\t2"])
 
 
-def test_the_encoder_reads_categories_of_any_kind(tmp_path: Path) -> None:
+def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
     """Texts of every length, numbers in several forms, lists, also empty ones."""
     sparse = ("user", "tags", "shop")
     schema = Schema(

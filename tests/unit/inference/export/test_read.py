@@ -41,7 +41,7 @@ def _refused(folder: Path, message: str = "") -> None:
 @pytest.mark.parametrize(
     "name", ["tables.safetensors", "dense.safetensors", "dense.pt2", "preprocessor/preprocessor.json", "README.md"]
 )
-def test_damage_is_found(copied: Path, name: str) -> None:
+def test_damaged_export_is_rejected(copied: Path, name: str) -> None:
     path = copied / name
     flip(path)
     _refused(copied, "damaged, checksum does not match")
@@ -51,7 +51,7 @@ def test_damage_is_found(copied: Path, name: str) -> None:
     _refused(copied, "missing, or its size does not match")
 
 
-def test_pickles_are_refused(copied: Path, tmp_path: Path) -> None:
+def test_pickles_in_export_are_rejected(copied: Path, tmp_path: Path) -> None:
     (copied / "preprocessor" / "weights").write_bytes(pickle.dumps(_Trap()))
     _refused(copied, r"copied/preprocessor/weights: must not be a pickle, .*\. Remove it")
     saved = save_clicks(tmp_path / "run")
@@ -60,7 +60,7 @@ def test_pickles_are_refused(copied: Path, tmp_path: Path) -> None:
         export(str(saved.run), str(tmp_path / "out"), config=recipes.mnist_resnet18())
 
 
-def test_a_changed_manifest_is_found(copied: Path) -> None:
+def test_changed_manifest_is_rejected(copied: Path) -> None:
     path = copied / "manifest.json"
     path.write_text(path.read_text().replace('"int8"', '"int4"'))
     _refused(copied, "damaged, its checksum")
@@ -99,7 +99,7 @@ def test_a_changed_manifest_is_found(copied: Path) -> None:
         ("model>model", {"interaction": "cross", "cross_layers": 2**31}, ""),
     ],
 )
-def test_a_forged_manifest_is_refused(copied: Path, place: str, value: Any, message: str) -> None:
+def test_forged_manifest_is_rejected(copied: Path, place: str, value: Any, message: str) -> None:
     reseal(copied, changed(place, value))
     _refused(copied, message)
 
@@ -151,7 +151,7 @@ def _head_of_nothing(folder: Path) -> None:
         (_in_place("README.md", lambda path: path.symlink_to("/etc/hostname")), ""),
     ],
 )
-def test_forged_files_are_refused(copied: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_forged_files_are_rejected(copied: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(copied)
     reseal(copied)
     _refused(copied, message)
@@ -170,12 +170,12 @@ def test_forged_files_are_refused(copied: Path, damage: Callable[[Path], object]
         _bytes("manifest.json", b"\xff\xfe"),
     ],
 )
-def test_what_is_no_file_of_an_export_is_refused(copied: Path, damage: Callable[[Path], object]) -> None:
+def test_foreign_files_are_rejected(copied: Path, damage: Callable[[Path], object]) -> None:
     damage(copied)
     _refused(copied)
 
 
-def test_links_inside_an_export_are_followed(copied: Path) -> None:
+def test_links_in_export_are_followed(copied: Path) -> None:
     """As in a mounted ConfigMap, and where the folder itself is a link."""
     (copied / "README.md").rename(copied / "data")
     (copied / "README.md").symlink_to("data")
@@ -191,7 +191,7 @@ def test_links_inside_an_export_are_followed(copied: Path) -> None:
         *(("config.yaml", text) for text in ("[" * 10**5, "a: &a [1]\nworkload: 5\n", "workload: {model: []}", "\xff")),
     ],
 )
-def test_a_damaged_run_is_refused(saved: Saved, tmp_path: Path, name: str, content: str) -> None:
+def test_damaged_run_is_rejected(saved: Saved, tmp_path: Path, name: str, content: str) -> None:
     run = Path(shutil.copytree(saved.run, tmp_path / "run"))
     folder = run / saved.checkpoint.relative_to(saved.run)
     (folder / name).write_text(content, encoding="latin-1")
@@ -214,7 +214,7 @@ def test_a_damaged_run_is_refused(saved: Saved, tmp_path: Path, name: str, conte
         ("tensors>*>chunks>0>sha256", ...),
     ],
 )
-def test_a_forged_checkpoint_is_refused(saved: Saved, tmp_path: Path, place: str, value: Any) -> None:
+def test_forged_checkpoint_is_rejected(saved: Saved, tmp_path: Path, place: str, value: Any) -> None:
     folder = Path(shutil.copytree(saved.checkpoint, tmp_path / saved.checkpoint.name))
     reseal(folder, changed(place, value), files=False)
     _refused(folder)

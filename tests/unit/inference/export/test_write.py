@@ -32,7 +32,7 @@ from rayrec.models.scoring_tables import Quantization
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)])
-def test_scores_are_the_checkpoints(
+def test_export_scores_match_checkpoint(
     saved: Saved, exported: Callable[[str], Path], quantization: Quantization, tolerance: float
 ) -> None:
     """Also those that the README's program gives."""
@@ -95,7 +95,7 @@ def test_raw_rows_are_scored_without_rayrec(
     np.testing.assert_allclose(result["result"], expected, rtol=0, atol=1e-5)
 
 
-def test_the_report_says_what_it_is_worth(saved: Saved, exported: Callable[[str], Path]) -> None:
+def test_report_has_parity_size_and_speed(saved: Saved, exported: Callable[[str], Path]) -> None:
     report = json.loads((exported("int8") / "report.json").read_text())
     assert report["parity"]["rows"] == ROWS
     assert report["parity"]["origin"] == f"rows of {saved.config.train_data.path}"
@@ -109,7 +109,7 @@ def test_the_report_says_what_it_is_worth(saved: Saved, exported: Callable[[str]
     assert report["program_parity"]["max_logit_difference"] <= 1e-5
 
 
-def test_the_manifest_names_every_file(exported: Callable[[str], Path]) -> None:
+def test_manifest_lists_every_file(exported: Callable[[str], Path]) -> None:
     folder = exported("int8")
     files = read_manifest(str(folder))["files"]
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -117,7 +117,7 @@ def test_the_manifest_names_every_file(exported: Callable[[str], Path]) -> None:
     assert all((folder / name).stat().st_size == file["bytes"] for name, file in files.items())
 
 
-def test_loading_needs_neither_torchrec_nor_ray_and_unpickles_nothing(saved: Saved, exported: Callable[[str], Path]) -> None:
+def test_loading_imports_no_ray_and_unpickles_no_file(saved: Saved, exported: Callable[[str], Path]) -> None:
     code = (
         "import os, sys, pickle, torch\n"
         "def refuse(*_, **__): raise AssertionError('unpickled')\n"
@@ -135,7 +135,7 @@ def test_loading_needs_neither_torchrec_nor_ray_and_unpickles_nothing(saved: Sav
     assert run.stdout == "['export', 'checkpoint']\n"
 
 
-def test_the_runs_own_rows_are_compared(tmp_path: Path) -> None:
+def test_run_rows_are_compared(tmp_path: Path) -> None:
     path = write_criteo_rows(tmp_path / "log.tsv", 700)
     saved = save_clicks(tmp_path / "run", train_data={"path": path})
     told = export_of(saved, tmp_path / "out", parity_rows=40)
@@ -148,7 +148,7 @@ def test_the_runs_own_rows_are_compared(tmp_path: Path) -> None:
     assert (told["parity"]["origin"], told["parity"]["rows"]) == (f"rows of {elsewhere}", 90)
 
 
-def test_without_the_runs_log_nothing_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_run_log_is_rejected_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "moved.tsv")
     saved = save_clicks(tmp_path / "run", train_data={"path": path})
     with monkeypatch.context() as patch:
@@ -166,7 +166,7 @@ def test_without_the_runs_log_nothing_is_proven(tmp_path: Path, monkeypatch: pyt
 
 
 def test_export_with_different_scores_leaves_no_folder(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"an AUROC that differs by .*more than 0, on .*\. Choose another --quantize"):
+    with pytest.raises(InputError, match=r"an AUROC that differs by .*more than 0, on .*; choose another --quantize"):
         export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0)
     assert not list(tmp_path.glob("out*"))
     told = export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0, ignore_parity=True)
@@ -176,7 +176,7 @@ def test_export_with_different_scores_leaves_no_folder(saved: Saved, tmp_path: P
         export_of(saved, tmp_path / "out")
 
 
-def test_the_command_prints_the_report(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_prints_report(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--quantize", "fp16", "--parity-rows", "50", "--max-auroc-loss", "0.2", "--out", str(tmp_path / "out")]
     assert cli.run(["export", str(saved.run), *flags]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -185,14 +185,14 @@ def test_the_command_prints_the_report(saved: Saved, tmp_path: Path, capsys: pyt
     assert (told["parity"]["rows"], told["parity"]["auroc_limit"]) == (50, 0.2)
 
 
-def test_an_export_is_not_taken_for_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
+def test_export_is_not_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
     out = str(exported("int8"))
     for ask in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
         with pytest.raises(InputError, match=r"must be a checkpoint, got an export\. Use the exported checkpoint"):
             ask()
 
 
-def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) -> None:
+def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
     unlabelled = write_criteo_rows(tmp_path / "log.tsv", 5, labelled=False)
     with pytest.raises(InputError, match="labels not found"):
         export_of(saved, tmp_path / "out", parity_path=unlabelled)
@@ -207,7 +207,7 @@ def test_unusable_requests_are_told_in_one_line(saved: Saved, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("make", ["bags", "no dense columns", "bf16"])
-def test_other_makes_are_exported_too(make: str, tmp_path: Path) -> None:
+def test_other_workloads_are_exported(make: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "bags": {"preprocessor": lists_preprocessor()},
         "no dense columns": {"preprocessor": bucketed_preprocessor()},
@@ -220,7 +220,7 @@ def test_other_makes_are_exported_too(make: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(served.score(rows), saved.logits(rows), rtol=0, atol=0.02)
 
 
-def test_values_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+def test_nonfinite_values_are_rejected(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", scale=float("nan"))
     with pytest.raises(InputError, match=r"table cat_0: has a value of nan"):
         export_of(saved, tmp_path / "out", quantize="int8", ignore_parity=True)
@@ -228,7 +228,7 @@ def test_values_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
         export_of(saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))
 
 
-def test_compare_counts_the_worst_row() -> None:
+def test_comparison_reports_worst_row() -> None:
     labels = np.array([0, 1, 0, 1], np.float32)
     logits = np.array([-1, 1, -2, 2], np.float32)
     same = compare("rows", labels, logits, logits)
@@ -248,7 +248,7 @@ def test_compare_counts_the_worst_row() -> None:
     assert "of one class" in str(one_class.failure("int8", auroc_limit=1.0))
 
 
-def test_rows_are_spread_over_the_log() -> None:
+def test_parity_rows_are_evenly_spaced() -> None:
     found = [Part(Segment("a", 0, 1, 100 * n, 100), 0, 100) for n in range(50)]
     parts = spread(found, rows=1000)
     assert sum(part.stop - part.start for part in parts) == 1000
