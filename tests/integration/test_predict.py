@@ -1,5 +1,4 @@
-"""A trained run's scores, from the log to Parquet: in order, each row once, the same as while training, and the same whether
-Ray's processes or this one scores."""
+"""Predictions of a trained run from log to Parquet, in this process and on Ray: ordered, complete, equal to training."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def result(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.fixture(scope="module")
 def config(result: Result) -> TrainConfig:
-    """As the checkpoint has it, but for small blocks, so that a small log has many."""
+    """Return the checkpoint's configuration with small blocks, so that a small log has many."""
     text = Path(result.checkpoint, "config.yaml").read_text()
     return recipes.load_config(text).replace(eval_data={"block_bytes": 1 << 18, "segments_per_block": 2})
 
@@ -70,7 +69,7 @@ def _unlabelled(lines: list[bytes]) -> bytes:
 
 
 def _columns(checkpoint: str, path: Path, config: TrainConfig) -> dict[str, np.ndarray]:
-    """The predictions made in this process."""
+    """Predict in this process."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
         prediction.predict_to(checkpoint, str(path), out, config=config, options=THOUSAND, console=QUIET)
@@ -80,7 +79,7 @@ def _columns(checkpoint: str, path: Path, config: TrainConfig) -> dict[str, np.n
 
 @pytest.fixture(scope="module")
 def whole(local_ray: None, result: Result, click_log: Path, config: TrainConfig) -> dict[str, np.ndarray]:
-    """The predictions of the whole log, as a Dataset that Ray makes."""
+    """Predict the full log as a Dataset on Ray."""
     on_ray = config.replace(cluster={"address": "local"})
     log = str(click_log / "train.txt")
     dataset = prediction.predict(result.checkpoint, log, config=on_ray, options=THOUSAND, console=QUIET)
@@ -151,7 +150,7 @@ def test_invalid_lines_keep_row_numbers(
 
 @pytest.fixture(scope="module")
 def scores(result: Result, config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The log's predictions as files of 7000 rows, and what was reported of them."""
+    """Write the log's predictions as files of 7000 rows, and return the folder and report."""
     out = tmp_path_factory.mktemp("scores") / "scores"
     with pytest.MonkeyPatch.context() as patch:
         _small_parts(patch)
@@ -188,7 +187,7 @@ def test_predict_writes_parquet(
 def test_killed_predict_resumes(
     scores: tuple[Path, dict[str, Any]], result: Result, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same bytes; what was done is not scored again."""
+    """Bytes are equal, and complete rows are not scored again."""
     _small_parts(monkeypatch)
     out, tables, begun = tmp_path / "out", ScoringJob.tables, []
 

@@ -1,4 +1,4 @@
-"""Rows of a workload of the user's own, in this process and through Ray: evaluated, predicted, and refused in one line."""
+"""Rows of a custom workload, in this process and on Ray: evaluated, predicted, and rejected in one line."""
 
 from pathlib import Path
 

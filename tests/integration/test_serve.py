@@ -1,4 +1,4 @@
-"""A server as a command: it scores, changes its model under load, outlives the death of a replica, and ends when told to."""
+"""Server command: scoring, model changes under load, replica failure, and shutdown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _ask(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, byt
 
 
 class Load:
-    """Clients that send the same rows over and over."""
+    """Clients that send the same rows repeatedly."""
 
     def __init__(self, port: int) -> None:
         self.port, self.answers = port, list[tuple[float, int, bytes]]()
@@ -88,7 +88,7 @@ def _replicas(server: Session) -> list[int]:
 
 
 def _end(server: Session, ingress: str, tell: Callable[..., subprocess.CompletedProcess[str]], *, served: str) -> None:
-    """By a signal, or by another process."""
+    """Stop the server by a signal or from another process."""
     if ingress == "direct":
         server.process.send_signal(signal.SIGTERM)
     else:
@@ -99,7 +99,7 @@ def _end(server: Session, ingress: str, tell: Callable[..., subprocess.Completed
 
 
 def _check_ending(port: int, end: Callable[[], None]) -> None:
-    """Balancers retry elsewhere if there is no connection (0) or if the answer is 503, but not if it is 404."""
+    """Check that clients of a stopping server fail to connect (0) or receive 503. Balancers retry these, but not 404."""
     with Load(port) as load:
         end()
     assert {status for _, status, _ in load.answers} <= {200, 503, 0}
@@ -188,17 +188,17 @@ def _counts(port: int) -> dict[str, float]:
 
 
 def _rows(port: int, version: str) -> float:
-    """Scored with a model, by all replicas that there have been."""
+    """Return the rows scored with a model by all replicas, past ones included."""
     return _counts(port)[f'rayrec_serve_rows_total{{model="{version}"}}']
 
 
 def _serving(port: int) -> dict[str, float]:
-    """How many replicas serve each version; those that died count until they are given up."""
+    """Return the number of replicas per version. Failed ones count until they time out."""
     return {name.split('"')[1]: value for name, value in _counts(port).items() if name.startswith("rayrec_serve_replicas")}
 
 
 def _serving_or_nothing(port: int) -> dict[str, float]:
-    """Nothing where the replica that was asked has just died."""
+    """Return an empty result if the queried replica has just failed."""
     try:
         return _serving(port)
     except (OSError, http.client.HTTPException, AssertionError):

@@ -1,4 +1,4 @@
-"""Ray Serve's own tools start the server; and a server finds out how it can be reached on a cluster."""
+"""Servers started by Ray Serve's own tools, and the URLs of servers on a cluster."""
 
 import contextlib
 import json
@@ -72,7 +72,7 @@ def _wait_for_model(url: str, version: str) -> None:
 
 
 def _check_upgrade_offer(port: int) -> None:
-    """Ray Serve's proxy loses the body, but does not take it for another request."""
+    """Check that Ray Serve's proxy does not parse the body as another request. It may lose the body."""
     inner = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
@@ -98,8 +98,8 @@ def _no_serve() -> Iterator[None]:
 
 
 def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[str]) -> None:
-    """Started by `serve run FILE`; with another model in user_config the replica stays, and answers all the time, also while
-    another application joins it."""
+    """With `serve run FILE`, another model in user_config keeps the replica, which answers throughout, also when another
+    application joins."""
     config = _documented()
     port = free_ports(1)
     config["http_options"]["port"] = port
@@ -183,7 +183,7 @@ def _version(place: str, *, own: type[ClickModelConfig] | None = None) -> str:
 
 
 def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
-    """One of a network that is not rayrec's."""
+    """The network is not one of rayrec's."""
     network, port = OwnConfig(embedding_dim=4), free_ports(1)
     model = make_model(config=network)
     place = save_checkpoint(tmp_path / "run", 10, model, network=network)
@@ -212,8 +212,8 @@ def test_server_is_reachable_by_each_ingress(tmp_path: Path) -> None:
 
 
 def test_swaps_during_replica_start(tmp_path: Path) -> None:
-    """Of models that load for seconds: a rejected one, three times at once, is never served, and an accepted one by all; then
-    the register is killed, and the server goes back."""
+    """Models load for seconds. A rejected one, tried three times at once, is never served. An accepted one is served by all.
+    Then the register is killed, and the server rolls back."""
     slow = SlowConfig(embedding_dim=4, build_s=3)
     models = [make_model(seed=seed, config=SlowConfig(embedding_dim=4)) for seed in (1, 2)]
     first, second = (save_checkpoint(tmp_path / "run", seed, model, network=slow) for seed, model in enumerate(models))

@@ -1,4 +1,4 @@
-"""Several checkpoints on the same rows: one table, which of them differ, an ensemble of them, and gates."""
+"""Comparison of checkpoints on the same rows: metrics, differences, ensemble and gates."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def log(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
-    """Two seeds, and a larger model with a Preprocessor of its own."""
+    """Train two seeds, and a larger model with a separate Preprocessor."""
     folder = tmp_path_factory.mktemp("models")
     first = save_clicks(folder / "a", seed=1, scale=3.0)
     own = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
@@ -177,7 +177,7 @@ def test_models_without_clicks_are_rejected(models: list[Saved]) -> None:
 
 
 def test_different_rows_are_rejected(models: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the log changes between two models."""
+    """As if the log changed between two models."""
     given: list[ScoredRows] = []
 
     def changed(job: ScoringJob, console: Console) -> ScoredRows:
@@ -191,7 +191,7 @@ def test_different_rows_are_rejected(models: list[Saved], log: Path, monkeypatch
 
 
 def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both learn; what they are trained and scored on, and that gates are of networks alone."""
+    """Baselines learn, and gates ignore them."""
     saved = save_clicks(tmp_path / "run", train_data={"path": str(log)})
     arguments = ["--baselines", "lightgbm", "logistic", "--resamples", "20", "--cluster.address", "none", "--json"]
     assert run(["compare", str(saved.run), str(log), *arguments]) == 0
@@ -225,7 +225,7 @@ def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest
 
 
 def test_baseline_features(tmp_path: Path) -> None:
-    """Rates of a row's categories do not know its label; lists are one-hot sums; what cannot be trained is refused."""
+    """Category rates exclude a row's own label, lists are one-hot sums, and untrainable data is rejected."""
     rng = np.random.default_rng(0)
     labels = (rng.random(4_000) < 0.3).astype(np.float32)
     unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows

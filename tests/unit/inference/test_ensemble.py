@@ -1,4 +1,4 @@
-"""Several checkpoints as one model: it scores as their mean, and is used as any checkpoint is."""
+"""Several checkpoints as one model, which scores their mean and works like any checkpoint."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_ensemble_is_nested_and_exported(
 
 
 def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
-    """The table that the other model sums is under the name that the ensemble gives it."""
+    """The other model's summed table has the name that the ensemble assigns."""
     schema = Schema(
         label="click",
         dense=("age",),
@@ -125,7 +125,7 @@ def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -
 
 
 def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tensors in several chunks and blocks, beside others of the same checkpoint that are not taken."""
+    """For tensors in several chunks and blocks, next to unused ones of the same checkpoint."""
     for module in ("writer", "format"):
         monkeypatch.setattr(f"rayrec.checkpoint.{module}.BLOCK_BYTES", 64)
     table, bias, number = torch.arange(120.0).reshape(20, 6), torch.ones(3), torch.tensor(7.0)
@@ -183,7 +183,7 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_older_widedeep_keeps_second_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which was learned then and is constant now: in a checkpoint, an export and an ensemble."""
+    """It was trained then and is constant now: in a checkpoint, an export and an ensemble."""
 
     class Earlier(widedeep.WideDeep):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The served model gives what the network that was trained gives, whatever its make, and needs nothing of training."""
+"""Served model of every kind, which must score like the trained network and needs no training code."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ from rayrec.inference.model import open_served
 
 
 def _wide_ids() -> Preprocessor:
-    """Ids of 64 bits: a table too long for 32 would need 8 GiB, so the type is asked for."""
+    """Use 64-bit ids without a table of 8 GiB."""
     preprocessor = hashed_preprocessor([40] * 26)
     preprocessor.__dict__["id_dtype"] = np.dtype(np.int64)
     return preprocessor

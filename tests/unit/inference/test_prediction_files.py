@@ -1,4 +1,4 @@
-"""Predictions on their way to Parquet: whatever way they come, and whenever their writer is killed, the same bytes."""
+"""Parquet files of predictions, with equal bytes for all table sizes and after kills."""
 
 import os
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def test_bytes_are_independent_of_table_sizes(tmp_path: Path, expected: dict[str
 @pytest.mark.parametrize("killed_after", [0, 1, 2, 3, 4, 6])
 @pytest.mark.parametrize("cut_bytes", [0, 1, 5, 400])
 def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], killed_after: int, cut_bytes: int) -> None:
-    """Killed after so many tables of 400 rows, so many bytes of the last of which never came to the disk."""
+    """Killed after some tables of 400 rows, with bytes of the last one missing on disk."""
     folder = tmp_path / "work"
     folder.mkdir()
     killed = Parts(JobFolder(str(folder)))
@@ -124,7 +124,7 @@ def test_resumes_after_kill_between_file_and_journal(
 
 
 def test_resumes_after_kill_behind_last_file(tmp_path: Path, expected: dict[str, bytes]) -> None:
-    """Which holds fewer rows than the others."""
+    """The last file has fewer rows than the others."""
     with Parts(JobFolder(str(tmp_path))) as parts:
         parts.write(_table())
         parts.finish()

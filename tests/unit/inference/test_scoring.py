@@ -1,4 +1,4 @@
-"""What is decided before scoring, and scoring by threads of this process: order, loads of the model, the process as it was."""
+"""Scoring plans, and scoring by threads of this process: order, model loads, thread counts."""
 
 import gzip
 import threading
@@ -131,7 +131,7 @@ BLOCKS = 12
 
 @dataclass
 class Model:
-    """Counts its loads, and notes which thread scored what, with how many threads for operators."""
+    """Model that counts its loads, and records thread and operator threads of each block."""
 
     num_threads: int
     loads: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Metrics by slices: each row in one slice, named as the log names it; and what is reported of them."""
+"""Metrics by slices: one slice per row, with the log's names, and their report."""
 
 import numpy as np
 import pyarrow as pa
@@ -56,7 +56,7 @@ def test_day_slices_keep_order() -> None:
 
 
 def _table(rows: slice) -> pa.Table:
-    """Of a log of 7 rows."""
+    """Return scores of a log of 7 rows."""
     return pa.table(
         {
             "row": np.arange(7)[rows],

@@ -1,4 +1,4 @@
-"""What the HTTP application answers: scores, what is wrong with a request, counts; never a failure of its own."""
+"""Answers of the HTTP application: scores, errors and counters."""
 
 import asyncio
 import csv
@@ -87,7 +87,7 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
 
 
 def test_missing_category_is_not_unknown() -> None:
-    """Also where both have one id, and where known tokens have it, too."""
+    """Even if both have the same id, and known tokens have it too."""
     columns = tuple(SparseColumn(NUM_TOKENS, NUM_TOKENS, first_id=0, unknown_id=2, missing_id=2) for _ in SCHEMA.sparse)
     shared = make_model(make_preprocessor(sparse=columns))
     assert post(make_app(shared), TEXT).json()["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
@@ -207,7 +207,7 @@ def test_csv_header_is_optional() -> None:
 
 @pytest.mark.parametrize("text", [b"a\n\nb\n", b"a\n\n", b"\na\n", b"\n", b"a\r\n\r\nb"])
 def test_empty_line_is_rejected(text: bytes) -> None:
-    """Else fewer scores than lines would come, or others."""
+    """Otherwise the number of scores would differ from the number of lines."""
     for name, line in (("one", b"a"), ("one hexadecimal", b"0000000a")):
         error = error_of(post(APPS[name], text.replace(b"a", line).replace(b"b", line)), 400)
         assert error["row"] == (0 if text.startswith(b"\n") else 1)
@@ -220,7 +220,7 @@ def test_empty_line_is_rejected(text: bytes) -> None:
 
 
 def test_line_ends_in_quotes_do_not_end_rows() -> None:
-    """Whatever the field's length, and also in a header."""
+    """For any field length, also in a header."""
     long = b'"' + b"x" * 140_000 + b'\n"'
     good = b'u,"a ""\n\nb""",' + long + b"\n"
     assert post(APPS["texts"], good * 3, media_type="text/csv").json()["unknown"] == [3] * 3
@@ -236,7 +236,7 @@ def test_line_ends_in_quotes_do_not_end_rows() -> None:
 
 
 def test_label_parameter_fixes_columns(app: ScoringApp) -> None:
-    """A labelled line that lost its last column has as many as an unlabelled one."""
+    """A labelled line without its last column has as many columns as an unlabelled one."""
     tsv, csv = "text/tab-separated-values", "text/csv; header=absent"
     bare = row_text(1)
     labelled = b"1\t" + bare
@@ -292,7 +292,7 @@ def _categories(schema: Schema) -> st.SearchStrategy[str | None]:
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int]]:
-    """Rows of a schema, and another order of them."""
+    """Return rows of a schema and a permutation."""
     name = draw(st.sampled_from(sorted(SCHEMAS)))
     schema = SCHEMAS[name]
     dense = st.none() | st.integers(-1000, 1000)
@@ -331,7 +331,7 @@ def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> byt
 @given(bodies())
 @example(("one", [{"shop": " "}, {"shop": ""}, {"shop": "a "}], [2, 0, 1]))
 def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
-    """As many scores as rows, in their order, whatever the format."""
+    """Scores are in the order of the rows, in all formats."""
     name, rows, order = body
     schema, app = SCHEMAS[name], APPS[name]
     alone = [post(app, {"rows": [row]}).json() for row in rows]
@@ -370,7 +370,7 @@ def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], l
     ids=range(6),
 )
 def test_invalid_json_is_rejected(app: ScoringApp, content: bytes) -> None:
-    """What else is wrong with requests, and how it is told: test_golden_replies.py."""
+    """test_golden_replies.py has other errors and their messages."""
     error_of(post(app, content, media_type="application/json"), 400)
 
 
@@ -473,7 +473,7 @@ def test_memory_of_waiting_requests_is_limited() -> None:
 
 
 def _peak_bytes(run: Callable[[], object]) -> int:
-    """Memory of Python, NumPy and Arrow at most, while something runs."""
+    """Return the peak memory of Python, NumPy and Arrow during a call."""
     before = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(before)
     pa.set_memory_pool(pool)
@@ -495,7 +495,7 @@ LISTS = {
 
 @pytest.mark.parametrize("media_type", LISTS)
 def test_peak_memory_of_large_requests_is_limited(media_type: str) -> None:
-    """Six at once, lists of short categories, which grow most: what is taken stays within the limit, the rest hears why."""
+    """Six requests at once, with lists of short categories, which grow most. Accepted ones stay within the limit."""
     content = LISTS[media_type]
     limit = 3 * 48 * len(content)
     app = make_app(make_model(make_preprocessor(ANY)), max_held_bytes=limit, max_batch_bytes=len(content))
@@ -604,7 +604,7 @@ def test_token_may_end_in_blank_byte(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_upgrade_offer_closes_connection(app: ScoringApp) -> None:
-    """As Ray Serve's proxies keep it open, and take the body for another request."""
+    """Ray Serve's proxies would keep it open, and parse the body as another request."""
     offer = {"connection": "upgrade", "upgrade": "h2c"}
     assert post(app, TEXT, headers=offer).headers["connection"] == "close"
     assert ask(app, "GET", "/nowhere", headers=offer).headers["connection"] == "close"

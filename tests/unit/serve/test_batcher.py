@@ -1,4 +1,4 @@
-"""Requests gather while the model is at work, go in order, and are refused where too many wait."""
+"""Request batching: order, batch sizes and full queues."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from rayrec.serve.requests import RequestBody, RequestError
 
 
 class Model:
-    """Answers each body with its rows, when it may."""
+    """Model that answers each body with its rows, when allowed."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -28,7 +28,7 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def _in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test can hold it up."""
+    """Score in the thread, which a test can block."""
     monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", 0)
 
 
@@ -76,7 +76,7 @@ def test_batch_bytes_are_limited() -> None:
 
 
 def test_small_batches_run_in_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is ready at once goes together, in order, before and behind what goes to the thread."""
+    """Requests that are ready at once form a batch, in order, before and after batches of the thread."""
     monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
     threads: list[str] = []
 
@@ -150,7 +150,7 @@ def test_failure_reaches_its_batch_only() -> None:
 
 
 def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers beyond the queue's end and beyond the time limit; then all is well again."""
+    """Full queue and exceeded time limit, then normal answers again."""
     go_on = threading.Event()
     app = make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
     answer = app._batcher._score

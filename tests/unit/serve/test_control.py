@@ -1,5 +1,4 @@
-"""Changes of a server's models, with all processes in this one: any order of events, replicas that start or die, lost
-registers."""
+"""Model changes of a server in one process: any order of events, replica starts and failures, lost registers."""
 
 import asyncio
 import contextlib
@@ -34,7 +33,7 @@ DIED = ray.exceptions.ActorDiedError()
 
 
 class Cluster:
-    """Ray as far as `Control` and replicas use it: the register's calls, and calls of all replicas."""
+    """Fake of Ray for `Control` and replicas: calls of the register and of all replicas."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.register, self.running = Register(), True
@@ -82,7 +81,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 class World:
-    """Replicas of a server, where between two calls anything may happen: a change, a start, a death, a lost register."""
+    """Replicas of a server with random events between two calls: a change, a start, a failure, a lost register."""
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster, self.random, self.names = cluster, random.Random(seed), itertools.count()
@@ -153,7 +152,7 @@ class World:
         self.start()
 
     def restart(self) -> None:
-        """Of the register; a replica that starts may report first."""
+        """Restart the register. A starting replica may report first."""
         self.cluster.register = Register()
         if self.random.random() < 0.5:
             self.start()
@@ -221,7 +220,7 @@ class Replicas:
         return replica
 
     def starting(self, name: str, *, path: str) -> threading.Thread:
-        """Returns once the replica loads the model."""
+        """Return once the replica loads the model."""
         self.slow[path], before = threading.Event(), len(self.loading)
         thread = threading.Thread(target=self.start, args=(name,))
         thread.start()
@@ -398,7 +397,7 @@ def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_register_pickles_without_rayrec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray Serve's controller, which may not have rayrec, opens what it is sent."""
+    """Ray Serve's controller, which may not have rayrec, unpickles it."""
     actor = ray_compat.shared_actor(REGISTER, Register, started_serve=True)["deployment_actors"][0]
     import subprocess
     import sys

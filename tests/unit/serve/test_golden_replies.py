@@ -1,4 +1,4 @@
-"""Status and bytes of the replies to many request bodies, good and damaged: the same as ever, whatever is read together."""
+"""Golden status and bytes of replies to many valid and invalid request bodies, sequential and batched."""
 
 import asyncio
 import re
@@ -32,7 +32,7 @@ def _json(*rows: str) -> bytes:
 
 
 def _envelopes(good: str) -> Iterator[Request]:
-    """Requests around rows; `good` is a row."""
+    """Yield requests around rows. `good` is a valid row."""
     for body in (
         *(b"", b"{}", b"[]", b"null", b"{", b"\xff", b'{"rows": null}', b'{"rows": {}}', b'{"rows": []}'),
         *(b'{"rows": [{}], "more": 1}', b'{"rows": [{}], "rows": [{}]}', b'\xef\xbb\xbf{"rows": [{}]}', b'{"rows": [{}]} x'),
@@ -51,7 +51,7 @@ def _envelopes(good: str) -> Iterator[Request]:
 
 
 def _damaged(line: str, delimiter: str) -> Iterator[str]:
-    """Text of one good line, and what may happen to it."""
+    """Yield variants of a valid line."""
     fields = line.split(delimiter)
     yield from (line, line + "\n", line + "\r\n", line + "\r" + line, "\n" + line, f"{line}\n\n{line}", f"{line}\n\n")
     yield from (line + delimiter, delimiter.join(fields[:-1]), line + "\x00", f"{line}\n{line[:-3]}", "\n".join([line] * 21))
@@ -131,7 +131,7 @@ def _own_requests() -> Iterator[Request]:
 
 
 def _plain(reply: Reply) -> list[Any]:
-    """The status, the body, and if it has scores, those apart from it."""
+    """Return status and body, with the scores separate."""
     body = reply.body.decode()
     if reply.status != 200:
         return [reply.status, body]

@@ -1,4 +1,4 @@
-"""A process that listens itself: real connections, several at one port, and an end that answers what is in flight."""
+"""Listener with real connections: several listeners at one port, limits, and shutdown after pending answers."""
 
 import asyncio
 import contextlib
@@ -91,7 +91,7 @@ def test_listeners_use_one_port_and_drain_on_close() -> None:
     ids=range(6),
 )
 def test_invalid_http_is_rejected(sent: bytes) -> None:
-    """Whatever comes, the next request is answered."""
+    """The next request is answered."""
     port = free_ports(1)
     listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=1)
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
@@ -104,7 +104,7 @@ def test_invalid_http_is_rejected(sent: bytes) -> None:
 
 
 def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
-    """Bytes sent before the server closed the connection."""
+    """Return the bytes sent before the server closed the connection."""
     sent = 0
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         try:
@@ -127,7 +127,7 @@ def _listen(app: Any = None, **limits: float) -> tuple[int, Listener]:
 
 
 def test_endless_requests_are_cut() -> None:
-    """What comes before the application sees a request, or behind its body, has limits of its own."""
+    """Bytes before the application sees a request, or after its body, have separate limits."""
     port, listener = _listen(head_s=0.5)
     line = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
     endless = itertools.chain([line], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
@@ -156,7 +156,7 @@ REFUSED = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000
 
 
 def _closed_after(connection: socket.socket, trickle: bytes, *, every_s: float = 0.05, give_up_s: float = 5.0) -> float:
-    """Seconds until the server closes a connection that sends `trickle` again and again."""
+    """Return the seconds until the server closes a connection that sends `trickle` repeatedly."""
     start = time.monotonic()
     connection.settimeout(every_s)
     while (spent_s := time.monotonic() - start) < give_up_s:
@@ -172,7 +172,7 @@ def _closed_after(connection: socket.socket, trickle: bytes, *, every_s: float =
 
 
 def test_idle_connection_is_closed() -> None:
-    """Also one that sends line ends, which are no request, and one that never ends the body of a refused request."""
+    """Also one that sends only line ends, and one with an endless body of a rejected request."""
     port, listener = _listen(head_s=0.4, keep_alive_s=0.6)
 
     def run(case: tuple[bytes, bytes]) -> None:
@@ -231,7 +231,7 @@ def test_client_that_never_reads_is_disconnected() -> None:
 
 
 def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one listener ends, a new connection goes to the other, and an open one is answered once more."""
+    """While one listener closes, new connections reach the other, and an open one receives another answer."""
     monkeypatch.setattr("rayrec.serve.listener._SETTLE_S", 0.4)
     port = free_ports(1)
     ending = Listener(
@@ -266,7 +266,7 @@ LAST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
 def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[int, str | None]]:
-    """Status and Connection of each answer to what one connection sends, until the server closes it."""
+    """Return status and Connection of each answer on one connection, until the server closes it."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         for number, piece in enumerate(pieces):
             time.sleep(0.05 if number else 0)
@@ -292,7 +292,7 @@ OFFERS += [b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"upgrade: h2c, foo
 
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "others"])
 def test_upgrade_offer_with_body_is_answered(offer: bytes) -> None:
-    """A body is that of its request, also if it comes later, in chunks, or looks like a request itself."""
+    """A late or chunked body, or one that looks like a request, still belongs to its request."""
     port, listener = _listen()
     head, body = REQUEST.split(b"\r\n\r\n", 1)
     offering = head + b"\r\n" + offer + b"\r\n"
@@ -329,7 +329,7 @@ def test_malformed_request_is_answered_in_order() -> None:
 
 
 def test_half_closed_connection_receives_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last answer is not ready before the server knows that the client closed its side."""
+    """The client closes its side before the last answer is ready."""
     app, closed, before_last = make_app(make_model()), threading.Event(), 0
     receive_eof = _BoundedProtocol.eof_received
 
@@ -398,7 +398,7 @@ def test_proxies_use_bounded_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("status", [200, 404])
 def test_proxy_without_application_answers_503(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    """A 404 of rayrec's own goes through."""
+    """A 404 of rayrec stays."""
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     (middleware,) = sole_proxy()
     proxy = middleware.cls(PlainTextResponse("Path '/' not found.", status), *middleware.args, **middleware.kwargs)

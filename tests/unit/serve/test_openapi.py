@@ -1,4 +1,4 @@
-"""The OpenAPI document and the counters."""
+"""OpenAPI document and counters."""
 
 import hashlib
 import math
@@ -25,7 +25,7 @@ REFUSALS = schemathesis.Config.from_dict(
 
 
 def _text(schema: Schema) -> None:
-    """Tells the fuzzer how lines of text look, right and wrong."""
+    """Register strategies for valid and invalid lines of text."""
     field = st.sampled_from(["", "3", "-7", "7e0ccccf"])
     line = st.tuples(*(field for _ in schema.columns)).map("\t".join)
     for media_type in ("text/tab-separated-values", "text/csv"):
@@ -33,7 +33,7 @@ def _text(schema: Schema) -> None:
 
 
 def _serialize() -> None:
-    """Text goes as it is."""
+    """Register serializers that pass text unchanged."""
 
     @schemathesis.serializer("text/tab-separated-values", "text/csv")
     def as_text(context: Any, value: Any) -> bytes | Any:

@@ -1,4 +1,4 @@
-"""Models of a replica come and go while requests are answered: the swap, the way back, the shadow."""
+"""Model changes of a replica while it answers: swap, rollback, shadow."""
 
 import asyncio
 import threading

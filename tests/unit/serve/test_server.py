@@ -1,4 +1,4 @@
-"""A server's start, the address that it is reached at, the run that it follows; and Ray Serve's builder."""
+"""Start of a server, its URL, the run that it follows, and Ray Serve's builder."""
 
 import os
 import threading
@@ -121,7 +121,7 @@ def test_invalid_application_is_rejected(args: dict[str, Any], message: str) -> 
 
 def test_port_has_one_server() -> None:
     """Replicas of the owner share the port. A second server, or one next to another program, cannot use it."""
-    port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\)\. Choose another --port"
+    port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\); choose another --port"
     with lock_port("127.0.0.1", port):
         for _ in range(2):
             with pytest.raises(InputError, match=f"127.0.0.1:{port}: .*{owner}"), lock_port("127.0.0.1", port):
@@ -213,7 +213,7 @@ def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither here nor in the environment."""
+    """Pretend that no Ray is running or configured."""
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it is set by who finds a token
@@ -319,7 +319,7 @@ def test_following_skips_damaged_checkpoints(
 
 
 class Watched:
-    """Stands for the control of a server, whose replicas load what they are told to."""
+    """Fake control of a server, with replicas that load the requested models."""
 
     def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "_RETRY_S", 0.0)
@@ -352,7 +352,7 @@ class Watched:
         return server._Watch(server.Server("http://x", self, "x:1"), Console())  # type: ignore[arg-type]
 
     def follow(self, watch: server._Watch, run: str, which: Any = "newest") -> None:
-        """Until the change is made, and seen."""
+        """Follow until the change is complete and reported."""
         watch.follow(run, which)
         if watch._change is not None:
             watch._change[1].exception(60)

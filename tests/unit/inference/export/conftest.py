@@ -1,4 +1,4 @@
-"""A small click model and its exports, made once."""
+"""Small click model and its exports, created once."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(scope="session")
 def exported(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The export with tables of a kind, made when it is first asked for."""
+    """Return the export with a quantization, created on first use."""
 
     @functools.cache
     def make(quantization: str) -> Path:

@@ -1,4 +1,4 @@
-"""The model repository for Triton: its configuration by the documented schema, its graph by the runtime that Triton embeds."""
+"""Model repository for Triton: configuration by the documented schema, graph in the runtime that Triton embeds."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""encode.py of an export: it encodes raw rows as the Preprocessor does, or the export is not written."""
+"""encode.py of an export, which must encode raw rows like the Preprocessor."""
 
 import csv
 import dataclasses
@@ -29,7 +29,7 @@ from rayrec.serve.row_readers import make_reader
 
 
 def _own_log(folder: Path) -> Saved:
-    """A model of a log of texts, whose one column is hashed, with the bits of categories mixed."""
+    """Save a model of a text log with one hashed column, with mixed bits of categories."""
     schema = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
     preprocessor = Preprocessor(
         "test", schema, (DenseColumn(),), (SparseColumn(100, None, mixed=True), SparseColumn(4, 2)), np.array([1, 2], np.uint64)
@@ -56,7 +56,7 @@ def test_encode_py_is_compared_on_raw_log(tmp_path: Path) -> None:
 
 
 def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
-    """DIN with items and their shops in one attention unit, and rows that give a shop to no item."""
+    """DIN with items and shops in one attention unit. Some rows have no shop for an item."""
     features = (
         Feature(name="items", vocabulary="item", max_length=3),
         Feature(name="shops", vocabulary="shop", max_length=3, aligned_with="items"),
@@ -125,7 +125,7 @@ def test_export_rejects_different_encoder(
 
 @pytest.mark.parametrize("kind", ["vocabulary", "hashed", "buckets", "file minimum", "uniform", "pareto"])
 def test_encode_py_is_compared_on_random_values(kind: str, tmp_path: Path) -> None:
-    """As for a run on preprocessed data."""
+    """The run was trained on preprocessed data."""
     preprocessor = _varied_criteo(kind)
     preprocessor.save(str(tmp_path))
     none = ParityRows("rows", ())
@@ -143,7 +143,7 @@ def test_encode_py_is_compared_on_random_values(kind: str, tmp_path: Path) -> No
 
 
 def _varied_criteo(kind: str) -> Preprocessor:
-    """Each way in which a Preprocessor makes ids and numbers of a log like Criteo's."""
+    """Yield all kinds of Preprocessors for a log in Criteo's format."""
     schema = Schema(tokens="hexadecimal", label="label", dense=("a", "b", "c"), sparse=("x", "y", "z"))
     tokens = np.array([[7, 3, 900], [1, 2**32 - 1, 5], [11, 4, 6]], np.uint32)
     dense = (
@@ -172,7 +172,7 @@ def _varied_criteo(kind: str) -> Preprocessor:
 
 
 def test_encoder_error_has_row_number(tmp_path: Path) -> None:
-    """What it makes of rows: test_golden_outputs.py."""
+    """test_golden_outputs.py has the encoded values."""
     _varied_criteo("vocabulary").save(str(tmp_path))
     encoder = Encoder(str(tmp_path))
     with pytest.raises(ValueError, match="row 1: x must be 8 hexadecimal digits"):
@@ -184,7 +184,7 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
 
 
 def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
-    """Texts of every length, numbers in several forms, lists, also empty ones."""
+    """Texts of all lengths, several number formats, lists, also empty ones."""
     sparse = ("user", "tags", "shop")
     schema = Schema(
         label="click", dense=("age",), sparse=sparse, lists=("tags",), integers=("shop",), tokens="any", delimiter=","

@@ -1,4 +1,4 @@
-"""Exports and checkpoints that were damaged or forged are refused in one line, and nothing in them is run."""
+"""Damaged or forged exports and checkpoints, which are rejected in one line and run no code."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class _Trap:
 
 @pytest.fixture
 def copied(exported: Callable[[str], Path], tmp_path: Path) -> Path:
-    """An export to spoil."""
+    """Return a copy of an export, to be damaged."""
     return Path(shutil.copytree(exported("int8"), tmp_path / "copied"))
 
 
@@ -122,7 +122,7 @@ def _in_place(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]
 
 
 def _head_of_nothing(folder: Path) -> None:
-    """A file of tensors that lie beyond its end."""
+    """Return a file of tensors beyond its end."""
     path = folder / "tables.safetensors"
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -176,7 +176,7 @@ def test_foreign_files_are_rejected(copied: Path, damage: Callable[[Path], objec
 
 
 def test_links_in_export_are_followed(copied: Path) -> None:
-    """As in a mounted ConfigMap, and where the folder itself is a link."""
+    """As in a mounted ConfigMap, or if the folder is a link."""
     (copied / "README.md").rename(copied / "data")
     (copied / "README.md").symlink_to("data")
     (copied.parent / "alias").symlink_to(copied)

@@ -1,4 +1,4 @@
-"""An exported click model: it scores as its checkpoint does, or is not written."""
+"""Exported click models, which must score like their checkpoint."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ from rayrec.models.scoring_tables import Quantization
 def test_export_scores_match_checkpoint(
     saved: Saved, exported: Callable[[str], Path], quantization: Quantization, tolerance: float
 ) -> None:
-    """Also those that the README's program gives."""
+    """So do the scores of the README's program."""
     folder = exported(quantization)
     served, checkpoint = open_served(str(folder)), open_served(str(saved.run))
     assert (served.kind, served.quantization) == ("export", quantization)
@@ -55,7 +55,7 @@ def test_export_scores_match_checkpoint(
 
 
 class _NoRayrec(MetaPathFinder):
-    """Before all other finders, it hides the package."""
+    """Import finder that hides the package."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name.partition(".")[0] == "rayrec":
@@ -65,7 +65,7 @@ class _NoRayrec(MetaPathFinder):
 def test_raw_rows_are_scored_without_rayrec(
     saved: Saved, exported: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the README's own program, while Python finds no rayrec."""
+    """The README's program runs without rayrec."""
     folder = shutil.copytree(exported("fp32"), tmp_path / "moved")
     assert saved.config.train_data.path is not None
     lines = Path(saved.config.train_data.path).read_text().splitlines()[:50]
@@ -260,7 +260,7 @@ def test_parity_rows_are_evenly_spaced() -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("name", [name for name in models.names("ranking") if name != "din"])  # which needs lists
 def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> None:
-    """Its program, int8 tables and, with two members, tables wider than an embedding."""
+    """With program, int8 tables and, for two ensemble members, tables wider than an embedding."""
     cls = models.config_class(name)
     assert cls is not None
     like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2)
