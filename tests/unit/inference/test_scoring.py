@@ -71,7 +71,7 @@ def test_threads_match_cores(cpus: float, memory: int, blocks: int, expected: in
 
 
 def test_oversized_weights_are_rejected() -> None:
-    with pytest.raises(InputError, match=r"108 GB.*offers Ray 68\.7 GB"):
+    with pytest.raises(InputError, match=r"108 GB.*got at most 68\.7 GB from Ray"):
         plan_pool([_node(8)], weight_bytes=100 * GIB, blocks=1, spare_cpus=0, device="cpu")
     match = r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"
     with pytest.raises(InputError, match=match):

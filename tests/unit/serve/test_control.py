@@ -5,8 +5,9 @@ import contextlib
 import itertools
 import pickle
 import random
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import ray
 import torch
 from builders.click_models import ANY, make_model, make_preprocessor
+from builders.faults import until
 from builders.requests import sample_values
 
 from rayrec.compat import ray_compat
@@ -216,23 +218,29 @@ class Replicas:
         replica = deployment._Replica(ServeConfig(), None, None)
         asyncio.run(replica.reconfigure({"model": model, "shadow": shadow}))
         asyncio.run(replica.check_health())
-        self.cluster.calls[name] = lambda method, desired: asyncio.run(getattr(replica, method)(desired))
+        self.reach(name, replica)
         return replica
+
+    def reach(self, name: str, replica: deployment._Replica) -> None:
+        self.cluster.calls[name] = lambda method, desired: asyncio.run(getattr(replica, method)(desired))
+
+    def swap(self, path: str) -> dict[str, Any]:
+        return Control("rayrec").change(lambda desired: swap_model(desired, path))
+
+    def swapping(self, path: str) -> threading.Thread:
+        """Start a swap, and return once a replica loads the model."""
+        thread = threading.Thread(target=self.swap, args=(path,))
+        thread.start()
+        until(lambda: path in self.loading)
+        return thread
 
     def starting(self, name: str, *, path: str) -> threading.Thread:
         """Return once the replica loads the model."""
         self.slow[path], before = threading.Event(), len(self.loading)
         thread = threading.Thread(target=self.start, args=(name,))
         thread.start()
-        _wait(lambda: len(self.loading) > before)
+        until(lambda: len(self.loading) > before)
         return thread
-
-
-def _wait(done: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -249,12 +257,12 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     server = Control("rayrec")
     with pytest.raises(InputError, match="no other model"):
         server.change(revert_model)
-    found = server.change(lambda desired: swap_model(desired, "b"))
+    found = replicas.swap("b")
     assert (found["model"], found["previous"], found["shadow"]) == ("b", "a", None)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
     for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the current model stays\)")):
         with pytest.raises(InputError, match=cause):
-            server.change(lambda desired, path=path: swap_model(desired, path))
+            replicas.swap(path)
         with pytest.raises(InputError, match=cause):
             server.change(lambda desired, path=path: change_shadow(desired, path))
     assert len(server.call_register("describe")["failures"]) == 4
@@ -270,9 +278,7 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
 def test_replica_started_during_swap_has_new_model(replicas: Replicas) -> None:
     replicas.start("first")
     thread = replicas.starting("second", path="a")
-    swap = threading.Thread(target=Control("rayrec").change, args=(lambda desired: swap_model(desired, "b"),))
-    swap.start()
-    _wait(lambda: "b" in replicas.loading)
+    swap = replicas.swapping("b")
     replicas.slow["a"].set()
     thread.join(60)
     swap.join(60)
@@ -284,7 +290,7 @@ def test_replica_started_during_rejected_swap_keeps_model(replicas: Replicas) ->
     thread = replicas.starting("second", path="a")
     for path in ("other columns", "gone"):
         with pytest.raises(InputError, match=r"schemas differ|damaged"):
-            Control("rayrec").change(lambda desired, path=path: swap_model(desired, path))
+            replicas.swap(path)
     replicas.slow["a"].set()
     thread.join(60)
     assert replicas.cluster.versions() == [MODELS["a"].version] * 2
@@ -294,18 +300,16 @@ def test_unreached_replica_catches_up(replicas: Replicas) -> None:
     late = replicas.start("first")
     replicas.start("second")
     del replicas.cluster.calls["first"]  # until another process sees it
-    swap = threading.Thread(target=Control("rayrec").change, args=(lambda desired: swap_model(desired, "b"),))
-    swap.start()
-    _wait(lambda: "b" in replicas.loading)
+    swap = replicas.swapping("b")
     assert late._models.model is MODELS["a"]
-    replicas.cluster.calls["first"] = lambda method, desired: asyncio.run(getattr(late, method)(desired))
+    replicas.reach("first", late)
     swap.join(60)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
     desired = replicas.cluster.register.desired()
     assert desired is not None
     replicas.cluster.register.accept(swap_model(desired, "c"), desired.serial)  # and the process that asked for it died
     asyncio.run(late.check_health())
-    _wait(lambda: late._models.model is MODELS["c"])
+    until(lambda: late._models.model is MODELS["c"])
 
 
 def test_unloadable_first_model_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,12 +336,12 @@ def test_configuration_applies_once_and_keeps_swaps(replicas: Replicas) -> None:
             desired = replicas.cluster.register.desired()
             return desired is not None and desired.configured == ConfiguredModels(model, shadow)
 
-        _wait(is_wanted)
+        until(is_wanted)
 
     configure("b")
-    _wait(lambda: replicas.cluster.versions() == [MODELS["b"].version] * 2)
+    until(lambda: replicas.cluster.versions() == [MODELS["b"].version] * 2)
     assert replicas.loading.count("b") == 2
-    Control("rayrec").change(lambda desired: swap_model(desired, "c"))
+    replicas.swap("c")
     replicas.start("third", model="b")
     asyncio.run(both[0].check_health())
     assert replicas.cluster.versions() == [MODELS["c"].version] * 3
@@ -345,12 +349,12 @@ def test_configuration_applies_once_and_keeps_swaps(replicas: Replicas) -> None:
     assert replicas.cluster.versions() == [MODELS["c"].version] * 3
     assert "gone: damaged" in str(replicas.cluster.register.describe()["failures"])
     configure("gone", shadow="b")
-    _wait(lambda: replicas.cluster.register.describe()["shadow"] == "b")
+    until(lambda: replicas.cluster.register.describe()["shadow"] == "b")
 
 
 def test_restarted_register_recovers_from_replicas(replicas: Replicas) -> None:
     first = replicas.start("first")
-    Control("rayrec").change(lambda desired: swap_model(desired, "b"))
+    replicas.swap("b")
     replicas.cluster.register = Register()
     assert Control("rayrec").call_register("desired") is None
     replicas.start("second")  # it knows of nothing but the configuration
@@ -396,11 +400,8 @@ def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample_values(register.collect("two", two.snapshot()))[rows] == 25
 
 
-def test_register_pickles_without_rayrec(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_pickles_without_rayrec() -> None:
     """Ray Serve's controller, which may not have rayrec, unpickles it."""
     actor = ray_compat.shared_actor(REGISTER, Register, started_serve=True)["deployment_actors"][0]
-    import subprocess
-    import sys
-
     code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read()); assert 'rayrec' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], input=actor._serialized_actor_class, check=True, timeout=120)

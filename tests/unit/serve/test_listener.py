@@ -7,13 +7,14 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import uvicorn
 from builders.click_models import make_app, make_model, row_text
+from builders.faults import until
 from builders.requests import ask
 from hosts.ports import free_ports
 from ray._common.utils import import_attr
@@ -36,21 +37,38 @@ def _post(port: int, text: bytes) -> int:
         connection.close()
 
 
-def _wait_until_refused(port: int) -> None:
-    deadline_s = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=10).close()
-        except ConnectionRefusedError:
-            return
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+def _refuses(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def _listener(port: int, app: Any = None, *, end_s: float = 5, **limits: float) -> Listener:
+    app = app or make_app(make_model())
+    return Listener(app, host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=end_s, limits=Limits(**limits))
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., int]]:
+    """Return a function that starts a listener and returns its port. Listeners are closed after the test."""
+    listeners: list[Listener] = []
+
+    def start(app: Any = None, **limits: float) -> int:
+        port = free_ports(1)
+        listeners.append(_listener(port, app, ending_s=0.05, **limits))
+        return port
+
+    yield start
+    for listener in listeners:
+        listener.close()
 
 
 def test_listeners_use_one_port_and_drain_on_close() -> None:
     port = free_ports(1)
     apps = [make_app(make_model()) for _ in range(2)]
-    one, other = (Listener(app, host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=60) for app in apps)
+    one, other = (_listener(port, app, end_s=60) for app in apps)
     assert {_post(port, row_text(1)) for _ in range(20)} == {200}
     one.close()
     assert not one.alive
@@ -71,7 +89,7 @@ def test_listeners_use_one_port_and_drain_on_close() -> None:
     assert taken.wait(60)
     ending = threading.Thread(target=other.close)
     ending.start()
-    _wait_until_refused(port)
+    until(lambda: _refuses(port))
     go_on.set()
     asking.join()
     ending.join()
@@ -90,17 +108,15 @@ def test_listeners_use_one_port_and_drain_on_close() -> None:
     ],
     ids=range(6),
 )
-def test_invalid_http_is_rejected(sent: bytes) -> None:
+def test_invalid_http_is_rejected(sent: bytes, listen: Callable[..., int]) -> None:
     """The next request is answered."""
-    port = free_ports(1)
-    listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=1)
+    port = listen()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         answer = connection.recv(65536)
     assert not answer.startswith(b"HTTP/1.1 5")
     assert _post(port, row_text(1)) == 200
-    listener.close()
 
 
 def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
@@ -118,17 +134,9 @@ def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
     return sent
 
 
-def _listen(app: Any = None, **limits: float) -> tuple[int, Listener]:
-    port = free_ports(1)
-    app = app or make_app(make_model())
-    return port, Listener(
-        app, host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=5, limits=Limits(ending_s=0.05, **limits)
-    )
-
-
-def test_endless_requests_are_cut() -> None:
+def test_endless_requests_are_cut(listen: Callable[..., int]) -> None:
     """Bytes before the application sees a request, or after its body, have separate limits."""
-    port, listener = _listen(head_s=0.5)
+    port = listen(head_s=0.5)
     line = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
     endless = itertools.chain([line], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
     assert _sent_until_closed(port, endless) < 20_000_000
@@ -145,7 +153,6 @@ def test_endless_requests_are_cut() -> None:
             answer = connection.getresponse()
             assert answer.status == 200
             answer.read()
-    listener.close()
 
 
 LINE = row_text(1)
@@ -171,9 +178,9 @@ def _closed_after(connection: socket.socket, trickle: bytes, *, every_s: float =
     pytest.fail("the connection is still open")
 
 
-def test_idle_connection_is_closed() -> None:
+def test_idle_connection_is_closed(listen: Callable[..., int]) -> None:
     """Also one that sends only line ends, and one with an endless body of a rejected request."""
-    port, listener = _listen(head_s=0.4, keep_alive_s=0.6)
+    port = listen(head_s=0.4, keep_alive_s=0.6)
 
     def run(case: tuple[bytes, bytes]) -> None:
         before, trickle = case
@@ -184,11 +191,10 @@ def test_idle_connection_is_closed() -> None:
     cases = list(itertools.product([b"", REQUEST, REQUEST * 3, REFUSED], [b"", b"\r\n", b"\n", b"P"]))
     with ThreadPoolExecutor(len(cases)) as clients:
         list(clients.map(run, cases))
-    listener.close()
 
 
-def test_line_ends_between_requests_are_ignored() -> None:
-    port, listener = _listen()
+def test_line_ends_between_requests_are_ignored(listen: Callable[..., int]) -> None:
+    port = listen()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         for _ in range(3):
             connection.sendall(b"\r\n" + REQUEST)
@@ -197,11 +203,10 @@ def test_line_ends_between_requests_are_ignored() -> None:
             assert answer.status == 200
             assert answer.read()
             connection.sendall(b"\r\n")
-    listener.close()
 
 
-def test_pipelined_requests_are_limited() -> None:
-    port, listener = _listen()
+def test_pipelined_requests_are_limited(listen: Callable[..., int]) -> None:
+    port = listen()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(REQUEST * 50)
         answers = b""
@@ -209,11 +214,11 @@ def test_pipelined_requests_are_limited() -> None:
             answers += connection.recv(65536)
     assert _sent_until_closed(port, [REQUEST * 1000]) == 1000 * len(REQUEST)
     assert _post(port, LINE) == 200
-    listener.close()
 
 
 def test_client_that_never_reads_is_disconnected() -> None:
-    port, listener = _listen(answer_s=0.3, keep_alive_s=0.3)
+    port = free_ports(1)
+    listener = _listener(port, answer_s=0.3, keep_alive_s=0.3, ending_s=0.05)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port))
@@ -223,10 +228,7 @@ def test_client_that_never_reads_is_disconnected() -> None:
             while True:
                 connection.sendall(page * 50)
                 time.sleep(0.01)
-        deadline_s = time.monotonic() + 20
-        while listener._server.server_state.connections and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        assert not listener._server.server_state.connections
+        until(lambda: not listener._server.server_state.connections, timeout_s=20)
     listener.close()
 
 
@@ -234,16 +236,14 @@ def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one listener closes, new connections reach the other, and an open one receives another answer."""
     monkeypatch.setattr("rayrec.serve.listener._SETTLE_S", 0.4)
     port = free_ports(1)
-    ending = Listener(
-        make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=5, limits=Limits(ending_s=5)
-    )
+    ending = _listener(port, ending_s=5)
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         closing = threading.Thread(target=ending.close)
         closing.start()
         time.sleep(0.1)
         with pytest.raises(TimeoutError):  # not accepted, to be reset later
             socket.create_connection(("127.0.0.1", port), timeout=0.1)
-        other = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=1)
+        other = _listener(port, end_s=1)
         time.sleep(0.6)
         connection.sendall(REQUEST)  # the listener has seen that it shall end
         answer = connection.recv(65536)
@@ -259,7 +259,7 @@ def test_used_port_is_rejected() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(InputError, match="cannot listen there"):
-            Listener(make_app(make_model()), host="127.0.0.1", port=taken.getsockname()[1], max_body_bytes=1 << 20, end_s=1)
+            _listener(taken.getsockname()[1])
 
 
 LAST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -291,9 +291,9 @@ OFFERS += [b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"upgrade: h2c, foo
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "others"])
-def test_upgrade_offer_with_body_is_answered(offer: bytes) -> None:
+def test_upgrade_offer_with_body_is_answered(listen: Callable[..., int], offer: bytes) -> None:
     """A late or chunked body, or one that looks like a request, still belongs to its request."""
-    port, listener = _listen()
+    port = listen()
     head, body = REQUEST.split(b"\r\n\r\n", 1)
     offering = head + b"\r\n" + offer + b"\r\n"
     last = (200, "close")
@@ -307,17 +307,15 @@ def test_upgrade_offer_with_body_is_answered(offer: bytes) -> None:
         assert _answers(port, *pieces, LAST) == [(400, None), last]
     without_body = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n"
     assert _answers(port, without_body + LAST) == [(200, None), last]
-    listener.close()
 
 
-def test_tunnel_request_is_rejected() -> None:
-    port, listener = _listen()
+def test_tunnel_request_is_rejected(listen: Callable[..., int]) -> None:
+    port = listen()
     assert _answers(port, b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n" + REQUEST) == [(400, "close")]
-    listener.close()
 
 
-def test_malformed_request_is_answered_in_order() -> None:
-    port, listener = _listen()
+def test_malformed_request_is_answered_in_order(listen: Callable[..., int]) -> None:
+    port = listen()
     broken = HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n"
     for malformed in (b"\x16\x03\x01garbage", broken):
         assert _answers(port, malformed) == [(400, "close")]
@@ -325,10 +323,9 @@ def test_malformed_request_is_answered_in_order() -> None:
         assert _answers(port, REQUEST * 2 + malformed + REQUEST) == [(200, None)] * 2 + [(400, "close")]
     refused = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     assert _answers(port, refused, b"zz\r\n", LAST) == [(405, None)]
-    listener.close()
 
 
-def test_half_closed_connection_receives_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_closed_connection_receives_answers(listen: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The client closes its side before the last answer is ready."""
     app, closed, before_last = make_app(make_model()), threading.Event(), 0
     receive_eof = _BoundedProtocol.eof_received
@@ -346,7 +343,7 @@ def test_half_closed_connection_receives_answers(monkeypatch: pytest.MonkeyPatch
         return held_open
 
     monkeypatch.setattr(_BoundedProtocol, "eof_received", receive)
-    port, listener = _listen(answer_after_eof)
+    port = listen(answer_after_eof)
     for pieces, answers in (
         ([REQUEST], [(200, "close")]),
         ([REQUEST * 2], [(200, None), (200, "close")]),
@@ -358,11 +355,10 @@ def test_half_closed_connection_receives_answers(monkeypatch: pytest.MonkeyPatch
         closed.clear()
         before_last = len(answers) - 1
         assert _answers(port, *pieces, half_close=True) == answers
-    listener.close()
 
 
-def test_connection_half_closed_after_answer_ends() -> None:
-    port, listener = _listen()
+def test_connection_half_closed_after_answer_ends(listen: Callable[..., int]) -> None:
+    port = listen()
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(REQUEST)
         answer = connection.recv(65536)
@@ -372,16 +368,14 @@ def test_connection_half_closed_after_answer_ends() -> None:
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65536):
             pass
-    listener.close()
 
 
-def test_host_header_must_be_single_and_valid() -> None:
-    port, listener = _listen()
+def test_host_header_must_be_single_and_valid(listen: Callable[..., int]) -> None:
+    port = listen()
     path = b"GET /openapi.json HTTP/1.%d\r\nconnection: close\r\n%s\r\n"
     for hosts, status in (([], 400), ([b"localhost"] * 2, 400), ([b""], 421), ([b"localhost"], 200), ([b"evil"], 421)):
         assert _answers(port, path % (1, b"".join(b"host: %s\r\n" % host for host in hosts)))[0][0] == status
     assert _answers(port, path % (0, b"")) == [(200, "close")]
-    listener.close()
 
 
 def test_proxies_use_bounded_protocol(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_invalid_application_is_rejected(args: dict[str, Any], message: str) -> 
 
 def test_port_has_one_server() -> None:
     """Replicas of the owner share the port. A second server, or one next to another program, cannot use it."""
-    port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\); choose another --port"
+    port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\)\. Choose another --port"
     with lock_port("127.0.0.1", port):
         for _ in range(2):
             with pytest.raises(InputError, match=f"127.0.0.1:{port}: .*{owner}"), lock_port("127.0.0.1", port):

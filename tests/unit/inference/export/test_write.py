@@ -166,7 +166,7 @@ def test_missing_run_log_is_rejected_or_reported(tmp_path: Path, monkeypatch: py
 
 
 def test_export_with_different_scores_leaves_no_folder(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"an AUROC that differs by .*more than 0, on .*; choose another --quantize"):
+    with pytest.raises(InputError, match=r"an AUROC that differs by .*more than 0, on .*\. Choose another --quantize"):
         export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0)
     assert not list(tmp_path.glob("out*"))
     told = export_of(saved, tmp_path / "out", quantize="int4", max_auroc_loss=0.0, ignore_parity=True)
