@@ -40,13 +40,10 @@ _log = logging.getLogger(__name__)
 SCORE: Final = "/v1/score"
 
 
-class _Response(Response):
-    media_type = "application/json"
-
-    def __init__(
-        self, content: bytes, status: int = 200, *, media_type: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(content, status, {"x-content-type-options": "nosniff", **(headers or {})}, media_type)
+def _response(
+    content: bytes, status: int = 200, *, media_type: str = "application/json", headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(content, status, {"x-content-type-options": "nosniff", **(headers or {})}, media_type)
 
 
 @final
@@ -173,7 +170,7 @@ class ScoringApp:
                 body = await loop.run_in_executor(None, opened) if large else opened()
                 async with asyncio.timeout_at(deadline_s):
                     answer = await self._batcher.submit(body)
-                return _Response(answer.to_json(columns=with_columns))
+                return _response(answer.to_json(columns=with_columns))
             except TimeoutError:
                 raise RequestError(504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows") from None
             finally:
@@ -227,18 +224,18 @@ class ScoringApp:
             raise RequestError(408, "the request was not complete in time", headers=_CLOSE) from None
 
     async def _health(self, request: Request) -> Response:
-        return _Response(b'{"status":"alive"}')
+        return _response(b'{"status":"alive"}')
 
     async def _ready(self, request: Request) -> Response:
         if not self._models.ready:
             raise _NOT_READY
         model = self._models.model
-        return _Response(orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash}))
+        return _response(orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash}))
 
     async def _metrics(self, request: Request) -> Response:
         self._check_token(request)
         snapshot = await self._collect() if self._collect else self.snapshot()
-        return _Response(snapshot.to_text(), media_type=CONTENT_TYPE)
+        return _response(snapshot.to_text(), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Response:
         self._check_token(request)
@@ -246,11 +243,11 @@ class ScoringApp:
         if self._document[0] is not model:
             content = orjson.dumps(document(model, config=self._config, with_token=self._token_digest is not None))
             self._document = (model, content)
-        return _Response(self._document[1])
+        return _response(self._document[1])
 
     async def _page(self, request: Request) -> Response:
         content, headers = _read_page()
-        return _Response(content, media_type="text/html", headers=headers)
+        return _response(content, media_type="text/html", headers=headers)
 
     def snapshot(self) -> Snapshot:
         """Return the counters of this replica."""
@@ -343,7 +340,7 @@ def _with_columns(request: Request) -> bool:
 
 async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _Response(error.body(), error.status, headers=error.headers)
+    return _response(error.body(), error.status, headers=error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -241,16 +241,6 @@ def read_user_config(user_config: Mapping[str, Any]) -> ConfiguredModels:
     return ConfiguredModels(model, shadow)
 
 
-def http_options(config: ServeConfig) -> dict[str, Any]:
-    """Return the options of Ray Serve's proxy. Its timeout is a fallback, longer than the application's."""
-    return {
-        "host": config.host,
-        "port": config.port,
-        "request_timeout_s": 2 * config.time_limit_s + 5,
-        "keep_alive_timeout_s": 90,
-    }
-
-
 _TEXT_FIELDS: Final = ("token_file", "token_env", "device", "ingress", "host", "recipe")
 
 

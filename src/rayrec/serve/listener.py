@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import httptools
 import psutil
@@ -223,7 +223,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     Declines upgrade offers: parses the request again without the offer, because the parser does not expect a body after it.
     Answers keep the order of the requests, even if a later one is malformed or the client closes its side.
 
-    Without a due answer, a timer always runs: uvicorn's keep-alive timer, which any byte stops, or `_timer`, which only a
+    Without a due answer, a timer always runs: uvicorn's keep-alive timer, which any byte stops, or the head timer, which only a
     complete head stops."""
 
     def __init__(self, *arguments: Any, limits: Limits | None = None, max_request_bytes: int = sys.maxsize, **named: Any) -> None:
@@ -241,9 +241,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._error_message = ""
         """Error message of a malformed request, sent after the due answers. Further bytes are ignored."""
         self._ending = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._answer_timer: asyncio.TimerHandle | None = None
-        """Timer for the client to receive an answer."""
+        self._timers: dict[Literal["head", "answer"], asyncio.TimerHandle] = {}
+        """Running timers for the head of a request, and for the client to receive an answer."""
 
     @property
     def _answer_due(self) -> bool:
@@ -264,7 +263,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._decline_upgrade()
             return
-        self._end_timer()
+        self._stop_timer("head")
         self._in_body = True
         super().on_headers_complete()
         if self._ending:
@@ -284,7 +283,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._received, self._completed, self._in_body = 0, True, False
         if not self._answer_due:  # Answered before its body ended
-            self._end_timer()
+            self._stop_timer("head")
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
@@ -293,7 +292,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         max_bytes = self._max_request_bytes if self._in_body else MAX_HEAD_BYTES
         if self._received > max_bytes:
-            self._end_timer()
+            self._stop_timer("head")
             self.send_400_response("The request is too long.")
             return
         self._completed = False
@@ -355,14 +354,14 @@ class _BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._end_answer_timer()
+            self._stop_timer("answer")
 
     def timeout_keep_alive_handler(self) -> None:
         self.transport.abort()  # `close` would wait for the client to read
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_timer()
-        self._end_answer_timer()
+        self._stop_timer("head")
+        self._stop_timer("answer")
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -378,26 +377,20 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _start_timer(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(self._limits.head_s, self._time_out)
+        if "head" not in self._timers:
+            self._timers["head"] = self.loop.call_later(self._limits.head_s, self._time_out)
 
     def _time_out(self) -> None:
-        self._timer = None
+        del self._timers["head"]
         if self._answer_due:  # The next request is late, but earlier answers are due
             self.cycle.keep_alive = False
         else:
             self.transport.abort()
 
-    def _end_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _wait_for_client(self) -> None:
-        if self._answer_timer is None:
-            self._answer_timer = self.loop.call_later(self._limits.answer_s, self.transport.abort)
+        if "answer" not in self._timers:
+            self._timers["answer"] = self.loop.call_later(self._limits.answer_s, self.transport.abort)
 
-    def _end_answer_timer(self) -> None:
-        if self._answer_timer is not None:
-            self._answer_timer.cancel()
-            self._answer_timer = None
+    def _stop_timer(self, name: Literal["head", "answer"]) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()

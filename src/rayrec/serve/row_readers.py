@@ -189,18 +189,15 @@ class AnyReader(RowReader):
             try:
                 table = self._table(body.rows) if body.rows is not None else self._split(body)
                 raw, faults = parse_table(table, self.schema)
+                if faults.total:
+                    raise _row_error(faults.first[0], faults.first[0].row or 0)
+                outcomes.append(slice(rows, rows + raw.rows))
+                rows += raw.rows
+                parts.append(raw)
             except RequestError as error:
                 outcomes.append(error)
-                continue
             except InputError as error:
                 outcomes.append(RequestError(400, " ".join(str(error).split())))
-                continue
-            if faults.total:
-                outcomes.append(_row_error(faults.first[0], faults.first[0].row or 0))
-                continue
-            outcomes.append(slice(rows, rows + raw.rows))
-            rows += raw.rows
-            parts.append(raw)
         return RawBlock.concatenated(parts or [RawBlock.empty(self.schema)]), outcomes
 
     def _table(self, rows: list[Any]) -> pa.Table:

@@ -25,7 +25,7 @@ from rayrec.inference.model import source_of
 from rayrec.observe.console import Console
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
 from rayrec.serve.control import APPLICATION, Control, end, quieten, swap_model
-from rayrec.serve.deployment import custom_network_class, http_options, make_application
+from rayrec.serve.deployment import custom_network_class, make_application
 from rayrec.serve.listener import lock_port
 
 if TYPE_CHECKING:
@@ -129,12 +129,14 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
 
     direct = config.ingress == "direct"
     quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
+    # The proxies' timeout is a fallback, longer than the application's.
+    proxies = {"request_timeout_s": 2 * config.time_limit_s + 5, "keep_alive_timeout_s": 90}
     location = "HeadOnly" if config.host in LOOPBACK else "EveryNode"
     logging.disable(logging.INFO)  # Ray Serve logs its start with a logger that it configures itself
     try:
         serve.start(
             proxy_location="Disabled" if direct else location,
-            http_options=None if direct else http_options(config),
+            http_options=None if direct else {"host": config.host, "port": config.port, **proxies},
             logging_config=quiet,
         )
     finally:
