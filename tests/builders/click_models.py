@@ -1,4 +1,4 @@
-"""Small click models of any make, random but always the same: as a training holds them, saved, and as a server holds them."""
+"""Small deterministic click models of all kinds: in memory, saved, and served."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ NUM_TOKENS = 5
 
 
 def token(column: int, number: int) -> int:
-    """Number `number` (below NUM_TOKENS: a known one) of a column."""
+    """Return a token of a column. Numbers below NUM_TOKENS are in the vocabulary."""
     return (column << 16) + number + 1
 
 
 def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
-    """Knows NUM_TOKENS tokens of every sparse column."""
+    """Return a Preprocessor with NUM_TOKENS tokens in each sparse column."""
     columns = len(schema.sparse)
     dtype = np.uint32 if schema.tokens == "hexadecimal" else np.uint64
     made = {
@@ -79,14 +79,14 @@ def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
 
 
 def hashed_preprocessor(num_embeddings: Sequence[int], schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
-    """Of hashed categories."""
+    """Return a Preprocessor of hashed categories."""
     sparse = tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in num_embeddings)
     dtype = np.uint64 if schema.tokens == "any" else np.uint32
     return make_preprocessor(schema, sparse=sparse, tokens=np.empty(0, dtype), **changes)
 
 
 def multi_hot_preprocessor(num_sparse: int = 26) -> Preprocessor:
-    """Columns of bags of 1 to 3 ids."""
+    """Return a Preprocessor with columns of 1 to 3 ids."""
     schema = CRITEO.replace(sparse=CRITEO.sparse[:num_sparse])
     multi_hot = MultiHot(sizes=tuple(1 + column % 3 for column in range(num_sparse)))
     dense = (DenseColumn(mean=1.0, scale=0.5),) * len(schema.dense)  # as in the golden of exports
@@ -94,12 +94,12 @@ def multi_hot_preprocessor(num_sparse: int = 26) -> Preprocessor:
 
 
 def bucketed_preprocessor() -> Preprocessor:
-    """39 sparse columns and no dense one."""
+    """Return a Preprocessor with 39 sparse columns and no dense one."""
     return hashed_preprocessor(range(9, 48), integer_buckets=True, dense=())
 
 
 def lists_preprocessor() -> Preprocessor:
-    """Own columns, one of them with any number of ids a row."""
+    """Return a Preprocessor of custom columns, one of them a list."""
     names = ("user.id", "keys")
     schema = Schema(label="click", dense=("age",), sparse=names, lists=names[1:], tokens="any", delimiter=",")
     return hashed_preprocessor([30, 50], schema)
@@ -117,14 +117,14 @@ def whole_model(
     inputs: ModelInputs | None = None,
     **settings: Any,
 ) -> ClickModel:
-    """With its tables in this process. Features are named cat_0, cat_1, ... unless `features` or `inputs` say otherwise."""
+    """Build a model with unsharded tables. Features are cat_0, cat_1, ... unless set by `features` or `inputs`."""
     inputs = inputs or ModelInputs(num_dense, tuple(features or feature_names(len(num_embeddings))))
     return build_click_model(config, inputs, **{"num_embeddings": num_embeddings, "embedding_device": "cpu", **settings})
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A run's folder with a checkpoint."""
+    """Run folder with a checkpoint."""
 
     run: Path
     checkpoint: Path
@@ -133,13 +133,13 @@ class Saved:
     model: ClickModel
 
     def logits(self, rows: EncodedRows) -> np.ndarray:
-        """What the network that was saved gives, by TorchRec's tables."""
+        """Score with the saved network and TorchRec's tables."""
         features = sparse_features(self.preprocessor.inputs.sparse, rows.ids, len(rows))
         with torch.no_grad():
             return self.model.score(torch.from_numpy(rows.dense), features).numpy()
 
     def rows(self, count: int, *, seed: int = 0, labelled: bool = False) -> EncodedRows:
-        """Random encoded rows."""
+        """Return random encoded rows."""
         rng, given = np.random.default_rng(seed), self.preprocessor
         ids: list[Ids] = []
         for num_embeddings, size in zip(given.num_embeddings, given.hotness, strict=True):
@@ -163,7 +163,7 @@ def save_clicks(
     step: int = 7,
     **changes: Any,
 ) -> Saved:
-    """Save a network with the start values of `seed`, its tables times `scale`; `changes` are of the recipe."""
+    """Save a network initialized with `seed`, with tables times `scale`. `changes` are for the recipe."""
     given = preprocessor or hashed_preprocessor(range(5, 5 + 7 * 26, 7))
     config = recipes.criteo_demo().replace(name="small", **changes)
     config = config.replace(workload=config.workload.replace(model=model, schema=given.schema))
@@ -178,7 +178,7 @@ def save_clicks(
 
 
 def save_two(folder: Path) -> tuple[Saved, Saved]:
-    """Save, as steps 1 and 2 of a run, a tiny network for Criteo's columns with the start values of seeds 1 and 2."""
+    """Save a tiny network for Criteo's columns as steps 1 and 2 of a run, initialized with seeds 1 and 2."""
     model = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
     preprocessor = hashed_preprocessor(range(5, 31))
     first, second = (save_clicks(folder, model=model, preprocessor=preprocessor, seed=n, step=n) for n in (1, 2))
@@ -186,7 +186,7 @@ def save_two(folder: Path) -> tuple[Saved, Saved]:
 
 
 def _save(run: Path, step: int, weights: dict[str, torch.Tensor], config: TrainConfig, preprocessor: Preprocessor) -> str:
-    """A checkpoint, as training writes it; returns its folder."""
+    """Save a checkpoint as training does. Returns its folder."""
 
     def add_files(target: str) -> None:
         Path(target, "config.yaml").write_text("# rayrec 0, config hash 0\n" + config.to_yaml())
@@ -202,7 +202,7 @@ def _save(run: Path, step: int, weights: dict[str, torch.Tensor], config: TrainC
 
 
 def make_model(preprocessor: Preprocessor | None = None, *, seed: int = 0, config: ClickModelConfig = DLRM) -> ServedModel:
-    """Another seed, another version and other scores."""
+    """Build a served model. Seeds determine version and scores."""
     preprocessor = preprocessor or make_preprocessor()
     generator = torch.Generator().manual_seed(seed)
     model = empty_model(config, preprocessor=preprocessor, precision="fp32")
@@ -215,7 +215,7 @@ def make_model(preprocessor: Preprocessor | None = None, *, seed: int = 0, confi
 
 
 def save_checkpoint(run: Path, step: int, model: ServedModel, *, network: ClickModelConfig = DLRM) -> str:
-    """A checkpoint of the model, as training writes it; returns its folder."""
+    """Save a checkpoint of the model as training does. Returns its folder."""
     plain, tables, _ = model.scorer.parts()
     weights = dict(plain.network.state_dict())
     weights |= dict(zip(plain.table_weights().values(), tables, strict=True))
@@ -224,7 +224,7 @@ def save_checkpoint(run: Path, step: int, model: ServedModel, *, network: ClickM
 
 
 def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config: Any) -> ScoringApp:
-    """An application that serves the model, and none else."""
+    """Build an application that serves only this model."""
     from rayrec.serve.app import ScoringApp
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.counters import Counters
@@ -238,7 +238,7 @@ def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config:
 
 
 def row_text(number: int, schema: Schema = CRITEO, *, known: bool = True) -> bytes:
-    """An unlabelled line; a column in five is missing, and without `known` one in seven unknown."""
+    """Return an unlabelled line. One column in five is missing and, without `known`, one in seven unknown."""
     fields = []
     for column in range(len(schema.dense) + len(schema.sparse)):
         if (column + number) % 5 == 0:
@@ -253,14 +253,14 @@ def row_text(number: int, schema: Schema = CRITEO, *, known: bool = True) -> byt
 
 
 def row_object(line: bytes, schema: Schema = CRITEO) -> dict[str, Any]:
-    """The same row as JSON has it; what is missing is absent."""
+    """Return the row as JSON object without missing values."""
     fields = line.decode().rstrip("\n").split("\t")
     named = dict(zip((*schema.dense, *schema.sparse), fields, strict=True))
     return {name: int(text) if name in schema.dense else text for name, text in named.items() if text}
 
 
 def logits_of(model: ServedModel, text: bytes) -> np.ndarray:
-    """Scored without a server; unlabelled rows of a hexadecimal log."""
+    """Score unlabelled rows of a hexadecimal log without a server."""
     from rayrec.data.logs.text_parser import parse
     from rayrec.serve.counters import Counters
     from rayrec.serve.responses import BatchScorer

@@ -1,4 +1,4 @@
-"""Exports of small click models, changes of their manifests, and how a program without rayrec scores with one."""
+"""Exports of small click models, forged manifests, and scoring without rayrec."""
 
 import json
 from collections.abc import Callable
@@ -29,13 +29,13 @@ def write_criteo_rows(path: Path, rows: int, *, labelled: bool = True) -> str:
 
 
 def export_of(saved: Saved, out: Path, **settings: Any) -> dict[str, Any]:
-    """Export a saved model into a folder, compared on as many rows as `write_criteo_rows` gives it; return the report."""
+    """Export a saved model, compared on the rows of `write_criteo_rows`. Returns the report."""
     options = ExportConfig(parity_rows=ROWS).replace(**settings)
     return export(str(saved.run), str(out), config=saved.config, settings=options)
 
 
 def scored_by_strangers(out: Path) -> Callable[..., np.ndarray]:
-    """Return the function `score` that the README of an export defines, which needs no rayrec."""
+    """Return the function `score` in the README of an export, which needs no rayrec."""
     assert LOADER in (out / "README.md").read_text()
     names: dict[str, Any] = {}
     exec(LOADER.replace('"."', repr(str(out))), names)
@@ -43,7 +43,7 @@ def scored_by_strangers(out: Path) -> Callable[..., np.ndarray]:
 
 
 def changed(place: str, value: Any = ...) -> Callable[[dict[str, Any]], None]:
-    """Return a function that sets a place such as files>README.md>bytes of a manifest, or removes it; * is the first key."""
+    """Return a function that sets, or removes, a manifest field such as files>README.md>bytes. * is the first key."""
 
     def change(manifest: dict[str, Any]) -> None:
         node: Any = manifest
@@ -59,7 +59,7 @@ def changed(place: str, value: Any = ...) -> Callable[[dict[str, Any]], None]:
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], None] = lambda manifest: None, *, files: bool = True) -> None:
-    """Change a manifest as an attacker would: with sound checksums over what was changed, of an export's files too."""
+    """Change a manifest like an attacker, with valid checksums, also of an export's files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, file in manifest["files"].items() if files else ():
         file.update(bytes=(folder / name).stat().st_size, sha256=sha256_of(str(folder / name)))

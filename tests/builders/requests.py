@@ -1,4 +1,4 @@
-"""Requests to an ASGI application in this process, message by message."""
+"""Requests to an ASGI application in this process."""
 
 import asyncio
 import json
@@ -29,8 +29,8 @@ async def request(
     query: str = "",
     disconnect: bool = False,
 ) -> Reply | None:
-    """`parts` of the body come one after the other; a number is a wait of so many seconds. `disconnect`: instead of the
-    body's end the client goes. None where the application says nothing."""
+    """Send a request. `parts` are bytes of the body or pauses in seconds. `disconnect` drops the client before the body ends.
+    Returns None if the application sends nothing."""
     left = list(parts)
     sent: list[dict[str, Any]] = []
 
@@ -72,14 +72,14 @@ async def request(
 
 
 def ask(app: Callable[..., Awaitable[None]], method: str, path: str, **arguments: Any) -> Reply:
-    """One request that is answered."""
+    """Send a request, and return its answer."""
     reply = asyncio.run(request(app, method, path, **arguments))
     assert reply is not None
     return reply
 
 
 def post(app: Callable[..., Awaitable[None]], content: bytes | Any, **arguments: Any) -> Reply:
-    """Scores: bytes are lines of text, all else becomes JSON."""
+    """Score bytes as lines of text, other content as JSON."""
     return asyncio.run(post_async(app, content, **arguments))
 
 

@@ -1,4 +1,4 @@
-"""A small data-parallel workload whose checkpoints score rows of a .npz file, and a checkpoint of it."""
+"""Small data-parallel workload that scores rows of a .npz file, and a checkpoint of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CLASSES = 4
 
 
 class Net(torch.nn.Module):
-    """Tied, and with a buffer."""
+    """Network with tied weights and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(torch.nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored(DataParallelWorkload):
-    """Tells classes of four numbers; knows its rows by the arrays x and label of a file."""
+    """Classifier of four numbers, with arrays x and label in a file."""
 
     def prepare(self, context: RunContext) -> Any:
         raise AssertionError("nothing is trained here")
@@ -78,12 +78,12 @@ class Scored(DataParallelWorkload):
 
 
 def scored() -> TrainConfig:
-    """The recipe."""
+    """Return the recipe."""
     return TrainConfig(recipe="scored", workload=Scored(), eval_batch_size=10)
 
 
 def trained(folder: Path) -> tuple[str, Net]:
-    """The folder of a checkpoint of step 1 in the folder of a run, and the model that was saved."""
+    """Return the folder of a checkpoint of step 1 in a run, and the saved model."""
     torch.manual_seed(0)
     model = Net()
     with torch.no_grad():
@@ -99,7 +99,7 @@ def _write_config(target: Path) -> None:
 
 
 def rows_file(folder: Path, rows: int, *, labelled: bool = True) -> str:
-    """A file with so many rows."""
+    """Write a file with N rows."""
     rng = np.random.default_rng(rows)
     arrays: dict[str, np.ndarray] = {"x": rng.normal(size=(rows, CLASSES)).astype(np.float32)}
     if labelled:
