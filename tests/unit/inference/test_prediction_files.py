@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.faults import flip, raising
 
 from rayrec.data.job import JobFolder
 from rayrec.inference import prediction_files as module
@@ -38,15 +39,23 @@ def _bytes_of_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("part-*.parquet"))}
 
 
+def _complete(folder: Path, size: int = ROWS, *, start: int = 0) -> dict[str, bytes]:
+    """Write the rows from `start` in tables of `size`. Returns the files."""
+    with Parts(JobFolder(str(folder))) as parts:
+        assert parts.rows == start
+        for piece in _pieces(size, start):
+            parts.write(piece)
+        assert parts.rows == ROWS
+        parts.finish()
+    return _bytes_of_files(folder)
+
+
 @pytest.fixture
 def expected(tmp_path: Path) -> dict[str, bytes]:
     folder = tmp_path / "expected"
     folder.mkdir()
-    with Parts(JobFolder(str(folder))) as parts:
-        parts.write(_table())
-        parts.finish()
+    found = _complete(folder)
     assert pq.read_table(folder).equals(_table())
-    found = _bytes_of_files(folder)
     assert list(found) == [f"part-0000{number}.parquet" for number in range(3)]
     assert [pq.read_metadata(folder / name).num_rows for name in found] == [1000, 1000, 300]
     return found
@@ -54,12 +63,7 @@ def expected(tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("size", [1, 7, 300, 999, 1000, 1001, 2300])
 def test_bytes_are_independent_of_table_sizes(tmp_path: Path, expected: dict[str, bytes], size: int) -> None:
-    with Parts(JobFolder(str(tmp_path))) as parts:
-        for piece in _pieces(size):
-            parts.write(piece)
-        assert parts.rows == ROWS
-        parts.finish()
-    assert _bytes_of_files(tmp_path) == expected
+    assert _complete(tmp_path, size) == expected
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 2, 3, 4, 6])
@@ -81,10 +85,7 @@ def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], 
         written = min(killed_after * 400, ROWS)
         assert written - 400 <= parts.rows <= written
         assert (parts.rows == written) == (not cut_bytes or not size)
-        for piece in _pieces(350, parts.rows):
-            parts.write(piece)
-        parts.finish()
-    assert _bytes_of_files(folder) == expected
+    assert _complete(folder, 350, start=parts.rows) == expected
     killed.__exit__()
 
 
@@ -94,41 +95,25 @@ def test_damaged_entry_ends_journal(tmp_path: Path, expected: dict[str, bytes]) 
             if parts.rows < 500:
                 parts.write(piece)
     journal = tmp_path / "_job" / "journal-00000"
-    content = bytearray(journal.read_bytes())
-    content[len(content) * 3 // 5] ^= 1  # of the fourth table
-    journal.write_bytes(content)
-    with Parts(JobFolder(str(tmp_path))) as parts:
-        assert parts.rows == 300
-        for piece in _pieces(100, 300):
-            parts.write(piece)
-        parts.finish()
-    assert _bytes_of_files(tmp_path) == expected
+    flip(journal, journal.stat().st_size * 3 // 5)  # in the fourth table
+    assert _complete(tmp_path, 100, start=300) == expected
 
 
 def test_resumes_after_kill_between_file_and_journal(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module._Journal, "remove", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module._Journal, "remove", raising(KeyboardInterrupt()))
         killed = Parts(JobFolder(str(tmp_path)))
         with pytest.raises(KeyboardInterrupt):
             killed.write(_table())
         killed.__exit__()
     assert (tmp_path / "_job" / "journal-00000").exists()
     assert (tmp_path / "part-00000.parquet").exists()
-    with Parts(JobFolder(str(tmp_path))) as parts:
-        assert parts.rows == 1000
-        parts.write(_table().slice(1000))
-        parts.finish()
-    assert _bytes_of_files(tmp_path) == expected
+    assert _complete(tmp_path, start=1000) == expected
 
 
 def test_resumes_after_kill_behind_last_file(tmp_path: Path, expected: dict[str, bytes]) -> None:
     """The last file has fewer rows than the others."""
-    with Parts(JobFolder(str(tmp_path))) as parts:
-        parts.write(_table())
-        parts.finish()
-    with Parts(JobFolder(str(tmp_path))) as parts:
-        assert parts.rows == ROWS
-        parts.finish()
-    assert _bytes_of_files(tmp_path) == expected
+    _complete(tmp_path)
+    assert _complete(tmp_path, start=ROWS) == expected

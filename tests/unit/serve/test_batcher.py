@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -38,10 +38,13 @@ def _batcher(model: Model, **limits: int) -> Batcher:
     )
 
 
-def _run(scenario: Callable[[Model], Any]) -> Model:
-    model = Model()
-    asyncio.run(asyncio.wait_for(scenario(model), 120))
-    return model
+def _in_loop(test: Callable[[Model], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run an async test with a new model."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(Model()), 120))
+
+    return run
 
 
 async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
@@ -50,103 +53,96 @@ async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
     return tasks
 
 
-def test_waiting_requests_form_one_batch() -> None:
-    async def scenario(model: Model) -> None:
-        batcher = _batcher(model)
-        tasks = await _submit(batcher, 1)
-        tasks += await _submit(batcher, 2, 30, 60, 20, 300, 5)
-        assert batcher.waiting_requests == 6
-        assert batcher.waiting_rows == 417
-        model.may.release(9)
-        assert await asyncio.gather(*tasks) == [1, 2, 30, 60, 20, 300, 5]
-        assert batcher.waiting_rows == 0
-
-    assert _run(scenario).batches == [[1], [2, 30, 60], [20], [300], [5]]
-
-
-def test_batch_bytes_are_limited() -> None:
-    async def scenario(model: Model) -> None:
-        batcher = _batcher(model, max_batch_bytes=50)
-        tasks = await _submit(batcher, 1)
-        tasks += await _submit(batcher, 20, 30, 1, 51, 2, 3)
-        model.may.release(9)
-        assert await asyncio.gather(*tasks) == [1, 20, 30, 1, 51, 2, 3]
-
-    assert _run(scenario).batches == [[1], [20, 30], [1], [51], [2, 3]]
+@_in_loop
+async def test_waiting_requests_form_one_batch(model: Model) -> None:
+    batcher = _batcher(model)
+    tasks = await _submit(batcher, 1)
+    tasks += await _submit(batcher, 2, 30, 60, 20, 300, 5)
+    assert batcher.waiting_requests == 6
+    assert batcher.waiting_rows == 417
+    model.may.release(9)
+    assert await asyncio.gather(*tasks) == [1, 2, 30, 60, 20, 300, 5]
+    assert batcher.waiting_rows == 0
+    assert model.batches == [[1], [2, 30, 60], [20], [300], [5]]
 
 
-def test_small_batches_run_in_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@_in_loop
+async def test_batch_bytes_are_limited(model: Model) -> None:
+    batcher = _batcher(model, max_batch_bytes=50)
+    tasks = await _submit(batcher, 1)
+    tasks += await _submit(batcher, 20, 30, 1, 51, 2, 3)
+    model.may.release(9)
+    assert await asyncio.gather(*tasks) == [1, 20, 30, 1, 51, 2, 3]
+    assert model.batches == [[1], [20, 30], [1], [51], [2, 3]]
+
+
+@_in_loop
+async def test_small_batches_run_in_event_loop(model: Model) -> None:
     """Requests that are ready at once form a batch, in order, before and after batches of the thread."""
-    monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
     threads: list[str] = []
 
-    async def scenario(model: Model) -> None:
-        def score(bodies: Sequence[RequestBody]) -> list[Any]:
-            threads.append(threading.current_thread().name.partition("_")[0])
-            return model(bodies)
+    def score(bodies: Sequence[RequestBody]) -> list[Any]:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return model(bodies)
 
-        batcher = Batcher(score, max_batch_rows=100, max_batch_bytes=1 << 20, max_waiting_rows=1000, max_waiting_requests=100)
-        model.may.release(9)
+    batcher = Batcher(score, max_batch_rows=100, max_batch_bytes=1 << 20, max_waiting_rows=1000, max_waiting_requests=100)
+    model.may.release(9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
         tasks = await _submit(batcher, 1, 13, 2, 3, 99, 4)
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert [found[0], *found[2:]] == [1, 2, 3, 99, 4]
         assert isinstance(found[1], RequestError)
         assert await batcher.submit(RequestBody("json", 5, INLINE_BYTES + 1)) == 5
         assert await batcher.submit(RequestBody("json", 6, INLINE_BYTES)) == 6
-
-    assert _run(scenario).batches == [[1, 13, 2, 3], [99], [4], [5], [6]]
+    assert model.batches == [[1, 13, 2, 3], [99], [4], [5], [6]]
     assert threads == ["MainThread", "score", "MainThread", "score", "MainThread"]
 
 
-def test_rejected_and_cancelled_bodies() -> None:
-    async def scenario(model: Model) -> None:
-        batcher = _batcher(model)
-        tasks = await _submit(batcher, 1)
-        tasks += await _submit(batcher, 13, 7, 8)
-        tasks[2].cancel()
-        await asyncio.sleep(0.02)
-        model.may.release(9)
-        with pytest.raises(RequestError, match="bad"):
-            await tasks[1]
-        assert await tasks[3] == 8
-
-    assert _run(scenario).batches == [[1], [13, 8]]
-
-
-def test_full_queue_rejects_requests() -> None:
-    async def scenario(model: Model) -> None:
-        batcher = _batcher(model, max_waiting_rows=50, max_waiting_requests=3)
-        tasks = [*await _submit(batcher, 1), *await _submit(batcher, 40)]
-        with pytest.raises(RequestError) as error:
-            await batcher.submit(RequestBody("tsv", 11, 11))
-        assert error.value.status == 503
-        assert error.value.headers == {"retry-after": "1"}
-        tasks += await _submit(batcher, 5, 5)
-        with pytest.raises(RequestError):
-            await batcher.submit(RequestBody("tsv", 0, 0))
-        model.may.release(9)
-        await asyncio.gather(*tasks)
-        (alone,) = await _submit(batcher, 51)  # more than may wait, but nothing does
-        assert await alone == 51
-
-    _run(scenario)
+@_in_loop
+async def test_rejected_and_cancelled_bodies(model: Model) -> None:
+    batcher = _batcher(model)
+    tasks = await _submit(batcher, 1)
+    tasks += await _submit(batcher, 13, 7, 8)
+    tasks[2].cancel()
+    await asyncio.sleep(0.02)
+    model.may.release(9)
+    with pytest.raises(RequestError, match="bad"):
+        await tasks[1]
+    assert await tasks[3] == 8
+    assert model.batches == [[1], [13, 8]]
 
 
-def test_failure_reaches_its_batch_only() -> None:
-    async def scenario(model: Model) -> None:
-        def fail(bodies: Sequence[RequestBody]) -> list[Any]:
-            if bodies[0].num_rows == 2:
-                raise ZeroDivisionError
-            return model(bodies)
+@_in_loop
+async def test_full_queue_rejects_requests(model: Model) -> None:
+    batcher = _batcher(model, max_waiting_rows=50, max_waiting_requests=3)
+    tasks = [*await _submit(batcher, 1), *await _submit(batcher, 40)]
+    with pytest.raises(RequestError) as error:
+        await batcher.submit(RequestBody("tsv", 11, 11))
+    assert error.value.status == 503
+    assert error.value.headers == {"retry-after": "1"}
+    tasks += await _submit(batcher, 5, 5)
+    with pytest.raises(RequestError):
+        await batcher.submit(RequestBody("tsv", 0, 0))
+    model.may.release(9)
+    await asyncio.gather(*tasks)
+    (alone,) = await _submit(batcher, 51)  # more than may wait, but nothing does
+    assert await alone == 51
 
-        batcher = Batcher(fail, max_batch_rows=2, max_batch_bytes=99, max_waiting_rows=99, max_waiting_requests=9)
-        tasks = await _submit(batcher, 1, 2, 1)
-        model.may.release(9)
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [found[0], found[2]] == [1, 1]
-        assert isinstance(found[1], ZeroDivisionError)
 
-    _run(scenario)
+@_in_loop
+async def test_failure_reaches_its_batch_only(model: Model) -> None:
+    def fail(bodies: Sequence[RequestBody]) -> list[Any]:
+        if bodies[0].num_rows == 2:
+            raise ZeroDivisionError
+        return model(bodies)
+
+    batcher = Batcher(fail, max_batch_rows=2, max_batch_bytes=99, max_waiting_rows=99, max_waiting_requests=9)
+    tasks = await _submit(batcher, 1, 2, 1)
+    model.may.release(9)
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [found[0], found[2]] == [1, 1]
+    assert isinstance(found[1], ZeroDivisionError)
 
 
 def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
