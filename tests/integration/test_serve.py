@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from builders.click_models import logits_of, make_model, row_text, save_checkpoint
+from builders.faults import until
 from hosts.ports import free_ports
 from hosts.processes import Session, environment_for
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 TEXT = b"".join(row_text(number) for number in range(10))
 CLIENTS = 4
+_until = partial(until, timeout_s=400, pause_s=0.1)
 
 
 def _ask(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -75,14 +77,6 @@ class Load:
         return {json.loads(body)["model"] for _, status, body in self.answers if status == 200}
 
 
-def _wait(what: Callable[[], Any], *, timeout_s: float = 400) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-    return found
-
-
 def _replicas(server: Session) -> list[int]:
     return [process.pid for process in server.processes() if process.command.startswith("ray::ServeReplica")]
 
@@ -126,7 +120,7 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
 
     start = [*rayrec, places[0], "--port", str(port), "--replicas", "2", "--cpus-per-replica", "0.5", "--ingress", ingress]
     with Session([*start, "--token-env", "SERVE_TOKEN"], environment=environment, output=tmp_path / "server") as server:
-        _wait(lambda: server.out.rstrip().endswith("}") or server.process.poll() is not None)
+        _until(lambda: server.out.rstrip().endswith("}") or server.process.poll() is not None)
         assert server.process.poll() is None, server.err
         told = json.loads(server.out)
         address = told["cluster_address"]
@@ -141,12 +135,12 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
             assert b"sesame" not in Path(f"/proc/{replica}/environ").read_bytes()
 
         with Load(port) as load:
-            _wait(lambda: len(load.answers) > 20)
+            _until(lambda: len(load.answers) > 20)
             swapped = tell(places[1], "--swap")
             assert swapped.returncode == 0, swapped.stderr
             version = json.loads(swapped.stdout)["version"]
             before = len(load.answers)
-            _wait(lambda: len(load.answers) > before + 20)
+            _until(lambda: len(load.answers) > before + 20)
         assert load.failed() == []
         assert load.models() == {told["replicas"].popitem()[1]["model"], version}
         refused = tell(str(tmp_path), "--swap")
@@ -155,14 +149,14 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
 
         with Load(port) as load:
             # So many that the share of one replica is more than what the register has not heard of the other yet.
-            _wait(lambda: len(load.answers) > 200)
+            _until(lambda: len(load.answers) > 200)
             counted = _rows(port, version)
             died = _replicas(server)[0]
             os.kill(died, signal.SIGKILL)
             killed_s = time.monotonic()
-            _wait(lambda: len(_replicas(server)) == 2 and died not in _replicas(server))
-            _wait(lambda: time.monotonic() > killed_s + REPORT_TIMEOUT_S + 1)  # until then the one that died counts as serving
-            _wait(lambda: _serving_or_nothing(port) == {version: 2.0})
+            _until(lambda: len(_replicas(server)) == 2 and died not in _replicas(server))
+            _until(lambda: time.monotonic() > killed_s + REPORT_TIMEOUT_S + 1)  # until then the one that died counts as serving
+            _until(lambda: _serving_or_nothing(port) == {version: 2.0})
         # What the replica had taken is lost with it; all else is answered by the other.
         assert len(load.failed()) <= CLIENTS
         assert all(start_s < killed_s + 30 for start_s, _, _ in load.failed())
@@ -170,7 +164,7 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
         later = [start_s for start_s, status, _ in load.answers if status == 200 and start_s > killed_s]
         assert later
         # The counts of the one that died are kept; those of the others come within moments.
-        _wait(lambda: _rows(port, version) >= counted + 10 * len(later), timeout_s=60)
+        until(lambda: _rows(port, version) >= counted + 10 * len(later))
 
         _check_ending(port, lambda: _end(server, ingress, tell, served=places[1]))
     assert "sesame" not in server.out + server.err

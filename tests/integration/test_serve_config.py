@@ -7,10 +7,10 @@ import re
 import signal
 import socket
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import ray
 import yaml
 from builders import own_click_model
 from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
+from builders.faults import until
 from builders.own_click_model import OwnConfig, SlowConfig
 from click.testing import CliRunner
 from hosts.ports import free_ports
@@ -43,6 +44,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.ma
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "serve.md"
 TEXT = b"".join(row_text(number) for number in range(10))
+_until = partial(until, timeout_s=120, pause_s=0.1)
 
 
 def _documented() -> dict[str, Any]:
@@ -60,15 +62,35 @@ def _score(url: str) -> dict[str, Any]:
 
 
 def _wait_for_model(url: str, version: str) -> None:
-    deadline_s = time.monotonic() + 120
-    while True:
-        try:
-            if _score(url)["model"] == version:
-                return
-        except OSError:
-            pass
-        assert time.monotonic() < deadline_s, serve.status()
-        time.sleep(0.1)
+    def is_served() -> bool:
+        with contextlib.suppress(OSError):
+            return _score(url)["model"] == version
+        return False
+
+    _until(is_served)
+
+
+@contextlib.contextmanager
+def _asking(url: str, num_clients: int = 1) -> Iterator[tuple[list[str], list[OSError]]]:
+    """Score continuously in threads. Yields the versions of answers, and failures."""
+    answers, failures, stop = list[str](), list[OSError](), threading.Event()
+
+    def ask() -> None:
+        while not stop.wait(0.02):
+            try:
+                answers.append(_score(url)["model"])
+            except OSError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers, failures
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def _check_upgrade_offer(port: int) -> None:
@@ -126,30 +148,17 @@ def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[s
     first = _version(places[0])
     _wait_for_model(url, first)
     _check_upgrade_offer(port)
-    failures: list[Exception] = []
-    stop = threading.Event()
-
-    def ask() -> None:
-        while not stop.wait(0.05):
-            try:
-                _score(url)
-            except OSError as error:
-                failures.append(error)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    replicas = _replicas()
-    add_application()
-    _wait_for_model(f"{url}/second", _version(places[1]))
-    assert _score(url)["model"] == first
-    change(places[1])
-    _wait_for_model(url, _version(places[1]))
-    _wait_for_deployed()
-    change(str(tmp_path / "nothing"))
-    _wait_for_deployed()
-    assert _score(url)["model"] == _version(places[1])
-    stop.set()
-    asking.join()
+    with _asking(url) as (_, failures):
+        replicas = _replicas()
+        add_application()
+        _wait_for_model(f"{url}/second", _version(places[1]))
+        assert _score(url)["model"] == first
+        change(places[1])
+        _wait_for_model(url, _version(places[1]))
+        _wait_for_deployed()
+        change(str(tmp_path / "nothing"))
+        _wait_for_deployed()
+        assert _score(url)["model"] == _version(places[1])
     assert not failures
     assert _replicas() == replicas
 
@@ -161,10 +170,7 @@ def _application(name: str = "clicks") -> dict[str, Any]:
 
 
 def _wait_for_deployed() -> None:
-    deadline_s = time.monotonic() + 120
-    while (application := _application())["status"] != "RUNNING":
-        assert time.monotonic() < deadline_s, application["message"]
-        time.sleep(0.1)
+    _until(lambda: _application()["status"] == "RUNNING")
 
 
 def _replicas() -> set[str]:
@@ -222,29 +228,19 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
     versions = {place: _version(place, own=SlowConfig) for place in (first, second)}
     options: dict[str, Any] = {"port": free_ports(1), "cpus_per_replica": 0.5, "replicas": 2, "ingress": "direct"}
     options["recipe"] = f"{own_click_model.__file__}:slow_model"
-    answers: list[str] = []
-    failures: list[Exception] = []
-    stop = threading.Event()
-
-    def ask(url: str) -> None:
-        while not stop.wait(0.02):
-            try:
-                answers.append(_score(url)["model"])
-            except OSError as error:
-                failures.append(error)
 
     def reject() -> None:
         with pytest.raises(InputError, match="schemas differ in"):
             control.swap(rejected, address=None)
 
-    with rayrec.serving(first, console=Console(quiet=True), **options) as server:
-        asking = [threading.Thread(target=ask, args=(server.url,), daemon=True) for _ in range(4)]
-        for thread in asking:
-            thread.start()
+    with (
+        rayrec.serving(first, console=Console(quiet=True), **options) as server,
+        _asking(server.url, num_clients=4) as (answers, failures),
+    ):
         before = {replica.get("pid") for replica in _listed(APPLICATION)}
         assert len(before) == 2
         os.kill(min(before), signal.SIGKILL)
-        _wait(lambda: {replica.get("pid") for replica in _listed(APPLICATION)} - before - {None})
+        _until(lambda: {replica.get("pid") for replica in _listed(APPLICATION)} - before - {None})
         with ThreadPoolExecutor(3) as pool:
             for done in [pool.submit(reject) for _ in range(3)]:
                 done.result()
@@ -252,24 +248,14 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
         assert (found["model"], found["previous"]) == (first, None)
         assert control.swap(second, address=None)["version"] == versions[second]
         assert {replica["model"] for replica in server.describe()["replicas"].values()} == {versions[second]}
-        _wait(lambda: len(server.describe()["replicas"]) == 2)
-        assert len(failures) <= len(asking)  # what the killed replica had taken
+        _until(lambda: len(server.describe()["replicas"]) == 2)
+        assert len(failures) <= 4  # what the killed replica had taken
         del answers[:]
-        _wait(lambda: len(answers) > 50)
+        _until(lambda: len(answers) > 50)
         assert set(answers) == {versions[second]}
         ray.kill(ray_compat.find_shared_actor(APPLICATION, APPLICATION, REGISTER))
         assert control.roll_back(address=None)["version"] == versions[first]
         del answers[:]
-        _wait(lambda: len(answers) > 50)
-        stop.set()
-        for thread in asking:
-            thread.join()
-        assert set(answers) == {versions[first]}
-        assert len(failures) <= len(asking)
-
-
-def _wait(done: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+        _until(lambda: len(answers) > 50)
+    assert set(answers) == {versions[first]}
+    assert len(failures) <= 4
