@@ -43,9 +43,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     """Train two seeds, and a larger model with a separate Preprocessor."""
     folder = tmp_path_factory.mktemp("models")
     first = save_clicks(folder / "a", seed=1, scale=3.0)
-    own = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
+    custom = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     wide = SMALL.replace(bottom_mlp=(64, 8), top_mlp=(64, 1))
-    return [first, save_clicks(folder / "b", seed=2, scale=3.0), save_clicks(folder / "c", model=wide, preprocessor=own)]
+    return [first, save_clicks(folder / "b", seed=2, scale=3.0), save_clicks(folder / "c", model=wide, preprocessor=custom)]
 
 
 @pytest.fixture(autouse=True)
@@ -75,36 +75,36 @@ def test_comparison_matches_single_evaluations(found: dict[str, Any], models: li
     assert [model["name"] for model in found["models"]] == ["a", "b", "c", "ensemble"]
     logits = [_logits(saved, log) for saved in models]
     logits.append(np.mean(logits, axis=0, dtype=np.float64).astype(np.float32))
-    for told, expected in zip(found["models"], logits, strict=True):
+    for report, expected in zip(found["models"], logits, strict=True):
         metrics = binary_metrics(expected, labels)
-        assert {name: told[name] for name in metrics} == pytest.approx(metrics, abs=1e-4)
-        low, high = told["intervals"]["auroc"]
-        assert low < told["auroc"] < high
-        assert 0 < told["gauc"] < 1
-        assert told["rows_per_s"] > 0
+        assert {name: report[name] for name in metrics} == pytest.approx(metrics, abs=1e-4)
+        low, high = report["intervals"]["auroc"]
+        assert low < report["auroc"] < high
+        assert 0 < report["gauc"] < 1
+        assert report["rows_per_s"] > 0
     pairs = {(pair["model"], pair["other"]): pair for pair in found["differences"]}
     assert len(pairs) == 6
     alone = compare(logits[2], logits[0], labels, Resampling(resamples=50))
     for name, expected_difference in alone.items():
-        told = pairs["c", "a"][name]
-        assert told["method"] == expected_difference.method
+        report = pairs["c", "a"][name]
+        assert report["method"] == expected_difference.method
         for field in ("difference", "low", "high"):
-            assert told[field] == pytest.approx(getattr(expected_difference, field), abs=1e-3)
-        assert told["p_value"] == pytest.approx(expected_difference.p_value, abs=0.05)
+            assert report[field] == pytest.approx(getattr(expected_difference, field), abs=1e-3)
+        assert report["p_value"] == pytest.approx(expected_difference.p_value, abs=0.05)
     assert found["failures"] == []
 
 
 def test_costs_match_checkpoints(found: dict[str, Any], models: list[Saved]) -> None:
     told_of = found["models"]
-    for saved, told in zip(models, told_of, strict=False):
-        assert told["parameters"] == sum(parameter.numel() for parameter in saved.model.parameters())
+    for saved, report in zip(models, told_of, strict=False):
+        assert report["parameters"] == sum(parameter.numel() for parameter in saved.model.parameters())
         model = saved.config.workload.model  # type: ignore[attr-defined]
         inputs = ModelInputs.of(saved.preprocessor.inputs)
-        assert told["multiply_adds"] == network_multiply_adds(saved.model.head.network, inputs, model)
-        assert told["checkpoint"] == str(saved.checkpoint)
-        assert told["preprocessor"] == saved.preprocessor.hash()
+        assert report["multiply_adds"] == network_multiply_adds(saved.model.head.network, inputs, model)
+        assert report["checkpoint"] == str(saved.checkpoint)
+        assert report["preprocessor"] == saved.preprocessor.hash()
     for name in ("parameters", "multiply_adds"):
-        assert told_of[3][name] == sum(told[name] for told in told_of[:3])
+        assert told_of[3][name] == sum(report[name] for report in told_of[:3])
 
 
 def test_model_does_not_differ_from_itself(models: list[Saved], log: Path) -> None:
@@ -137,9 +137,9 @@ def test_compare_command_output_and_exit_status(models: list[Saved], log: Path, 
     assert any(line.startswith("b less a") for line in lines)
     assert run([*command, "-q", "--gates.min-auroc-gain", "0.9"]) == 2
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
-    assert [model["name"] for model in told["models"]] == ["a", "b"]
-    assert "gauc" not in told["models"][0]
+    report = json.loads(captured.out)
+    assert [model["name"] for model in report["models"]] == ["a", "b"]
+    assert "gauc" not in report["models"][0]
     assert "gates.min_auroc_gain: b gains" in captured.err.splitlines()[-1]
 
 
@@ -178,12 +178,12 @@ def test_models_without_clicks_are_rejected(models: list[Saved]) -> None:
 
 def test_different_rows_are_rejected(models: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the log changed between two models."""
-    given: list[ScoredRows] = []
+    options: list[ScoredRows] = []
 
     def changed(job: ScoringJob, console: Console) -> ScoredRows:
-        given.append(scored_rows(job, console))
-        given[-1].checksums = (len(given), 0)
-        return given[-1]
+        options.append(scored_rows(job, console))
+        options[-1].checksums = (len(options), 0)
+        return options[-1]
 
     monkeypatch.setattr("rayrec.inference.compare.scored_rows", changed)
     with pytest.raises(InputError, match=r"b: rows or labels of .* do not match a\. Compare models of the same log\."):
@@ -214,13 +214,13 @@ def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest
     )
     assert again["models"][-1]["trained_rows"] == 500
     assert again["failures"] == []  # of the second network, not of the baseline
-    refused: list[tuple[list[str], str]] = [
+    rejected: list[tuple[list[str], str]] = [
         (["--baselines", "logistic", "--ensemble"], "gates and --ensemble need at least two checkpoints"),
         (["--baselines", "logistic", "logistic"], "baselines: values must be unique"),
         (["--baselines", "logistic", "--baseline-rows", "0"], "baseline_rows: 0 must be at least 1"),
     ]
-    for given, message in refused:
-        assert run(["compare", str(saved.run), str(log), *given]) == 2
+    for options, message in rejected:
+        assert run(["compare", str(saved.run), str(log), *options]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -231,8 +231,8 @@ def test_baseline_features(tmp_path: Path) -> None:
     unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows
     rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], {"label": labels})
     preprocessor = hashed_preprocessor([4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)))
-    given = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
-    assert binary_metrics(given.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
+    options = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
+    assert binary_metrics(options.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
     lists = EncodedRows(np.array([[0.5], [1.5]], np.float32), [Bags(np.array([3, 3, 4]), np.array([2, 1])), np.array([3, 3])])
     features = one_hot(lists)
     assert features.shape == (2, 1 + (1 << 20))

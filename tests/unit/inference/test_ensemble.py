@@ -40,9 +40,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
 @pytest.fixture(scope="module")
 def together(models: list[Saved], tmp_path_factory: pytest.TempPathFactory) -> str:
     out = str(tmp_path_factory.mktemp("together") / "model")
-    found = rayrec.ensemble([str(models[0].run), str(models[1].checkpoint), str(models[2].run)], out=out)
-    assert found["models"] == ["DLRM", "FinalNet", "DeepFM"]
-    assert found["checkpoints"] == [str(model.checkpoint) for model in models]
+    result = rayrec.ensemble([str(models[0].run), str(models[1].checkpoint), str(models[2].run)], out=out)
+    assert result["models"] == ["DLRM", "FinalNet", "DeepFM"]
+    assert result["checkpoints"] == [str(model.checkpoint) for model in models]
     return out
 
 
@@ -103,21 +103,21 @@ def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -
     other = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=other)
     rounded = save_clicks(tmp_path / "rounded", precision="bf16")
-    refused: list[tuple[list[str], str]] = [
+    rejected: list[tuple[list[str], str]] = [
         ([first], "at least two checkpoints"),
         ([first, str(elsewhere.run)], "Preprocessor does not match"),
         ([first, str(rounded.run)], "precision bf16 does not match fp32 of"),
         ([first, str(tmp_path)], "contains no complete checkpoint"),
     ]
-    for given, message in refused:
+    for options, message in rejected:
         with pytest.raises(InputError, match=message):
-            rayrec.ensemble(given, out=out)
+            rayrec.ensemble(options, out=out)
     with pytest.raises(InputError, match="exists already"):
         rayrec.ensemble([first, first], out=str(tmp_path))
     (data,) = elsewhere.checkpoint.glob("data_*.safetensors")
-    whole = bytearray(data.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    data.write_bytes(whole)
+    full = bytearray(data.read_bytes())
+    full[len(full) // 2] ^= 1
+    data.write_bytes(full)
     with pytest.raises(InputError, match="damaged, the checksum of"):
         rayrec.ensemble([str(elsewhere.run)] * 2, out=out)
     assert not Path(out).exists()
@@ -133,20 +133,20 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     checkpoints.save(str(tmp_path / "b"), {"u": table[:, :2] * 2}, state={})
     source = [checkpoints.Checkpoint(str(tmp_path / name)) for name in "ab"]
     (tmp_path / "out").mkdir()
-    places = [
+    folders = [
         {"t": Place("table", (20, 8)), "bias": Place("b", (3,)), "number": Place("n", ())},
         {"u": Place("table", (20, 8), 6)},
     ]
-    join(str(tmp_path / "out"), list(zip(source, places, strict=True)), state={"x": 1}, extra_files=lambda folder: None)
+    join(str(tmp_path / "out"), list(zip(source, folders, strict=True)), state={"x": 1}, extra_files=lambda folder: None)
     joined = checkpoints.Checkpoint(str(tmp_path / "out"))
-    found = dict(checkpoints.full_tensors(joined))
-    assert found.keys() == {"table", "b", "n"}
-    assert torch.equal(found["table"], torch.cat([table, table[:, :2] * 2], dim=1))
-    assert torch.equal(found["b"], bias)
-    assert torch.equal(found["n"], number)
+    result = dict(checkpoints.full_tensors(joined))
+    assert result.keys() == {"table", "b", "n"}
+    assert torch.equal(result["table"], torch.cat([table, table[:, :2] * 2], dim=1))
+    assert torch.equal(result["b"], bias)
+    assert torch.equal(result["n"], number)
     checkpoints.verify(joined)
     with pytest.raises(InputError, match="of its 160 elements"):
-        join(str(tmp_path / "out"), [(source[0], places[0])], state={}, extra_files=lambda folder: None)
+        join(str(tmp_path / "out"), [(source[0], folders[0])], state={}, extra_files=lambda folder: None)
 
 
 def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
     model = recipes.load_config(capsys.readouterr().out).workload.model  # type: ignore[attr-defined]
     assert [type(one).__name__ for one in model.models] == ["FinalNetConfig", "DCNv2Config"]
     assert model.models[0].first_tower == (8,)
-    refused: list[tuple[dict[str, Any], str]] = [
+    rejected: list[tuple[dict[str, Any], str]] = [
         ({"models": [{"class": "dlrm"}]}, "models: .* must have 2 or more values"),
         ({"models": [{"class": "dlrm"}, {"mlp": [8]}]}, r"models\[1\].class: must name a model, got none\. rayrec's are .*dlrm"),
         ({"models": [{"class": "dlrm"}, {"class": "os.system"}]}, r"models\[1\].class: model os.system not found"),
@@ -175,9 +175,9 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
         ({"models": [{"class": "dlrm"}, FINAL.to_dict()]}, r"models\[1\].embedding_penalty: must be 0, got 0.1"),
         ({"embedding_dim": 8}, "embedding_dim: 8 must be"),
     ]
-    for given, message in refused:
+    for options, message in rejected:
         with pytest.raises(InputError, match=message):
-            several.replace(workload={"model": given})
+            several.replace(workload={"model": options})
     assert run(["config", "criteo_demo", "--model", "finalnet+dnc"]) == 2
     assert "model: unknown model dnc" in capsys.readouterr().err
 

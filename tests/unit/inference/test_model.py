@@ -62,9 +62,9 @@ def test_logits_match_network(make: str, tmp_path: Path) -> None:
 
 def test_version_depends_on_weights(tmp_path: Path) -> None:
     versions = []
-    for place, seed in (("a", 1), ("b", 1), ("c", 2)):
-        save_clicks(tmp_path / place, seed=seed)
-        versions.append(open_served(str(tmp_path / place)).version)
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        save_clicks(tmp_path / folder, seed=seed)
+        versions.append(open_served(str(tmp_path / folder)).version)
     assert versions[0] == versions[1] != versions[2]
     assert versions[0].startswith("step_00000007-")
     assert versions[0].endswith("-fp32")
@@ -77,8 +77,8 @@ def test_concurrent_threads_score_equally(tmp_path: Path) -> None:
     batches = [saved.rows(64, seed=seed) for seed in range(20)]
     alone = [served.score(batch) for batch in batches]
     with ThreadPoolExecutor(4) as pool:
-        for mine, theirs in zip(alone, pool.map(served.score, batches), strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+        for single, theirs in zip(alone, pool.map(served.score, batches), strict=True):
+            np.testing.assert_allclose(single, theirs, rtol=0, atol=1e-6)
 
 
 def test_invalid_folders_are_rejected(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def _complete(folder: Path, size: int = ROWS, *, start: int = 0) -> dict[str, by
     """Write the rows from `start` in tables of `size`. Returns the files."""
     with Parts(JobFolder(str(folder))) as parts:
         assert parts.rows == start
-        for piece in _pieces(size, start):
-            parts.write(piece)
+        for chunk in _pieces(size, start):
+            parts.write(chunk)
         assert parts.rows == ROWS
         parts.finish()
     return _bytes_of_files(folder)
@@ -54,11 +54,11 @@ def _complete(folder: Path, size: int = ROWS, *, start: int = 0) -> dict[str, by
 def expected(tmp_path: Path) -> dict[str, bytes]:
     folder = tmp_path / "expected"
     folder.mkdir()
-    found = _complete(folder)
+    result = _complete(folder)
     assert pq.read_table(folder).equals(_table())
-    assert list(found) == [f"part-0000{number}.parquet" for number in range(3)]
-    assert [pq.read_metadata(folder / name).num_rows for name in found] == [1000, 1000, 300]
-    return found
+    assert list(result) == [f"part-0000{number}.parquet" for number in range(3)]
+    assert [pq.read_metadata(folder / name).num_rows for name in result] == [1000, 1000, 300]
+    return result
 
 
 @pytest.mark.parametrize("size", [1, 7, 300, 999, 1000, 1001, 2300])
@@ -73,9 +73,9 @@ def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], 
     folder = tmp_path / "work"
     folder.mkdir()
     killed = Parts(JobFolder(str(folder)))
-    for number, piece in enumerate(_pieces(400)):
+    for number, chunk in enumerate(_pieces(400)):
         if number < killed_after:
-            killed.write(piece)
+            killed.write(chunk)
     journals = list(folder.glob("_job/journal-*"))
     assert len(journals) == 1
     size = journals[0].stat().st_size
@@ -91,9 +91,9 @@ def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], 
 
 def test_damaged_entry_ends_journal(tmp_path: Path, expected: dict[str, bytes]) -> None:
     with Parts(JobFolder(str(tmp_path))) as parts:
-        for piece in _pieces(100):
+        for chunk in _pieces(100):
             if parts.rows < 500:
-                parts.write(piece)
+                parts.write(chunk)
     journal = tmp_path / "_job" / "journal-00000"
     flip(journal, journal.stat().st_size * 3 // 5)  # in the fourth table
     assert _complete(tmp_path, 100, start=300) == expected

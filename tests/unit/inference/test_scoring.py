@@ -66,8 +66,8 @@ def test_pool_has_one_process_per_gpu() -> None:
 )
 def test_threads_match_cores(cpus: float, memory: int, blocks: int, expected: int) -> None:
     nodes = [_node(cpus, memory * GIB)]
-    found = plan_pool(nodes, weight_bytes=60 * GIB, blocks=blocks, spare_cpus=0, device="cpu", shared_weights=True)
-    assert found == Pool(expected, 1, 0)
+    result = plan_pool(nodes, weight_bytes=60 * GIB, blocks=blocks, spare_cpus=0, device="cpu", shared_weights=True)
+    assert result == Pool(expected, 1, 0)
 
 
 def test_oversized_weights_are_rejected() -> None:

@@ -16,9 +16,9 @@ TEXT = pa.chunked_array(
 
 
 def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[int]]:
-    found = slices_of(by, values, max_values=most)
-    assert sorted(np.concatenate([piece.rows for piece in found]).tolist()) == list(range(len(values)))
-    return {piece.name: piece.rows.tolist() for piece in found}
+    result = slices_of(by, values, max_values=most)
+    assert sorted(np.concatenate([chunk.rows for chunk in result]).tolist()) == list(range(len(values)))
+    return {chunk.name: chunk.rows.tolist() for chunk in result}
 
 
 def test_slices_by_value() -> None:
@@ -69,17 +69,17 @@ def _table(rows: slice) -> pa.Table:
 
 
 def test_scored_rows_are_independent_of_table_sizes() -> None:
-    whole, pieces, other = ScoredRows(["c", "t"]), ScoredRows(["c", "t"]), ScoredRows()
-    whole.update(_table(slice(0, 7)))
+    full, chunks, other = ScoredRows(["c", "t"]), ScoredRows(["c", "t"]), ScoredRows()
+    full.update(_table(slice(0, 7)))
     for start, stop in [(0, 3), (3, 4), (4, 7)]:
-        pieces.update(_table(slice(start, stop)))
+        chunks.update(_table(slice(start, stop)))
     other.update(_table(slice(1, 7)))
-    assert (whole.rows, whole.checksums) == (pieces.rows, pieces.checksums)
-    assert other.checksums != whole.checksums
-    np.testing.assert_array_equal(whole.logits, pieces.logits)
-    np.testing.assert_array_equal(whole.labels, pieces.labels)
-    assert whole.key("c").to_pylist() == pieces.key("c").to_pylist() == HEXADECIMAL.to_pylist()
-    assert whole.key("t").to_pylist() == pieces.key("t").to_pylist() == TEXT.to_pylist()
+    assert (full.rows, full.checksums) == (chunks.rows, chunks.checksums)
+    assert other.checksums != full.checksums
+    np.testing.assert_array_equal(full.logits, chunks.logits)
+    np.testing.assert_array_equal(full.labels, chunks.labels)
+    assert full.key("c").to_pylist() == chunks.key("c").to_pylist() == HEXADECIMAL.to_pylist()
+    assert full.key("t").to_pylist() == chunks.key("t").to_pylist() == TEXT.to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_evaluation_text_is_readable() -> None:
     plain = evaluation_text({**METRICS, "checkpoint": "runs/a"})
     assert plain.splitlines()[0].split() == ["auroc", "0.75000"]
     assert "runs/a" in plain
-    found = {
+    result = {
         **METRICS,
         "label_rate": 0.25,
         "intervals": {"auroc": [0.74, 0.76], "normalized_entropy": [None, None]},
@@ -116,9 +116,9 @@ def test_evaluation_text_is_readable() -> None:
         "compared": {**METRICS, "auroc": 0.74, "differences": DIFFERENCES, "checkpoint": "runs/b"},
         "slices": {"cat_5": [{"value": "0000000a", **METRICS, "label_rate": 0.1}]},
     }
-    for piece in found["slices"]["cat_5"]:  # type: ignore[index]
-        piece.update(intervals=found["intervals"], compared=found["compared"])
-    lines = evaluation_text(found).splitlines()
+    for chunk in result["slices"]["cat_5"]:  # type: ignore[index]
+        chunk.update(intervals=result["intervals"], compared=result["compared"])
+    lines = evaluation_text(result).splitlines()
     assert "0.75000  0.74000 to 0.76000  0.74000    +0.01000  +0.00500 to +0.01500  0.00100" in lines[1]
     assert any("intervals of 90%" in line for line in lines)
     assert any("runs/b" in line for line in lines)

@@ -43,32 +43,32 @@ def app() -> ScoringApp:
 def error_of(reply: Reply, status: int) -> dict[str, Any]:
     assert reply.status == status, reply.body
     assert reply.headers["content-type"] == "application/json"
-    found = reply.json()
-    assert set(found) == {"error"}
-    assert set(found["error"]) == {"message", "row", "field"}
-    return found["error"]
+    result = reply.json()
+    assert set(result) == {"error"}
+    assert set(result["error"]) == {"message", "row", "field"}
+    return result["error"]
 
 
 # -- scores
 
 
 def test_text_json_and_labelled_text_score_equally(app: ScoringApp) -> None:
-    found = post(app, TEXT).json()
-    assert found["model"] == MODEL.version
-    assert found["preprocessor"] == MODEL.preprocessor.hash()
-    np.testing.assert_array_equal(np.array(found["logits"], np.float32), logits_of(MODEL, TEXT))
-    scores = 1 / (1 + np.exp(-np.array(found["logits"], np.float64)))
-    np.testing.assert_allclose(found["scores"], scores, rtol=1e-6)
+    result = post(app, TEXT).json()
+    assert result["model"] == MODEL.version
+    assert result["preprocessor"] == MODEL.preprocessor.hash()
+    np.testing.assert_array_equal(np.array(result["logits"], np.float32), logits_of(MODEL, TEXT))
+    scores = 1 / (1 + np.exp(-np.array(result["logits"], np.float64)))
+    np.testing.assert_allclose(result["scores"], scores, rtol=1e-6)
     labelled = b"".join(b"%d\t%s\n" % (number % 2, line) for number, line in enumerate(TEXT.splitlines()))
-    assert post(app, labelled).json() == found
-    assert post(app, labelled.replace(b"\n", b"\r\n")).json() == found
-    assert post(app, b"".join(b"no label\t%s\n" % line for line in TEXT.splitlines())).json() == found
-    assert post(app, {"rows": ROWS}).json() == found
+    assert post(app, labelled).json() == result
+    assert post(app, labelled.replace(b"\n", b"\r\n")).json() == result
+    assert post(app, b"".join(b"no label\t%s\n" % line for line in TEXT.splitlines())).json() == result
+    assert post(app, {"rows": ROWS}).json() == result
     with_nulls = [{**dict.fromkeys(SCHEMA.dense + SCHEMA.sparse), "label": "whatever", **row} for row in ROWS]
-    assert post(app, {"rows": with_nulls}).json() == found
+    assert post(app, {"rows": with_nulls}).json() == result
     one_by_one = [post(app, {"rows": [row]}).json() for row in ROWS[:5]]
-    np.testing.assert_allclose([one["logits"][0] for one in one_by_one], found["logits"][:5], atol=1e-6)
-    assert [one["unknown"][0] for one in one_by_one] == found["unknown"][:5]
+    np.testing.assert_allclose([one["logits"][0] for one in one_by_one], result["logits"][:5], atol=1e-6)
+    assert [one["unknown"][0] for one in one_by_one] == result["unknown"][:5]
 
 
 def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
@@ -77,9 +77,9 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
     ]
     assert sum(map(len, expected)) > 50
     before = _samples(app)
-    found = post(app, TEXT, query="columns=true").json()
-    assert found["unknown_columns"] == expected
-    assert found["unknown"] == [len(names) for names in expected]
+    result = post(app, TEXT, query="columns=true").json()
+    assert result["unknown_columns"] == expected
+    assert result["unknown"] == [len(names) for names in expected]
     assert "unknown_columns" not in post(app, {"rows": ROWS}, query="columns=false").json()
     after = _samples(app)
     of_column = 'rayrec_serve_unknown_total{column="cat_3"}'
@@ -97,25 +97,25 @@ def test_unknown_categories_of_hashed_columns_and_bags() -> None:
     hashed = tuple(
         SparseColumn(50, None) if number else SparseColumn(NUM_TOKENS + 2, NUM_TOKENS) for number in range(len(SCHEMA.sparse))
     )
-    known = np.array([token(0, number) for number in range(NUM_TOKENS)], np.uint32)
-    model = make_model(make_preprocessor(sparse=hashed, tokens=known))
-    found = post(make_app(model), TEXT, query="columns=true").json()
-    assert {name for names in found["unknown_columns"] for name in names} == {"cat_0"}
+    vocabulary = np.array([token(0, number) for number in range(NUM_TOKENS)], np.uint32)
+    model = make_model(make_preprocessor(sparse=hashed, tokens=vocabulary))
+    result = post(make_app(model), TEXT, query="columns=true").json()
+    assert {name for names in result["unknown_columns"] for name in names} == {"cat_0"}
     bags = make_model(make_preprocessor(multi_hot=MultiHot(sizes=(3,) * len(SCHEMA.sparse))))
-    found = post(make_app(bags), TEXT).json()
-    assert found["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
-    np.testing.assert_array_equal(np.array(found["logits"], np.float32), logits_of(bags, TEXT))
+    result = post(make_app(bags), TEXT).json()
+    assert result["unknown"] == post(make_app(MODEL), TEXT).json()["unknown"]
+    np.testing.assert_array_equal(np.array(result["logits"], np.float32), logits_of(bags, TEXT))
 
 
 def test_integer_buckets_are_categories() -> None:
     columns = tuple(SparseColumn(NUM_TOKENS + 2, NUM_TOKENS) for _ in SCHEMA.dense + SCHEMA.sparse)
     buckets = [np.arange(1, NUM_TOKENS + 1, dtype=np.uint32) + np.uint32(2**31) for _ in SCHEMA.dense]
     tokens = [token(column, number) for column in range(len(SCHEMA.sparse)) for number in range(NUM_TOKENS)]
-    known = np.concatenate([*buckets, np.array(tokens, np.uint32)])
-    app = make_app(make_model(make_preprocessor(dense=(), sparse=columns, tokens=known, integer_buckets=True)))
+    vocabulary = np.concatenate([*buckets, np.array(tokens, np.uint32)])
+    app = make_app(make_model(make_preprocessor(dense=(), sparse=columns, tokens=vocabulary, integer_buckets=True)))
     rows = [{"int_0": 1}, {"int_0": 0}, {}, {"int_0": 1000, "int_3": -5}]
-    found = post(app, {"rows": rows}, query="columns=true").json()
-    assert found["unknown_columns"] == [[], [], [], ["int_0", "int_3"]]
+    result = post(app, {"rows": rows}, query="columns=true").json()
+    assert result["unknown_columns"] == [[], [], [], ["int_0", "int_3"]]
 
 
 # -- a log of one's own
@@ -129,9 +129,9 @@ def test_custom_schema_scores_json_and_csv() -> None:
         {"age": None, "price": -2e5, "user": "someone", "tags": ["a", str(token(2, 2)), "b"]},
         {"item": True, "click": 1, "importance": 0.5},
     ]
-    found = post(app, {"rows": rows}, query="columns=true").json()
-    assert found["unknown"] == [0, 3, 1]
-    assert found["unknown_columns"] == [[], ["user", "tags"], ["item"]]
+    result = post(app, {"rows": rows}, query="columns=true").json()
+    assert result["unknown"] == [0, 3, 1]
+    assert result["unknown_columns"] == [[], ["user", "tags"], ["item"]]
     lines = [f"3,1.5,{token(0, 1)},{token(1, 0)},{token(2, 0)}|{token(2, 1)}", f',-2e5,"someone",,a|{token(2, 2)}|b', ",,,1,"]
     bare = "\n".join(lines).encode()
     labelled = "\n".join("1,0.5," + line for line in lines).encode()
@@ -141,11 +141,11 @@ def test_custom_schema_scores_json_and_csv() -> None:
     turned = "\n".join(["tags,click,user,item,age,price", f"{token(2, 0)}|{token(2, 1)},0,{token(0, 1)},{token(1, 0)},3,1.5"])
     for text in (bare, bare + b"\r\n", labelled, header):
         answer = post(app, text, media_type="text/csv").json()
-        assert answer["logits"] == found["logits"]
-        assert answer["unknown"] == found["unknown"]
+        assert answer["logits"] == result["logits"]
+        assert answer["unknown"] == result["unknown"]
     assert post(app, quoted, media_type="text/csv").json()["unknown"] == [3, 0, 1]
     assert post(app, turned.encode(), media_type="text/csv").json()["unknown"] == [0]
-    assert post(app, bare.replace(b",", b"\t")).json()["logits"] == found["logits"]
+    assert post(app, bare.replace(b",", b"\t")).json()["logits"] == result["logits"]
 
 
 TEXTS = ANY.replace(dense=(), weight=None)
@@ -174,8 +174,8 @@ def test_wrong_header_is_rejected(text: bytes, field: str) -> None:
     assert error["field"] == field
     assert field in error["message"]
     assert "header=absent" in error["message"]
-    told = error_of(post(APPS["texts"], text, media_type="text/csv; header=present"), 400)
-    assert told["field"] == field
+    report = error_of(post(APPS["texts"], text, media_type="text/csv; header=present"), 400)
+    assert report["field"] == field
     if text.count(b",") == 4:
         assert post(APPS["texts"], text, media_type="text/csv; header=absent").json()["unknown"] == [3, 3]
 
@@ -241,8 +241,8 @@ def test_label_parameter_fixes_columns(app: ScoringApp) -> None:
     bare = row_text(1)
     labelled = b"1\t" + bare
     short = labelled.rpartition(b"\t")[0] + b"\n"
-    own, full = APPS["texts"], b"1,u,i,t\n"
-    for one, media_type, lines in ((app, tsv, (bare, labelled, short)), (own, csv, (full[2:], full, b"1,u,i\n"))):
+    custom, full = APPS["texts"], b"1,u,i,t\n"
+    for one, media_type, lines in ((app, tsv, (bare, labelled, short)), (custom, csv, (full[2:], full, b"1,u,i\n"))):
         without, with_label, cut = lines
         assert post(one, without, media_type=f"{media_type}; label=absent").status == 200
         assert post(one, with_label, media_type=f'{media_type}; label="present"').status == 200
@@ -251,13 +251,13 @@ def test_label_parameter_fixes_columns(app: ScoringApp) -> None:
             message = error_of(post(one, text, media_type=f"{media_type}; label=present"), 400)["message"]
             assert f"{len(one._models.model.preprocessor.schema.columns)} are needed" in message
         error_of(post(one, with_label, media_type=f"{media_type}; label=maybe"), 415)
-    assert post(own, b"1,u,i\n", media_type=csv).status == 200  # why there is a parameter
+    assert post(custom, b"1,u,i\n", media_type=csv).status == 200  # why there is a parameter
 
 
 def test_rounded_json_floats_are_rejected_as_categories() -> None:
     app = APPS["own"]
-    known = post(app, {"rows": [{"item": 2**53 - 1}]}).json()
-    assert post(app, {"rows": [{"item": 2.0**53 - 1}]}).json() == known
+    expected = post(app, {"rows": [{"item": 2**53 - 1}]}).json()
+    assert post(app, {"rows": [{"item": 2.0**53 - 1}]}).json() == expected
     assert post(app, {"rows": [{"item": 2**53 + 1}, {"item": -(2**63)}, {"item": 2**64 - 1}]}).status == 200
     for value in ("9007199254740993.0", "9007199254740992.0", "1e16", "-1e16", "1e19", "18446744073709551616"):
         content = f'{{"rows": [{{}}, {{"item": {value}}}]}}'.encode()
@@ -348,10 +348,10 @@ def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], l
         replies.append(post(app, _as_text(permuted, schema, header=True), media_type="text/csv"))
     for reply in replies:
         assert reply.status == 200, reply.body
-        found = reply.json()
-        np.testing.assert_allclose(found["logits"], expected[order], atol=1e-5)
-        assert found["unknown"] == [unknown[number] for number in order]
-        assert len(found["scores"]) == len(rows)
+        result = reply.json()
+        np.testing.assert_allclose(result["logits"], expected[order], atol=1e-5)
+        assert result["unknown"] == [unknown[number] for number in order]
+        assert len(result["scores"]) == len(rows)
 
 
 # -- refusals
@@ -532,12 +532,12 @@ def test_parsed_json_fits_memory_estimate(row: str) -> None:
     content = f'{{"rows": [{",".join([row] * (200_000 // len(row)))}]}}'.encode()
     tracemalloc.start()
     try:
-        found = orjson.loads(content)
-        held_bytes, _ = tracemalloc.get_traced_memory()
+        result = orjson.loads(content)
+        num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert found
-    assert held_bytes <= json_memory(content, schema=SCHEMA)
+    assert result
+    assert num_bytes <= json_memory(content, schema=SCHEMA)
 
 
 def test_large_body_is_parsed_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,10 +568,10 @@ def test_rows_are_counted_for_all_line_ends() -> None:
 def test_chunked_aborted_and_late_bodies() -> None:
     app = make_app(MODEL)
     headers = {"content-type": "text/tab-separated-values"}
-    pieces = [TEXT[start : start + 100] for start in range(0, len(TEXT), 100)]
-    assert ask(app, "POST", "/v1/score", headers=headers, parts=pieces).json() == post(app, TEXT).json()
-    gone = asyncio.run(request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True))
-    assert gone is None
+    chunks = [TEXT[start : start + 100] for start in range(0, len(TEXT), 100)]
+    assert ask(app, "POST", "/v1/score", headers=headers, parts=chunks).json() == post(app, TEXT).json()
+    aborted = asyncio.run(request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True))
+    assert aborted is None
     hasty = make_app(MODEL, time_limit_s=0.2)
     error_of(ask(hasty, "POST", "/v1/score", headers=headers, parts=[b"1", 5.0, b"2"]), 408)
 
@@ -653,23 +653,23 @@ def test_paths_below_prefix(app: ScoringApp, root: str) -> None:
 
 
 def test_openapi_has_columns_and_valid_example(app: ScoringApp) -> None:
-    found = ask(app, "GET", "/openapi.json").json()
-    row = found["components"]["schemas"]["Row"]
+    result = ask(app, "GET", "/openapi.json").json()
+    row = result["components"]["schemas"]["Row"]
     assert set(row["properties"]) == {"label", *SCHEMA.dense, *SCHEMA.sparse}
-    example = found["paths"]["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["example"]
+    example = result["paths"]["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["example"]
     assert set(example["rows"][0]) == {*SCHEMA.dense, *SCHEMA.sparse}
     assert post(app, example).json()["unknown"] == [0]
 
 
 def _samples(app: ScoringApp) -> dict[str, float]:
     text = ask(app, "GET", "/metrics").body.decode()
-    found = {}
+    result = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
             labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
+            result[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return result
 
 
 def test_metrics_count_requests_and_rows() -> None:
@@ -677,18 +677,18 @@ def test_metrics_count_requests_and_rows() -> None:
     post(app, TEXT)
     post(app, TEXT)
     post(app, b"x")
-    found = _samples(app)
-    assert found['rayrec_serve_requests_total{path="/v1/score",status="200"}'] == 2
-    assert found['rayrec_serve_requests_total{path="/v1/score",status="400"}'] == 1
-    assert found[f'rayrec_serve_rows_total{{model="{MODEL.version}"}}'] == 100
-    assert found['rayrec_serve_batch_rows_bucket{le="16.0"}'] == 0
-    assert found['rayrec_serve_batch_rows_bucket{le="64.0"}'] == 2
-    assert found['rayrec_serve_batch_rows_bucket{le="+Inf"}'] == found["rayrec_serve_batch_rows_count"] == 2
-    assert found["rayrec_serve_batch_rows_sum"] == 100
-    assert found["rayrec_serve_request_seconds_count"] == 3
-    assert found["rayrec_serve_waiting_rows"] == 0
+    result = _samples(app)
+    assert result['rayrec_serve_requests_total{path="/v1/score",status="200"}'] == 2
+    assert result['rayrec_serve_requests_total{path="/v1/score",status="400"}'] == 1
+    assert result[f'rayrec_serve_rows_total{{model="{MODEL.version}"}}'] == 100
+    assert result['rayrec_serve_batch_rows_bucket{le="16.0"}'] == 0
+    assert result['rayrec_serve_batch_rows_bucket{le="64.0"}'] == 2
+    assert result['rayrec_serve_batch_rows_bucket{le="+Inf"}'] == result["rayrec_serve_batch_rows_count"] == 2
+    assert result["rayrec_serve_batch_rows_sum"] == 100
+    assert result["rayrec_serve_request_seconds_count"] == 3
+    assert result["rayrec_serve_waiting_rows"] == 0
     hash_ = MODEL.preprocessor_hash
-    assert found[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{hash_}"}}'] == 1
+    assert result[f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{hash_}"}}'] == 1
 
 
 def test_failure_affects_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:

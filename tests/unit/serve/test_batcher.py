@@ -90,9 +90,9 @@ async def test_small_batches_run_in_event_loop(model: Model) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
         tasks = await _submit(batcher, 1, 13, 2, 3, 99, 4)
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [found[0], *found[2:]] == [1, 2, 3, 99, 4]
-        assert isinstance(found[1], RequestError)
+        result = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [result[0], *result[2:]] == [1, 2, 3, 99, 4]
+        assert isinstance(result[1], RequestError)
         assert await batcher.submit(RequestBody("json", 5, INLINE_BYTES + 1)) == 5
         assert await batcher.submit(RequestBody("json", 6, INLINE_BYTES)) == 6
     assert model.batches == [[1, 13, 2, 3], [99], [4], [5], [6]]
@@ -140,9 +140,9 @@ async def test_failure_reaches_its_batch_only(model: Model) -> None:
     batcher = Batcher(fail, max_batch_rows=2, max_batch_bytes=99, max_waiting_rows=99, max_waiting_requests=9)
     tasks = await _submit(batcher, 1, 2, 1)
     model.may.release(9)
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [found[0], found[2]] == [1, 1]
-    assert isinstance(found[1], ZeroDivisionError)
+    result = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [result[0], result[2]] == [1, 1]
+    assert isinstance(result[1], ZeroDivisionError)
 
 
 def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +159,8 @@ def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> list[int]:
         replies = await asyncio.gather(*(post_async(app, row_text(1)) for _ in range(5)))
-        refused = next(reply for reply in replies if reply.status == 503)
-        assert refused.headers["retry-after"] == "1"
+        rejected = next(reply for reply in replies if reply.status == 503)
+        assert rejected.headers["retry-after"] == "1"
         app._config = app._config.replace(time_limit_s=60.0)
         go_on.set()
         later = await post_async(app, row_text(1))

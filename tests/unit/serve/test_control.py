@@ -64,11 +64,11 @@ class Cluster:
         return SimpleNamespace(remote=call)
 
     def _call_replicas(self, _: None, method: str, desired: DesiredState, *, timeout_s: float) -> list[Any]:
-        found: list[Any] = []
+        result: list[Any] = []
         for name in list(self.calls):
             self.before_call()
-            found.append(self.calls[name](method, desired) if name in self.calls else DIED)
-        return found
+            result.append(self.calls[name](method, desired) if name in self.calls else DIED)
+        return result
 
     def versions(self) -> list[str]:
         return [replica["model"] for replica in self.register.describe()["replicas"].values()]
@@ -257,8 +257,8 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     server = Control("rayrec")
     with pytest.raises(InputError, match="no other model"):
         server.change(revert_model)
-    found = replicas.swap("b")
-    assert (found["model"], found["previous"], found["shadow"]) == ("b", "a", None)
+    result = replicas.swap("b")
+    assert (result["model"], result["previous"], result["shadow"]) == ("b", "a", None)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
     for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the current model stays\)")):
         with pytest.raises(InputError, match=cause):
@@ -268,11 +268,11 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     assert len(server.call_register("describe")["failures"]) == 4
     assert server.change(revert_model)["model"] == "a"
     assert server.change(revert_model)["model"] == "b"
-    found = server.change(lambda desired: change_shadow(desired, "c"))
-    assert found["shadow"] == "c"
-    assert {replica["shadow"] for replica in found["replicas"].values()} == {MODELS["c"].version}
-    found = server.change(lambda desired: change_shadow(desired, None))
-    assert [found["shadow"], *(replica["shadow"] for replica in found["replicas"].values())] == [None] * 3
+    result = server.change(lambda desired: change_shadow(desired, "c"))
+    assert result["shadow"] == "c"
+    assert {replica["shadow"] for replica in result["replicas"].values()} == {MODELS["c"].version}
+    result = server.change(lambda desired: change_shadow(desired, None))
+    assert [result["shadow"], *(replica["shadow"] for replica in result["replicas"].values())] == [None] * 3
 
 
 def test_replica_started_during_swap_has_new_model(replicas: Replicas) -> None:
@@ -319,8 +319,8 @@ def test_unloadable_first_model_is_reported(replicas: Replicas, monkeypatch: pyt
     assert replicas.cluster.register.describe()["failures"] == {"0": "gone: damaged"}
     assert replicas.start("second", model="b")._models.model is MODELS["b"]  # of a configuration that was corrected
     replicas.start("third", model="b", shadow="gone")
-    found = replicas.cluster.register.describe()
-    assert (found["model"], found["shadow"]) == ("b", None)
+    result = replicas.cluster.register.describe()
+    assert (result["model"], result["shadow"]) == ("b", None)
 
 
 def test_configuration_applies_once_and_keeps_swaps(replicas: Replicas) -> None:
@@ -388,13 +388,13 @@ def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     report("one", counters)
     now_s[0] = 1.0
     report("three", counters)
-    found = sample_values(register.collect("two", two.snapshot()))
-    assert (found[rows], found[waiting]) == (20, 6)
-    assert [found[key] for key in batches] == [0, 2, 2]
+    result = sample_values(register.collect("two", two.snapshot()))
+    assert (result[rows], result[waiting]) == (20, 6)
+    assert [result[key] for key in batches] == [0, 2, 2]
     now_s[0] = 2 + REPORT_TIMEOUT_S
     report("two", two)
-    found = sample_values(register.collect("two", two.snapshot()))
-    assert (found[rows], found[waiting]) == (20, 0)
+    result = sample_values(register.collect("two", two.snapshot()))
+    assert (result[rows], result[waiting]) == (20, 0)
     assert set(register.describe()["replicas"]) == {"two"}
     report("one", two)  # it was busy, and counts on
     assert sample_values(register.collect("two", two.snapshot()))[rows] == 25

@@ -100,7 +100,7 @@ def _own_requests() -> Iterator[Request]:
         yield JSON, _json("{}", f'{{"shops": {value}, "history": [1, 2]}}'), "columns=true"
     for text in _damaged(line, ","):
         yield CSV, text.encode(), ""
-    for place, values in (
+    for folder, values in (
         (3, ('"u,1"', '"u""1"', '"u\n1"', '"open', " u1 ", "u\t1")),
         (4, ("7.0", "07", "x", "1.5", "9" * 30)),
         (5, ("2022-02-30", "x", "2022-02-03 00:00:00")),
@@ -110,7 +110,7 @@ def _own_requests() -> Iterator[Request]:
     ):
         fields = line.split(",")
         for value in values:
-            yield CSV, ",".join([*fields[:place], value, *fields[place + 1 :]]).encode(), "columns=true"
+            yield CSV, ",".join([*fields[:folder], value, *fields[folder + 1 :]]).encode(), "columns=true"
     header = ",".join(names)
     for head in (header, header.upper(), header.replace("item", "itm"), ",".join(names[1:]), f"{header},age", f"{header},click"):
         tail = ",0" if head.endswith(("age", "click")) else ""
@@ -162,8 +162,8 @@ def test_replies_are_golden(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         return await asyncio.gather(*map(post, requests))
 
     keys = [
-        f"{place} {media_type}{query and '?' + query} {body[:90]!r}" for place, (media_type, body, query) in enumerate(requests)
+        f"{folder} {media_type}{query and '?' + query} {body[:90]!r}" for folder, (media_type, body, query) in enumerate(requests)
     ]
-    for ask in (one_by_one, together):
-        replies = asyncio.run(ask())
+    for submit in (one_by_one, together):
+        replies = asyncio.run(submit())
         check_golden(f"replies_of_{name}", dict(zip(keys, map(_plain, replies), strict=True)), tolerance=1e-4)

@@ -74,11 +74,11 @@ def test_listeners_use_one_port_and_drain_on_close() -> None:
     assert not one.alive
     assert _post(port, row_text(1)) == 200
 
-    go_on, taken = threading.Event(), threading.Event()
+    go_on, used = threading.Event(), threading.Event()
     score = apps[1]._batcher._score
 
     def slowly(bodies: Sequence[Any]) -> Any:
-        taken.set()
+        used.set()
         assert go_on.wait(60)
         return score(bodies)
 
@@ -86,7 +86,7 @@ def test_listeners_use_one_port_and_drain_on_close() -> None:
     statuses: list[int] = []
     asking = threading.Thread(target=lambda: statuses.append(_post(port, b"".join(map(row_text, range(100))))))
     asking.start()
-    assert taken.wait(60)
+    assert used.wait(60)
     ending = threading.Thread(target=other.close)
     ending.start()
     until(lambda: _refuses(port))
@@ -124,9 +124,9 @@ def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
     sent = 0
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         try:
-            for piece in pieces:
-                connection.sendall(piece)
-                sent += len(piece)
+            for chunk in pieces:
+                connection.sendall(chunk)
+                sent += len(chunk)
             while connection.recv(65536):  # until it is closed
                 pass
         except (BrokenPipeError, ConnectionResetError):
@@ -255,11 +255,11 @@ def test_closing_resets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_used_port_is_rejected() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
         with pytest.raises(InputError, match="cannot listen there"):
-            _listener(taken.getsockname()[1])
+            _listener(used.getsockname()[1])
 
 
 LAST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -268,22 +268,22 @@ LAST = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[int, str | None]]:
     """Return status and Connection of each answer on one connection, until the server closes it."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        for number, piece in enumerate(pieces):
+        for number, chunk in enumerate(pieces):
             time.sleep(0.05 if number else 0)
-            connection.sendall(piece)
+            connection.sendall(chunk)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
         received = b""
         with contextlib.suppress(ConnectionResetError):
-            while piece := connection.recv(65536):
-                received += piece
-    found = []
+            while chunk := connection.recv(65536):
+                received += chunk
+    result = []
     while received:
         head, _, rest = received.partition(b"\r\n\r\n")
         fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
-        found.append((int(head.split()[1]), fields.get(b"connection", b"").decode() or None))
+        result.append((int(head.split()[1]), fields.get(b"connection", b"").decode() or None))
         received = rest[int(fields[b"content-length"]) :]
-    return found
+    return result
 
 
 OFFERS = [b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"]
@@ -321,8 +321,8 @@ def test_malformed_request_is_answered_in_order(listen: Callable[..., int]) -> N
         assert _answers(port, malformed) == [(400, "close")]
         assert _answers(port, REQUEST + malformed) == [(200, None), (400, "close")]
         assert _answers(port, REQUEST * 2 + malformed + REQUEST) == [(200, None)] * 2 + [(400, "close")]
-    refused = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-    assert _answers(port, refused, b"zz\r\n", LAST) == [(405, None)]
+    rejected = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert _answers(port, rejected, b"zz\r\n", LAST) == [(405, None)]
 
 
 def test_half_closed_connection_receives_answers(listen: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,9 +338,9 @@ def test_half_closed_connection_receives_answers(listen: Callable[..., int], mon
         await app(scope, receive, send)
 
     def receive(protocol: _BoundedProtocol) -> bool:
-        held_open = receive_eof(protocol)
+        stays_open = receive_eof(protocol)
         closed.set()
-        return held_open
+        return stays_open
 
     monkeypatch.setattr(_BoundedProtocol, "eof_received", receive)
     port = listen(answer_after_eof)

@@ -57,12 +57,12 @@ def test_swap_under_load_loses_no_request() -> None:
 
     async def load_it() -> list[dict[str, object]]:
         async def client() -> list[dict[str, object]]:
-            found = []
+            result = []
             while not done.is_set():
                 reply = await post_async(app, TEXT)
                 assert reply.status == 200
-                found.append(reply.json())
-            return found
+                result.append(reply.json())
+            return result
 
         threading.Thread(target=swap).start()
         return [answer for answers in await asyncio.gather(*(client() for _ in range(8))) for answer in answers]
@@ -103,15 +103,15 @@ def test_late_replica_checks_accepted_columns() -> None:
 
 
 def test_failed_accepted_model_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = dict(MODELS)
-    models, _ = _host(load=lambda path: found[path])
-    model = found.pop("b")
+    result = dict(MODELS)
+    models, _ = _host(load=lambda path: result[path])
+    model = result.pop("b")
     assert _switch(models, DesiredState(1, B)) == "'b'"
     assert models.model is MODELS["a"]
     assert not models.incomplete  # for some seconds
     monkeypatch.setattr(replica_models, "RETRY_S", -1.0)
     assert models.incomplete
-    found["b"] = model
+    result["b"] = model
     assert not models.switch()
     assert models.model is MODELS["b"]
     assert not models.incomplete

@@ -274,11 +274,11 @@ def _save(run: Path, step: int, score: float | None) -> str:
     from rayrec.checkpoint.format import MANIFEST, VERSION, seal
     from rayrec.storage import write_json
 
-    place = folder_of(str(run), step)
+    folder = folder_of(str(run), step)
     manifest = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": score}
-    write_json(f"{place}/{MANIFEST}", seal(manifest))
-    assert Checkpoint(place).manifest()["score"] == score
-    return place
+    write_json(f"{folder}/{MANIFEST}", seal(manifest))
+    assert Checkpoint(folder).manifest()["score"] == score
+    return folder
 
 
 def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:

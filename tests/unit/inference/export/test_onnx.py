@@ -51,9 +51,9 @@ def _model_config() -> type[Any]:
 def test_triton_config_fits_schema() -> None:
     config = text_format.Parse(config_pbtxt("step_1-abc-int8", num_dense=13, num_ids=214), _model_config()())
     assert (config.name, config.backend, config.max_batch_size) == ("click_model", "onnxruntime", MAX_BATCH_ROWS)
-    found = {(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in (*config.input, *config.output)}
+    result = {(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in (*config.input, *config.output)}
     fp32, int64 = DATA_TYPES["TYPE_FP32"], DATA_TYPES["TYPE_INT64"]
-    assert found == {("dense", fp32, (13,)), ("ids", int64, (214,)), ("logit", fp32, (1,))}
+    assert result == {("dense", fp32, (13,)), ("ids", int64, (214,)), ("logit", fp32, (1,))}
     assert config.HasField("dynamic_batching")
     (parameter,) = config.parameters
     assert (parameter.key, parameter.value.string_value) == ("rayrec_version", "step_1-abc-int8")
@@ -72,9 +72,9 @@ def test_triton_config_fits_schema() -> None:
 def test_graph_scores_match_export(tmp_path: Path, quantize: Any, make: Any) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     saved = save_clicks(tmp_path / "run", preprocessor=make())
-    told = export_of(saved, tmp_path / "out", quantize=quantize, triton=True, max_auroc_loss=0.1, ignore_parity=True)
-    assert told["triton"]["max_relative_difference"] < 1e-5
-    assert told["parity"]["failure"].startswith("no rows of the run's log")
+    report = export_of(saved, tmp_path / "out", quantize=quantize, triton=True, max_auroc_loss=0.1, ignore_parity=True)
+    assert report["triton"]["max_relative_difference"] < 1e-5
+    assert report["parity"]["failure"].startswith("no rows of the run's log")
     model = tmp_path / "out" / "triton" / "click_model"
     config = text_format.Parse((model / "config.pbtxt").read_text(), _model_config()())
     session = onnxruntime.InferenceSession(str(model / "1" / "model.onnx"), providers=["CPUExecutionProvider"])

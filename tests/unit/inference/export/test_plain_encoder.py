@@ -41,18 +41,18 @@ def _own_log(folder: Path) -> Saved:
 
 
 def test_encode_py_is_compared_on_raw_log(tmp_path: Path) -> None:
-    made = _own_log(tmp_path)
-    told = export_of(made, tmp_path / "out", max_auroc_loss=0.05)
-    assert told["encoder_parity"] == {"rows": 300, "origin": told["parity"]["origin"], "failure": None}
+    built = _own_log(tmp_path)
+    report = export_of(built, tmp_path / "out", max_auroc_loss=0.05)
+    assert report["encoder_parity"] == {"rows": 300, "origin": report["parity"]["origin"], "failure": None}
     score = scored_by_strangers(tmp_path / "out")
     with open(tmp_path / "log.csv") as file:
         rows = list(csv.DictReader(file))
-    own = runpy.run_path(str(tmp_path / "out" / "encode.py"))["Encoder"](str(tmp_path / "out" / "preprocessor"))
+    custom = runpy.run_path(str(tmp_path / "out" / "encode.py"))["Encoder"](str(tmp_path / "out" / "preprocessor"))
     served = open_served(str(tmp_path / "out"))
-    raw, _ = make_reader(made.preprocessor.schema).read([RequestBody("csv", 300, 0, text=(tmp_path / "log.csv").read_bytes())])
+    raw, _ = make_reader(built.preprocessor.schema).read([RequestBody("csv", 300, 0, text=(tmp_path / "log.csv").read_bytes())])
     logits = served.score(served.preprocessor.encode(raw))
     assert np.std(logits) > 0
-    np.testing.assert_allclose(score(*own.encode(rows)), logits, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(score(*custom.encode(rows)), logits, rtol=0, atol=1e-5)
 
 
 def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
@@ -73,16 +73,16 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     log.write_text("\n".join([header, *lines]) + "\n")
     model = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
     settings: dict[str, Any] = {"preprocessor": preprocessor, "train_data": {"path": str(log)}}
-    made = save_clicks(tmp_path / "run", model=model, scale=3.0, **settings)
-    told = export_of(made, tmp_path / "out", max_auroc_loss=0.05)
-    assert told["encoder_parity"]["failure"] is None
+    built = save_clicks(tmp_path / "run", model=model, scale=3.0, **settings)
+    report = export_of(built, tmp_path / "out", max_auroc_loss=0.05)
+    assert report["encoder_parity"]["failure"] is None
     score = scored_by_strangers(tmp_path / "out")
     encoder, served = Encoder(str(tmp_path / "out" / "preprocessor")), open_served(str(tmp_path / "out"))
     reader = make_reader(schema)
     raw, _ = reader.read([RequestBody("csv", 200, 0, text=log.read_bytes())])
     logits = served.score(served.preprocessor.encode(raw))
     assert np.std(logits) > 0
-    np.testing.assert_allclose(open_served(str(made.run)).score(served.preprocessor.encode(raw)), logits, atol=1e-5)
+    np.testing.assert_allclose(open_served(str(built.run)).score(served.preprocessor.encode(raw)), logits, atol=1e-5)
     with open(log) as file:
         rows = list(csv.DictReader(file))
     np.testing.assert_allclose(score(*encoder.encode(rows)), logits, rtol=0, atol=1e-5)
@@ -110,16 +110,16 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
 def test_export_rejects_different_encoder(
     old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, program = _own_log(tmp_path), encoder_program()
+    built, program = _own_log(tmp_path), encoder_program()
     assert old in program
     monkeypatch.setattr("rayrec.inference.export.write.encoder_program", lambda: program.replace(old, new))
     with pytest.raises(InputError, match=rf"^export: encode\.py does not encode rows as [^\n]*: {failure}, on [^\n]*$"):
-        export_of(made, tmp_path / "out")
+        export_of(built, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
-    told = export_of(made, tmp_path / "out", ignore_parity=True)
-    assert re.search(failure, told["encoder_parity"]["failure"])
+    report = export_of(built, tmp_path / "out", ignore_parity=True)
+    assert re.search(failure, report["encoder_parity"]["failure"])
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == {
-        key: value for key, value in told.items() if key not in ("out", "checkpoint")
+        key: value for key, value in report.items() if key not in ("out", "checkpoint")
     }
 
 
@@ -129,8 +129,8 @@ def test_encode_py_is_compared_on_random_values(kind: str, tmp_path: Path) -> No
     preprocessor = _varied_criteo(kind)
     preprocessor.save(str(tmp_path))
     none = ParityRows("rows", ())
-    found = compare_encoder(Encoder(str(tmp_path)), preprocessor, none)
-    assert found == {"rows": 2000, "origin": "drawn values", "failure": None}
+    result = compare_encoder(Encoder(str(tmp_path)), preprocessor, none)
+    assert result == {"rows": 2000, "origin": "drawn values", "failure": None}
     lists = lists_preprocessor()
     other = dataclasses.replace(lists, schema=lists.schema.replace(features=()))
     other.save(str(tmp_path))
@@ -207,8 +207,8 @@ def test_encoder_reads_all_category_types(tmp_path: Path) -> None:
     ]
     counted = tuple(SparseColumn(len(tokens) + 2, len(tokens)) for tokens in columns)
     hashed = (SparseColumn(1000, None), *counted[1:])
-    for own, tokens in ((counted, columns), (hashed, columns[1:])):
-        preprocessor = Preprocessor("test", schema, (DenseColumn(),), own, np.concatenate(tokens))
+    for custom, tokens in ((counted, columns), (hashed, columns[1:])):
+        preprocessor = Preprocessor("test", schema, (DenseColumn(),), custom, np.concatenate(tokens))
         preprocessor.save(str(tmp_path))
         assert _encoder_failure(Encoder(str(tmp_path)), preprocessor, raw, rows) is None
     for row in ({"user": 1.5}, {"user": 2**64}, {"age": "x"}, {"age": 1e19}, {"shop": "x"}, {"tags": [["a"]]}):

@@ -187,9 +187,9 @@ def test_export_command_prints_report(saved: Saved, tmp_path: Path, capsys: pyte
 
 def test_export_is_not_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
     out = str(exported("int8"))
-    for ask in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
+    for submit in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
         with pytest.raises(InputError, match=r"must be a checkpoint, got an export\. Use the exported checkpoint"):
-            ask()
+            submit()
 
 
 def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
@@ -265,10 +265,10 @@ def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> Non
     assert cls is not None
     like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2)
     config: ClickModelConfig = cls.in_place_of(like)
-    made = save_clicks(tmp_path / "run", model=config, preprocessor=saved.preprocessor, train_data=saved.config.train_data)
-    told = export_of(made, tmp_path / "out", quantize="int8", max_auroc_loss=0.05)
+    built = save_clicks(tmp_path / "run", model=config, preprocessor=saved.preprocessor, train_data=saved.config.train_data)
+    told = export_of(built, tmp_path / "out", quantize="int8", max_auroc_loss=0.05)
     assert told["parity"]["failure"] is None
-    rows = made.rows(50)
+    rows = built.rows(50)
     score = scored_by_strangers(tmp_path / "out")
     served = open_served(str(tmp_path / "out"))
     np.testing.assert_allclose(score(rows.dense, list(rows.ids)), served.score(rows), rtol=0, atol=1e-4)
