@@ -67,5 +67,5 @@ def _common_preprocessor(checkpoints: Sequence[Checkpoint]) -> Preprocessor:
     preprocessor = load_preprocessor(first)
     for checkpoint in checkpoints[1:]:
         if load_preprocessor(checkpoint.path).hash() != preprocessor.hash():
-            raise InputError(f"{other_preprocessor(checkpoint.path, first)}, or average their scores: rayrec compare --ensemble")
+            raise InputError(f"{other_preprocessor(checkpoint.path, first)} Or average their scores: rayrec compare --ensemble.")
     return preprocessor
