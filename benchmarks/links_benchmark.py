@@ -22,7 +22,7 @@ from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.observe.events import read_events
-from rayrec.sharding.communication import Links, Traffic
+from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth
 from rayrec.workloads.base import Target
 from rayrec.workloads.recsys.planning import memory_here, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -79,7 +79,7 @@ def main(*, quick: bool) -> None:
             found, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
             sent = (found.sent_bytes - before.sent_bytes) / (found.rows - before.rows)
             traffic = _forecast(preprocessor, hosts=hosts, batch_size=found.batch_size)
-            (_, told_sent), (told, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, Links(gbit))
+            (_, told_sent), (told, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, LinkBandwidth(gbit))
             speed = rates[_name(hosts, gbit)]
             link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
             say(
@@ -106,7 +106,7 @@ def _name(hosts: int, gbit: float | None) -> str:
     return f"hosts_{hosts}_free" if gbit is None else f"hosts_{hosts}_gbit_{gbit:g}"
 
 
-def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> Traffic:
+def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> CommunicationVolume:
     """Forecast the communication of hosts with one worker each, as `rayrec plan` does."""
     config, known = recipes.criteo_kaggle(), Preprocessor.load(preprocessor)
     config = config.replace(batch_size=batch_size, min_steps_per_epoch=1, scaling={"num_workers": hosts})

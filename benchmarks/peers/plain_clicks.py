@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import MLP
 
 
@@ -28,7 +28,7 @@ class PlainClicks:
         """Train on a batch with one id per feature and row, and return the mean loss."""
         ids = batch.sparse_features.values().view(len(self._features), -1)
         vectors = torch.cat([table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1)
-        outputs = self.network(batch.tensors["dense"], Embedded.in_order(self._features, self._dim, vectors))
+        outputs = self.network(batch.tensors["dense"], KeyedEmbeddings.in_order(self._features, self._dim, vectors))
         own_loss: Any = getattr(self.network, "loss", None)
         if own_loss is None:
             loss = functional.binary_cross_entropy_with_logits(outputs["label"], batch.labels["label"])

@@ -10,7 +10,7 @@ from torch import nn
 import rayrec
 from rayrec import recipes
 from rayrec.batch import Batch
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, ItemsHead, VectorHead
 
@@ -44,7 +44,7 @@ class Own(nn.Module):
         self.numbers = nn.Linear(inputs.num_dense, config.embedding_dim)
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         vectors = torch.cat([self.numbers(dense * self.scale).unsqueeze(1), embedded.stacked()], dim=1)
         pairs = vectors.sum(dim=1) ** 2 - (vectors**2).sum(dim=1)
         return {self.label: pairs.sum(dim=1) / 2 + self.bias}
@@ -57,7 +57,7 @@ class WithoutLabel(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         return {"numbers": dense[:, 0] * self.weight, "user": embedded["item"] * self.weight}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -68,7 +68,7 @@ class WithoutLabel(nn.Module):
         numbers = outputs["numbers"]
         return {"large": numbers.where(numbers > 1, torch.nan)}
 
-    def predict(self, outputs: dict[str, torch.Tensor], embedded: Embedded) -> dict[str, torch.Tensor]:
+    def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         items = torch.tensor([[3, 1]]).expand(len(outputs["numbers"]), 2)
         return {"best": items, "scores": items.float(), "user": outputs["user"]}
 

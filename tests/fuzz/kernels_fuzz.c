@@ -320,7 +320,7 @@ static void fuzz_table_training(void) { /* gradients of rows add up to those of 
 static void fuzz_dots(void) { /* against products one by one, of small whole numbers, which float32 and bfloat16 hold exactly */
     const int64_t rows = below(4), count = 1 + below(40), dim = 1 + below(40), pairs = count * (count - 1) / 2, size = dim + pairs;
     float *dense = buffer(4 * rows * dim), *sparse = buffer(4 * rows * (count - 1) * dim), *out = buffer(4 * rows * size);
-    float *of_dense = buffer(4 * rows * dim), *of_sparse = buffer(4 * rows * (count - 1) * dim);
+    float *from_dense = buffer(4 * rows * dim), *of_sparse = buffer(4 * rows * (count - 1) * dim);
     int64_t *places = buffer(8 * (count - 1));
     for (int64_t i = 0; i < count - 1; i++) {
         const int64_t other = below(i + 1);
@@ -328,12 +328,12 @@ static void fuzz_dots(void) { /* against products one by one, of small whole num
     }
     for (int64_t i = 0; i < rows * dim; i++) dense[i] = (float)(below(5) - 2);
     for (int64_t i = 0; i < rows * (count - 1) * dim; i++) sparse[i] = (float)(below(5) - 2);
-    const rayrec_dots dots = {dense, sparse, places, count, dim, VALUES_FLOAT32, VALUES_FLOAT32, out, of_dense, of_sparse};
+    const rayrec_dots dots = {dense, sparse, places, count, dim, VALUES_FLOAT32, VALUES_FLOAT32, out, from_dense, of_sparse};
     rayrec_work work = {ANY_OF(rayrec_pairwise_dots), &dots, rows, 1 + below(3), 0, 0};
     rayrec_take_part(&work);
     CHECK(!work.failed);
 #define VECTOR(row, i) ((i) ? sparse + ((row) * (count - 1) + places[(i)-1]) * dim : dense + (row) * dim)
-#define GRADIENT(row, i) ((i) ? of_sparse + ((row) * (count - 1) + places[(i)-1]) * dim : of_dense + (row) * dim)
+#define GRADIENT(row, i) ((i) ? of_sparse + ((row) * (count - 1) + places[(i)-1]) * dim : from_dense + (row) * dim)
     for (int64_t row = 0; row < rows; row++) {
         const float *found = out + row * size;
         for (int64_t d = 0; d < dim; d++) CHECK(*found++ == dense[row * dim + d]);
@@ -355,7 +355,7 @@ static void fuzz_dots(void) { /* against products one by one, of small whole num
                     expected[i] += *given * VECTOR(row, j)[d], expected[j] += *given * VECTOR(row, i)[d];
             for (int64_t i = 0; i < count; i++) CHECK(GRADIENT(row, i)[d] == expected[i]);
         }
-    free(dense), free(sparse), free(out), free(of_dense), free(of_sparse), free(places);
+    free(dense), free(sparse), free(out), free(from_dense), free(of_sparse), free(places);
 }
 
 static void fuzz_relu(void) { /* a gradient stays where the output is above 0; its transpose and its sums are of what is left */

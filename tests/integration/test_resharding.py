@@ -35,7 +35,7 @@ from rayrec import checkpoint
 from rayrec.batch import DENSE, Batch
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.embeddings import feature_names, initialize_shards
-from rayrec.optim.table_adam import leave_to_own_rule
+from rayrec.optim.table_adam import disable_fused_update
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
 from rayrec.optim.config import learning_rates, set_learning_rates
 from rayrec.sharding.planner import ShardingConfig, Site, embedding_sharders, plan_sharding, placements
@@ -84,7 +84,7 @@ def build(stage):
         )
     if rank == 0:
         print(stage["save"], {row.sharding_type for row in placements(plan, model, state_bytes=sparse.state_bytes)})
-    leave_to_own_rule(model.embeddings, sparse)
+    disable_fused_update(model.embeddings, sparse)
     sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(distributed.group.WORLD),

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.keyed_embeddings import Sequences
-from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings
+from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype
 from rayrec.layers.tower import Dice, xavier_linear
 
 
@@ -31,21 +31,21 @@ class AttentionPooling(nn.Module):
         self.weight = xavier_linear(in_features, 1)
         self._dtype = compute_dtype(precision)
 
-    def forward(self, target: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    def forward(self, target: torch.Tensor, sequences: JaggedEmbeddings) -> torch.Tensor:
         """Return the weighted sums, 0 for a row without ids, float32 [rows, dim]. `target`: float32 [rows, dim]."""
         hidden = self._first(self.layers[0] if len(self.layers) else self.weight, target, sequences)
         for number, activation in enumerate(self.activations):
             hidden = activation(hidden)
             last = number == len(self.layers) - 1
             layer = self.weight if last else self.layers[number + 1]
-            assert isinstance(layer, EmptyLinear)
+            assert isinstance(layer, UninitializedLinear)
             dtype = torch.float32 if last else self._dtype
             hidden = functional.linear(hidden.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
         return sequences.sum(sequences.values * hidden.float())
 
-    def _first(self, layer: nn.Module, target: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    def _first(self, layer: nn.Module, target: torch.Tensor, sequences: JaggedEmbeddings) -> torch.Tensor:
         """Compute the product of the inputs with a layer's weights. Computes the target's part once per row."""
-        assert isinstance(layer, EmptyLinear)
+        assert isinstance(layer, UninitializedLinear)
         of_target, of_value, of_difference, of_product = layer.weight.chunk(4, dim=1)
         dtype, values = self._dtype, sequences.values
         by_row = functional.linear(target.to(dtype), (of_target + of_difference).to(dtype), layer.bias.to(dtype))

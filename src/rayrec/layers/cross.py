@@ -6,7 +6,7 @@ from typing import Literal, Unpack, final
 import torch
 from torch import nn
 
-from rayrec.layers.mlp import Precision, compute_dtype, linear_stack, start_values
+from rayrec.layers.mlp import Precision, compute_dtype, init_values, linear_stack
 from rayrec.layers.tower import LogitTower, Tower, TowerSettings, xavier_linear
 
 Structure = Literal["parallel", "stacked", "stacked_parallel"]
@@ -26,7 +26,7 @@ class CrossLayer(nn.Module):
         self.linear = xavier_linear(width if low_rank is None else low_rank, width)
         self.gate = xavier_linear(width, width, bias=False) if gated else None
         if gated:
-            start_values(self.linear.bias, nn.init.uniform_)
+            init_values(self.linear.bias, nn.init.uniform_)
         self._dtype = compute_dtype(precision)
 
     def forward(self, first: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class CrossMixture(nn.Module):
         def matrices(rows: int, columns: int) -> nn.ParameterList:
             """Return stacked matrices of the experts of each layer, each drawn separately."""
             drawn = [
-                [start_values(torch.empty(rows, columns), nn.init.xavier_normal_) for _ in range(experts)] for _ in range(layers)
+                [init_values(torch.empty(rows, columns), nn.init.xavier_normal_) for _ in range(experts)] for _ in range(layers)
             ]
             return nn.ParameterList(torch.stack(of_layer) for of_layer in drawn)
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from rayrec.layers.dots import pairwise_dots
-from rayrec.layers.keyed_embeddings import Embedded, Order, in_feature_order
-from rayrec.layers.mlp import MLP, Precision, compute_dtype, linear_stack, start_values
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings, Order, in_feature_order
+from rayrec.layers.mlp import MLP, Precision, compute_dtype, init_values, linear_stack
 
 
 class Interaction(nn.Module, ABC):
@@ -25,8 +25,8 @@ class Interaction(nn.Module, ABC):
         super().__init__()
         self.num_sparse, self.dim = len(features), dim
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> torch.Tensor:
-        return self.combine(dense, *embedded.delivered())
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> torch.Tensor:
+        return self.combine(dense, *embedded.pooled_unordered())
 
     @abstractmethod
     def combine(self, dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
@@ -63,10 +63,10 @@ class CrossInteraction(Interaction):
         super().__init__(features, dim=dim)
         self.out_features = width = (len(features) + 1) * dim
         self.down = nn.ParameterList(
-            nn.Parameter(start_values(torch.empty(low_rank, width), nn.init.xavier_normal_)) for _ in range(num_layers)
+            nn.Parameter(init_values(torch.empty(low_rank, width), nn.init.xavier_normal_)) for _ in range(num_layers)
         )
         self.up = nn.ParameterList(
-            nn.Parameter(start_values(torch.empty(width, low_rank), nn.init.xavier_normal_)) for _ in range(num_layers)
+            nn.Parameter(init_values(torch.empty(width, low_rank), nn.init.xavier_normal_)) for _ in range(num_layers)
         )
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(num_layers))
         self._dtype = compute_dtype(precision)
@@ -119,7 +119,7 @@ class DLRM(nn.Module):
         self.bottom_mlp, self.interaction, self.top_mlp = bottom_mlp, interaction, top_mlp
         self._labels = labels
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         bottom = self.bottom_mlp(dense)  # During the exchange of embeddings
         logits = self.top_mlp(self.interaction(bottom, embedded))
         return dict(zip(self._labels, logits.unbind(1), strict=True))

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from rayrec.layers.kernel_threads import run_kernel, vectorized
-from rayrec.layers.keyed_embeddings import Order, places_of
+from rayrec.layers.keyed_embeddings import Order, feature_positions
 from rayrec.native import c_fields
 
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}  # rayrec_values_kind of native/kernels.h
@@ -23,7 +23,7 @@ def pairwise_dots(dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> to
     a kernel reads and writes each value once and sums in float32. `sparse`: [rows, features * dim], with the features in `order`.
     """
     if dense.is_cpu and dense.dtype in _KINDS and sparse.dtype in _KINDS:
-        return _KernelDots.apply(dense, sparse, places_of(order))
+        return _KernelDots.apply(dense, sparse, feature_positions(order))
     return _OperatorDots.apply(dense, sparse, *_indices(order, dense.shape[1], dense.device))
 
 

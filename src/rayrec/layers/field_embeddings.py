@@ -7,8 +7,8 @@ from typing import Final, final
 import torch
 from torch import nn
 
-from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.layers.mlp import EmptyLinear, start_values
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.mlp import UninitializedLinear, init_values
 
 _ALIGNMENT: Final = 4
 """Row width multiple that fbgemm requires."""
@@ -22,10 +22,10 @@ def width_with_weight(dim: int) -> int:
 def number_vectors(num_dense: int, dim: int) -> nn.Parameter:
     """Return the factor vector of each number, [num_dense, dim]. Each is a layer from 1 to `dim`, Xavier normal."""
     draw = partial(nn.init.normal_, std=(2 / (1 + dim)) ** 0.5)
-    return nn.Parameter(start_values(torch.empty(num_dense, dim), draw))
+    return nn.Parameter(init_values(torch.empty(num_dense, dim), draw))
 
 
-def fields(dense: torch.Tensor, vectors: torch.Tensor, embedded: Embedded) -> torch.Tensor:
+def fields(dense: torch.Tensor, vectors: torch.Tensor, embedded: KeyedEmbeddings) -> torch.Tensor:
     """Return each number times its vector, then the embeddings, [rows, num_dense + num_features, dim]."""
     return torch.cat([dense.unsqueeze(2) * vectors, embedded.stacked()], dim=1)
 
@@ -41,13 +41,13 @@ class FieldsAndLinear(nn.Module):
         """`bias`: whether the linear model has a bias, initially 0."""
         super().__init__()
         self.number_vectors = number_vectors(num_dense, dim)
-        self.linear = EmptyLinear(num_dense, 1, bias=bias)
-        start_values(self.linear.weight, nn.init.normal_)  # Each number's is a layer from 1 to 1, Xavier normal
+        self.linear = UninitializedLinear(num_dense, 1, bias=bias)
+        init_values(self.linear.weight, nn.init.normal_)  # Each number's is a layer from 1 to 1, Xavier normal
         if bias:
-            start_values(self.linear.bias, nn.init.zeros_)
+            init_values(self.linear.bias, nn.init.zeros_)
         self._dim = dim
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 fields [rows, num_dense + num_features, dim], and the linear model's output, float32 [rows]. Takes
         embeddings of `width_with_weight(dim)` values."""
         stacked = embedded.stacked()

@@ -15,7 +15,7 @@ Delivery = tuple[torch.Tensor, Order]
 """Embeddings, float32 [rows, num_features * dim], and the order of their features."""
 
 
-def places_of(order: Order) -> list[int]:
+def feature_positions(order: Order) -> list[int]:
     """Return the position of each feature's embedding."""
     return sorted(range(len(order)), key=order.__getitem__)
 
@@ -24,12 +24,12 @@ def in_feature_order(values: torch.Tensor, order: Order, *, dim: int) -> torch.T
     """Reorder embeddings [rows, num_features * dim] by feature number. No copy if they are in order."""
     if order == tuple(range(len(order))):
         return values
-    return torch.cat([values[:, place * dim : (place + 1) * dim] for place in places_of(order)], dim=1)
+    return torch.cat([values[:, place * dim : (place + 1) * dim] for place in feature_positions(order)], dim=1)
 
 
 @final
 @dataclass(frozen=True)
-class Sequences:
+class JaggedEmbeddings:
     """Unpooled embeddings of a feature's ids, any number per row, in list order."""
 
     values: torch.Tensor
@@ -59,12 +59,12 @@ def _absent(feature: str) -> torch.Tensor:
 
 
 @final
-class Embedded(Mapping[str, torch.Tensor]):
+class KeyedEmbeddings(Mapping[str, torch.Tensor]):
     """Embeddings of a batch: the sum of each feature's id embeddings, float32 [rows, dim], by name. `sequences` has the unpooled
     embeddings of `ClickModelConfig.sequences`.
 
     In training, embeddings come from other workers. Their first use waits for them, so a network that starts with its dense
-    features overlaps this with the exchange. The sharding plan determines their order, which only `delivered` exposes.
+    features overlaps this with the exchange. The sharding plan determines their order, which only `pooled_unordered` exposes.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Embedded(Mapping[str, torch.Tensor]):
         dim: int,
         deliver: Callable[[], Delivery],
         *,
-        sequences: Callable[[], Mapping[str, Sequences]] = dict,
+        sequences: Callable[[], Mapping[str, JaggedEmbeddings]] = dict,
         ids: Callable[[str], torch.Tensor] = _absent,
         table: Callable[[str], torch.Tensor] = _absent,
     ) -> None:
@@ -84,7 +84,7 @@ class Embedded(Mapping[str, torch.Tensor]):
         self._deliver: Callable[[], Delivery] | None = deliver
         self._delivered: Delivery | None = None
         self._give_sequences = sequences
-        self._sequences: Mapping[str, Sequences] | None = None
+        self._sequences: Mapping[str, JaggedEmbeddings] | None = None
 
     @classmethod
     def in_order(
@@ -92,11 +92,11 @@ class Embedded(Mapping[str, torch.Tensor]):
         features: Sequence[str],
         dim: int,
         values: torch.Tensor,
-        sequences: Mapping[str, Sequences] | None = None,
+        sequences: Mapping[str, JaggedEmbeddings] | None = None,
         *,
         ids: Mapping[str, torch.Tensor] | None = None,
         tables: Mapping[str, torch.Tensor] | None = None,
-    ) -> Embedded:
+    ) -> KeyedEmbeddings:
         """Build from `values` [rows, num_features * dim], in feature order without those in `sequences`. `ids` and `tables` have
         the results of the methods `ids` and `table` by feature."""
         given = sequences or {}
@@ -105,19 +105,19 @@ class Embedded(Mapping[str, torch.Tensor]):
         return cls(features, dim, lambda: (values, order), sequences=lambda: given, ids=ids_of, table=table_of)
 
     def bags(self) -> Delivery:
-        """Return `delivered` without the features of `all_sequences`."""
+        """Return `pooled_unordered` without the features of `all_sequences`."""
         if self._delivered is None:
             assert self._deliver is not None
             self._delivered, self._deliver = self._deliver(), None
         return self._delivered
 
-    def all_sequences(self) -> Mapping[str, Sequences]:
+    def all_sequences(self) -> Mapping[str, JaggedEmbeddings]:
         """Return all features with unpooled lookups."""
         if self._sequences is None:
             self._sequences = self._give_sequences()
         return self._sequences
 
-    def delivered(self) -> Delivery:
+    def pooled_unordered(self) -> Delivery:
         """Return the embeddings in order of arrival, and that order. Only for layers whose cost depends on it. Results must
         not."""
         values, order = self.bags()
@@ -127,16 +127,16 @@ class Embedded(Mapping[str, torch.Tensor]):
         summed = [sequences.sum() for sequences in one_by_one.values()]
         return torch.cat([values, *summed], dim=1), (*order, *map(list(self.features).index, one_by_one))
 
-    def side_by_side(self) -> torch.Tensor:
+    def flattened(self) -> torch.Tensor:
         """Return the embeddings in feature order, [rows, num_features * dim]."""
-        values, order = self.delivered()
+        values, order = self.pooled_unordered()
         return in_feature_order(values, order, dim=self.dim)
 
     def stacked(self) -> torch.Tensor:
         """Return the embeddings in feature order, [rows, num_features, dim]."""
-        return self.side_by_side().unflatten(1, (len(self.features), self.dim))
+        return self.flattened().unflatten(1, (len(self.features), self.dim))
 
-    def sequences(self, feature: str) -> Sequences:
+    def sequences(self, feature: str) -> JaggedEmbeddings:
         """Return a feature's unpooled embeddings. Raises KeyError unless it is in `ClickModelConfig.sequences`."""
         return self.all_sequences()[feature]
 

@@ -206,13 +206,13 @@ def linear_stack(
     return outputs
 
 
-def start_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def init_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Fill the tensor in place with `draw` and return it. Skip the meta device, which has no values, and on which random
     operators import torch's compiler: 2 s at the start of every scoring command."""
     return tensor if tensor.is_meta else draw(tensor)
 
 
-class EmptyLinear(nn.Linear):
+class UninitializedLinear(nn.Linear):
     """Linear layer without initialization, so that only the network draws from the generator."""
 
     def reset_parameters(self) -> None:
@@ -243,9 +243,9 @@ class MLP(nn.Module):
         self.out_features = sizes[-1] if sizes else in_features
         self.layers = nn.ModuleList()
         for out_features in sizes:
-            layer = EmptyLinear(in_features, out_features)
-            start_values(layer.weight, partial(nn.init.normal_, std=(2.0 / (in_features + out_features)) ** 0.5))
-            start_values(layer.bias, partial(nn.init.normal_, std=(1.0 / out_features) ** 0.5))
+            layer = UninitializedLinear(in_features, out_features)
+            init_values(layer.weight, partial(nn.init.normal_, std=(2.0 / (in_features + out_features)) ** 0.5))
+            init_values(layer.bias, partial(nn.init.normal_, std=(1.0 / out_features) ** 0.5))
             self.layers.append(layer)
             in_features = out_features
         self.norms = nn.ModuleList(GlobalBatchNorm(size) for size in sizes[:-1]) if batch_norm else None

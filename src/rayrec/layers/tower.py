@@ -8,15 +8,15 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.layers.batch_norm import GlobalBatchNorm
-from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, init_values
 
 
-def xavier_linear(in_features: int, out_features: int, *, bias: bool = True) -> EmptyLinear:
+def xavier_linear(in_features: int, out_features: int, *, bias: bool = True) -> UninitializedLinear:
     """Return a linear layer with Xavier normal weights and zero biases, as in FuxiCTR."""
-    layer = EmptyLinear(in_features, out_features, bias=bias)
-    start_values(layer.weight, nn.init.xavier_normal_)
+    layer = UninitializedLinear(in_features, out_features, bias=bias)
+    init_values(layer.weight, nn.init.xavier_normal_)
     if bias:
-        start_values(layer.bias, nn.init.zeros_)
+        init_values(layer.bias, nn.init.zeros_)
     return layer
 
 
@@ -73,7 +73,7 @@ class Tower(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = inputs.to(self._dtype)
         for layer, norm, activation in zip(self.layers, self.norms, self.activations, strict=True):
-            assert isinstance(layer, EmptyLinear)
+            assert isinstance(layer, UninitializedLinear)
             linear = functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
             hidden = functional.dropout(activation(norm(linear)), self._dropout, training=self.training)
         return hidden

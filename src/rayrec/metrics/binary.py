@@ -86,11 +86,11 @@ def checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
     """Return flat float32 logits and uint8 labels. Raises InputError for different lengths, labels other than 0 and 1, and
     NaN."""
     flat_logits, flat_labels = converted(logits, labels)
-    refuse_nan(int(np.count_nonzero(np.isnan(flat_logits))), len(flat_logits))
+    reject_nan(int(np.count_nonzero(np.isnan(flat_logits))), len(flat_logits))
     return flat_logits, flat_labels
 
 
-def refuse_nan(missing: int, rows: int) -> None:
+def reject_nan(missing: int, rows: int) -> None:
     """Raise InputError if any logits are NaN: `missing` out of `rows`."""
     if missing:
         raise InputError(f"{missing} of {rows} logits are NaN: the model diverged or its inputs contain NaN")

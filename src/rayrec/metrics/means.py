@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 
 from rayrec.collectives import Collectives, gathered
-from rayrec.metrics.binary import refuse_nan
+from rayrec.metrics.binary import reject_nan
 from rayrec.metrics.ranking import DEFAULT_KS, RankingAccumulator
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class SumsAccumulator(ABC):
         every rank if any prediction is NaN."""
         of_ranks = Collectives(process_group).gather_floats([self.rows, *self._sums.tolist()])
         rows, *sums = (math.fsum(values) for values in zip(*of_ranks, strict=True))
-        refuse_nan(int(math.isnan(sums[0])), int(rows))
+        reject_nan(int(math.isnan(sums[0])), int(rows))
         return {**self._metrics(rows or math.nan, *sums), "rows": rows}
 
     @abstractmethod

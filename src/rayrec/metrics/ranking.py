@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rayrec import machine
 from rayrec.collectives import Collectives, num_workers
 from rayrec.config import InputError
-from rayrec.metrics.binary import checked, converted, refuse_nan
+from rayrec.metrics.binary import checked, converted, reject_nan
 from rayrec.native import c_fields, call
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ DEFAULT_KS: Final = (10,)
 _LARGEST_K: Final = 1_000_000
 _PART_ROWS: Final = 1 << 15
 """Number of rows that are sorted at once, to fit into a CPU's cache."""
-_MOST_BITS: Final = 10
-_MOST_THREADS: Final = 4
+_MAX_BITS: Final = 10
+_MAX_THREADS: Final = 4
 _ROUND_ROWS: Final = 1 << 24
 """Number of rows per sorting round, with 32 bytes each."""
 MEMORY_ROWS: Final = 1 << 25
@@ -135,11 +135,11 @@ class _Sums:
         """Add rows of new groups."""
         groups, logits, labels = (np.ascontiguousarray(values) for values in rows)
         count = len(groups)
-        bits = min((count // _PART_ROWS).bit_length(), _MOST_BITS)
+        bits = min((count // _PART_ROWS).bit_length(), _MAX_BITS)
         starts = np.empty((1 << bits) + 1, np.int64)
         ranked = np.empty((count, 2), np.uint64)
         call("rayrec_rank_partition", groups, logits, labels, count, ctypes.c_int32(bits), starts, ranked)
-        num_threads = max(min(machine.usable_cpus(), _MOST_THREADS, len(starts) - 1), 1)
+        num_threads = max(min(machine.usable_cpus(), _MAX_THREADS, len(starts) - 1), 1)
         turns = [range(first, len(starts) - 1, num_threads) for first in range(num_threads)]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="ranking") as pool:
             for values in pool.map(lambda turn: self._summed(ranked, starts, turn), turns):
@@ -257,7 +257,7 @@ class RankingAccumulator:
         """
         sums = _Sums(self._ks)
         if num_workers(process_group) == 1:
-            refuse_nan(self._missing, self._total)
+            reject_nan(self._missing, self._total)
             for rows in self._in_rounds(by_bucket=self._file is not None):
                 for of_round in _rounds(rows):
                     sums.add(of_round)
@@ -265,7 +265,7 @@ class RankingAccumulator:
         ranks = Collectives(process_group)
         of_ranks = ranks.gather_floats([float(self._missing), float(self._total), float(self._file is not None)])
         missing, total, spilled = zip(*of_ranks, strict=True)
-        refuse_nan(int(sum(missing)), int(sum(total)))
+        reject_nan(int(sum(missing)), int(sum(total)))
         for rows in self._in_rounds(by_bucket=any(spilled)):
             for of_round in _rounds(_exchanged(rows, ranks)):
                 sums.add(of_round)

@@ -21,9 +21,9 @@ METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
 Array = npt.NDArray[np.float64]
 Method = Literal["delong", "bootstrap"]
 
-LEAST_ROWS: Final = 30
+MIN_ROWS: Final = 30
 """Minimum row count for intervals and p-values. Resampling fewer rows repeats few values and underestimates the variation."""
-LEAST_OF_A_CLASS: Final = 5
+MIN_CLASS_ROWS: Final = 5
 """Minimum row count of each class for intervals, except of the logloss."""
 
 _ROW_BYTES: Final = 32
@@ -66,7 +66,7 @@ class Difference:
 def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tuple[float, float]]:
     """Return the percentile bootstrap interval (low, high) of each of METRICS. Arguments as in `metrics.binary_metrics`.
 
-    NaN for undefined metrics and with too few rows (LEAST_ROWS, LEAST_OF_A_CLASS). A resample weights each row by a Poisson(1)
+    NaN for undefined metrics and with too few rows (MIN_ROWS, MIN_CLASS_ROWS). A resample weights each row by a Poisson(1)
     number, which for some hundred rows or more is equivalent to drawing rows with replacement (Chamandy et al. 2012, "Estimating
     Uncertainty for Massive Data Streams"), and its metrics are exact. It takes about 20 ns per row of one core. Resamples run on
     all cores, limited to 4 GiB of working memory with 32 bytes per row each. Total memory: in addition about 40 bytes per row.
@@ -135,9 +135,9 @@ def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -
 def _too_few(labels: Labels) -> tuple[str, ...]:
     """Return the metrics for which there are too few rows."""
     positives = int(np.count_nonzero(labels))
-    if len(labels) < LEAST_ROWS:
+    if len(labels) < MIN_ROWS:
         return METRICS
-    too_few = min(positives, len(labels) - positives) < LEAST_OF_A_CLASS
+    too_few = min(positives, len(labels) - positives) < MIN_CLASS_ROWS
     return ("auroc", "normalized_entropy", "calibration") if too_few else ()
 
 

@@ -121,13 +121,13 @@ class ClickModelConfig(Config):
 
     def of_class(self, name: object) -> ClickModelConfig | None:
         cls = models.config_class(name)
-        return None if cls is None else cls.in_place_of(self)
+        return None if cls is None else cls.replacing(self)
 
     def _known_classes(self) -> str:
         return f"{super()._known_classes()}; rayrec's models are {', '.join(models.names())}"
 
     @classmethod
-    def in_place_of(cls, other: ClickModelConfig) -> Self:
+    def replacing(cls, other: ClickModelConfig) -> Self:
         """Return the defaults of this class with the embedding settings of the model that it replaces in a recipe."""
         return cls().replace(**other.embedding_settings())
 
@@ -136,13 +136,13 @@ class ClickModelConfig(Config):
         return {field.name: getattr(self, field.name) for field in fields(ClickModelConfig)}
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Return the features whose embeddings the network takes unpooled (`Embedded.sequences`). Default: none. Pure. Raises
-        InputError for inputs that the model does not support."""
+        """Return the features whose embeddings the network takes unpooled (`KeyedEmbeddings.sequences`). Default: none. Pure.
+        Raises InputError for inputs that the model does not support."""
         del inputs
         return ()
 
     def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Return the features whose full table the network reads (`Embedded.table`). Default: none."""
+        """Return the features whose full table the network reads (`KeyedEmbeddings.table`). Default: none."""
         del inputs
         return ()
 
@@ -176,9 +176,9 @@ class ClickModelConfig(Config):
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         """Build the network without its tables.
 
-        Its forward(dense, embedded) takes the dense features, float32 [rows, num_dense], and an
-        `rayrec.layers.keyed_embeddings.Embedded`. It returns a dict with the values of each of `output_heads` by name, and any
-        other values for the network's loss. A single tensor is the value of the only head. Label values are logits, float32
+        Its forward(dense, embedded) takes the dense features, float32 [rows, num_dense], and
+        `rayrec.layers.keyed_embeddings.KeyedEmbeddings`. It returns a dict with the values of each of `output_heads` by name, and
+        any other values for the network's loss. A single tensor is the value of the only head. Label values are logits, float32
         [rows]. `rows` may be 0. Initial values are drawn from torch's global generator.
 
         The default loss is the sum of the losses of the heads: binary cross entropy, squared error for a number label, and 0 for
@@ -229,7 +229,7 @@ def table_key(feature: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableStart(Config):
+class TableInit(Config):
     """Initial value distribution of embedding tables."""
 
     kind: Literal["uniform", "normal"] = "uniform"

@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 
 from rayrec.batch import DENSE, Batch
-from rayrec.layers.keyed_embeddings import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.operation_count import counted
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.heads import own_loss
+from rayrec.models.heads import network_loss
 
 _FEW_ROWS: Final = 16
 """Row count of the batch whose memory is measured, and of its increase. The difference is the memory of the rows."""
@@ -27,18 +27,18 @@ def network_multiply_adds(
 ) -> float | None:
     """Return the multiply-adds of the forward pass per row, or None, with a warning, if torch cannot count them.
 
-    Sequences have their maximum length (20 without max_length). Includes the loss of a network that trains on full tables.
+    JaggedEmbeddings have their maximum length (20 without max_length). Includes the loss of a network that trains on full tables.
     `num_embeddings`: row count of each feature's table, for full tables.
     """
     row = _made_up(inputs, config, 1, like=network, num_embeddings=num_embeddings)
     return counted(network, lambda: _computed(network, config, row))
 
 
-def _computed(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, Embedded]) -> Any:
+def _computed(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]) -> Any:
     outputs = network(*rows)
     if config.LABELLED or not config.TRAINS_ON_TABLES:
         return outputs
-    loss = own_loss(network)
+    loss = network_loss(network)
     assert loss is not None, "a network without labels has a loss of its own"
     return loss(outputs, Batch({DENSE: rows[0]}, 1.0))
 
@@ -51,14 +51,16 @@ def sequence_lengths(config: ClickModelConfig, inputs: ModelInputs) -> dict[str,
 
 def _made_up(
     inputs: ModelInputs, config: ClickModelConfig, rows: int, *, like: torch.nn.Module, num_embeddings: Sequence[int]
-) -> tuple[torch.Tensor, Embedded]:
+) -> tuple[torch.Tensor, KeyedEmbeddings]:
     device = next((parameter.device for parameter in like.parameters()), torch.device("cpu"))
 
     def made_up(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, device=device, requires_grad=True)
 
     sequences = {
-        name: Sequences(made_up(rows * length, config.table_width), torch.full((rows,), length, dtype=torch.int64, device=device))
+        name: JaggedEmbeddings(
+            made_up(rows * length, config.table_width), torch.full((rows,), length, dtype=torch.int64, device=device)
+        )
         for name, length in sequence_lengths(config, inputs).items()
     }
     dense = torch.rand(rows, inputs.num_dense, device=device)
@@ -66,10 +68,10 @@ def _made_up(
     ids = {name: of_rows.rows.new_zeros(len(of_rows.values)) for name, of_rows in sequences.items()}
     rows_of = dict(zip(inputs.features, num_embeddings, strict=False))
     tables = {name: made_up(rows_of[name], config.table_width) for name in config.full_tables(inputs)}
-    return dense, Embedded.in_order(inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables)
+    return dense, KeyedEmbeddings.in_order(inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables)
 
 
-def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, Embedded]) -> int:
+def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]) -> int:
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

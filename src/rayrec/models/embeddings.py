@@ -14,12 +14,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from rayrec import machine
 from rayrec.config import InputError
-from rayrec.models.base import TableStart
+from rayrec.models.base import TableInit
 from rayrec.models.scoring_tables import table_name, table_of_weight
 
 # Rows drawn from one seed. Small enough to waste little at shard edges, large enough to add no cost.
 _BLOCK_ROWS = 65_536
-_MOST_THREADS = 8  # Threads that fill one table. Each has a block in host memory, and 8 are as fast as a copy to a GPU.
+_MAX_THREADS = 8  # Threads that fill one table. Each has a block in host memory, and 8 are as fast as a copy to a GPU.
 
 
 def feature_names(num_sparse: int) -> list[str]:
@@ -41,7 +41,7 @@ class TableValues:
     table: str
     num_embeddings: int
     embedding_dim: int
-    start: TableStart | None = None
+    start: TableInit | None = None
     """Distribution, or None for the default."""
 
     def fill(self, part: torch.Tensor, *, row_offset: int = 0, column_offset: int = 0, threads: int | None = None) -> None:
@@ -49,7 +49,7 @@ class TableValues:
 
         `threads`: None uses one for a table in host memory, and one per CPU, up to 8, for a table on a device, which is larger.
         """
-        distribution = self.start or TableStart()
+        distribution = self.start or TableInit()
         bound = self.num_embeddings**-0.5
         rows, columns = part.shape
 
@@ -74,7 +74,7 @@ class TableValues:
             return
         blocks = range(row_offset // _BLOCK_ROWS, (row_offset + rows - 1) // _BLOCK_ROWS + 1)
         if threads is None:
-            threads = 1 if part.device.type in ("cpu", "meta") else min(_MOST_THREADS, machine.usable_cpus(granted=None))
+            threads = 1 if part.device.type in ("cpu", "meta") else min(_MAX_THREADS, machine.usable_cpus(granted=None))
         if min(threads, len(blocks)) <= 1:
             for block in blocks:
                 fill_block(block)
@@ -83,7 +83,7 @@ class TableValues:
             for _ in pool.map(fill_block, blocks):
                 pass
 
-    def fill_whole(self, parameter: torch.Tensor) -> None:
+    def fill_full_table(self, parameter: torch.Tensor) -> None:
         """Write all initial values into a parameter that contains the full table. Skip row-wise and column-wise shards, which
         TorchRec passes without their offsets: `initialize_shards` must follow."""
         if tuple(parameter.shape) == (self.num_embeddings, self.embedding_dim):
@@ -98,7 +98,7 @@ def build_embeddings(
     device: str = "meta",
     table_of: Mapping[str, str] | None = None,
     weighted: bool = False,
-    start: TableStart | None = None,
+    start: TableInit | None = None,
 ) -> EmbeddingBagCollection:
     """Build float32 tables, one per vocabulary, with sum pooling per feature.
 
@@ -124,7 +124,7 @@ def build_sequences(
     seed: int,
     table_of: Mapping[str, str],
     device: str = "meta",
-    start: TableStart | None = None,
+    start: TableInit | None = None,
 ) -> EmbeddingCollection:
     """Build the tables of features with unpooled lookups. See `build_embeddings`."""
     settings = _table_settings(num_embeddings, table_of, embedding_dim=embedding_dim, seed=seed, start=start)
@@ -133,7 +133,7 @@ def build_sequences(
 
 
 def _table_settings(
-    num_embeddings: Sequence[int], table_of: Mapping[str, str], *, embedding_dim: int, seed: int, start: TableStart | None
+    num_embeddings: Sequence[int], table_of: Mapping[str, str], *, embedding_dim: int, seed: int, start: TableInit | None
 ) -> list[dict[str, Any]]:
     """Return TorchRec's settings of each table."""
     tables: dict[str, dict[str, Any]] = {}
@@ -154,12 +154,12 @@ def _table_settings(
             "feature_names": [feature],
             "num_embeddings": rows,
             "embedding_dim": embedding_dim,
-            "init_fn": TableValues(seed, name, rows, embedding_dim, start).fill_whole,
+            "init_fn": TableValues(seed, name, rows, embedding_dim, start).fill_full_table,
         }
     return list(tables.values())
 
 
-def initialize_shards(model: nn.Module, *, seed: int, start: TableStart | None = None) -> None:
+def initialize_shards(model: nn.Module, *, seed: int, start: TableInit | None = None) -> None:
     """Set the initial values of this worker's row-wise and column-wise shards. Call once after sharding `model`. Skips full
     (table-wise) tables, which got their values on placement. `start` must match `build_embeddings`."""
     for key, value in model.state_dict().items():

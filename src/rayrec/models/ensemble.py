@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from rayrec.batch import Batch
-from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
+from rayrec.layers.keyed_embeddings import Delivery, JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs
-from rayrec.models.heads import Head, LabelHead, named_outputs, own_loss
+from rayrec.models.heads import Head, LabelHead, named_outputs, network_loss
 
 
 def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
@@ -37,11 +37,11 @@ class Ensemble(nn.Module):
         """`widths`: number of values that each member takes of each embedding, in order."""
         super().__init__()
         self.members, self._heads = nn.ModuleList(members), heads
-        self._losses = [own_loss(member) for member in members]
+        self._losses = [network_loss(member) for member in members]
         ends = list(accumulate(widths))
         self._columns = [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the mean logits by label, and all outputs of the members for the loss."""
         given = [
             named_outputs(network(dense, _part(embedded, columns)), self._heads, where=type(network).__name__)
@@ -67,7 +67,7 @@ class Ensemble(nn.Module):
         return reduce(add, (head.losses(outputs, batch.labels) for head in self._heads if isinstance(head, LabelHead)))
 
 
-def _part(embedded: Embedded, columns: slice) -> Embedded:
+def _part(embedded: KeyedEmbeddings, columns: slice) -> KeyedEmbeddings:
     """Return a member's columns of each embedding."""
     dim = columns.stop - columns.start
 
@@ -75,13 +75,15 @@ def _part(embedded: Embedded, columns: slice) -> Embedded:
         values, order = embedded.bags()
         return values.unflatten(1, (len(order), embedded.dim))[:, :, columns].flatten(1), order
 
-    def sequences() -> dict[str, Sequences]:
-        return {name: Sequences(given.values[:, columns], given.lengths) for name, given in embedded.all_sequences().items()}
+    def sequences() -> dict[str, JaggedEmbeddings]:
+        return {
+            name: JaggedEmbeddings(given.values[:, columns], given.lengths) for name, given in embedded.all_sequences().items()
+        }
 
     def table(feature: str) -> torch.Tensor:
         return embedded.table(feature)[:, columns]
 
-    return Embedded(embedded.features, dim, deliver, sequences=sequences, ids=embedded.ids, table=table)
+    return KeyedEmbeddings(embedded.features, dim, deliver, sequences=sequences, ids=embedded.ids, table=table)
 
 
 def _name(number: int, output: str) -> str:

@@ -259,7 +259,7 @@ def named_outputs(outputs: object, heads: Sequence[Head], *, where: str) -> Outp
     raise InputError(f"{where} must return a dict of logits, {{'{heads[0].name}': logits}}, got a {type(outputs).__name__}.")
 
 
-def own_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:
+def network_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:
     """Return the network's loss(outputs, batch), or None without one. If its second parameter is `labels`, pass the labels."""
     loss = getattr(network, "loss", None)
     if loss is None or list(inspect.signature(loss).parameters)[1:2] != ["labels"]:
@@ -270,7 +270,7 @@ def own_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:
 def measured(network: Any, outputs: Outputs, batch: Batch, losses: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Return the row values that an evaluation averages: the network's measures, and `loss` if it defines one. NaN excludes a
     row. `losses`: row losses if already computed."""
-    measures, loss = getattr(network, "measures", None), own_loss(network)
+    measures, loss = getattr(network, "measures", None), network_loss(network)
     if losses is None and loss is not None:
         losses = loss(outputs, batch)
     found = {} if losses is None else {"loss": losses}

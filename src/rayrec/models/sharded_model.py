@@ -14,11 +14,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.config import InputError
-from rayrec.layers.keyed_embeddings import Delivery, Embedded, Sequences
-from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, table_key, unpooled_features
+from rayrec.layers.keyed_embeddings import Delivery, JaggedEmbeddings, KeyedEmbeddings
+from rayrec.models.base import ClickModelConfig, ModelInputs, TableInit, table_key, unpooled_features
 from rayrec.models.embeddings import build_embeddings, build_sequences
 from rayrec.models.ensemble import build_network
-from rayrec.models.heads import Head, LabelHead, measured, named_outputs, own_loss
+from rayrec.models.heads import Head, LabelHead, measured, named_outputs, network_loss
 
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
@@ -116,7 +116,7 @@ class _Head(nn.Module):
         self._number = {feature: number for number, feature in enumerate(inputs.features)}
         self._keys, self._order = list(inputs.features), tuple(range(len(inputs.features)))
         self._heads, self._labels = heads, [head for head in heads if isinstance(head, LabelHead)]
-        self._loss, self._predicts = own_loss(network), hasattr(network, "predict")
+        self._loss, self._predicts = network_loss(network), hasattr(network, "predict")
         if self._loss is None and not self._labels:
             raise InputError(f"{type(network).__name__}: must have a method loss, got none. Add loss(outputs, batch).")
 
@@ -145,7 +145,7 @@ class _Head(nn.Module):
     ) -> Mapping[str, torch.Tensor]:
         """Return the outputs of the network by name."""
         ids, unpooled = ({} if given is None else given for given in (sequence_features, one_by_one))
-        embedded = Embedded(
+        embedded = KeyedEmbeddings(
             self.inputs.features,
             self.dim,
             lambda: self._deliver(dense, pooled, penalty),
@@ -160,12 +160,12 @@ class _Head(nn.Module):
                 head.check(outputs, rows=len(dense), where=where)
         return outputs
 
-    def _sequences(self, one_by_one: Mapping[str, JaggedTensor], rows: int, penalty: float) -> dict[str, Sequences]:
+    def _sequences(self, one_by_one: Mapping[str, JaggedTensor], rows: int, penalty: float) -> dict[str, JaggedEmbeddings]:
         found = {}
         for name in self._unpooled:  # If sharded, the first one waits for the exchange between workers
             jagged = one_by_one[name]
             lengths = jagged.lengths().long()[:rows]  # A batch without rows has one of empty lists
-            found[name] = Sequences(_penalised(jagged.values(), penalty), lengths)
+            found[name] = JaggedEmbeddings(_penalised(jagged.values(), penalty), lengths)
         return found
 
     def _deliver(self, dense: torch.Tensor, pooled: KeyedTensor | None, penalty: float) -> Delivery:
@@ -210,14 +210,14 @@ class _Penalised(torch.autograd.Function):
         return gradient.add(values, alpha=ctx.weight), None
 
 
-def own_name(name: str) -> str:
+def saved_name(name: str) -> str:
     """Return the saved name of a ClickModel weight from its name in `named_parameters`."""
     return name.removeprefix(_NETWORK)
 
 
 def _with_own_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     for name in [name for name in state if name.startswith(prefix + _NETWORK)]:
-        state[prefix + own_name(name.removeprefix(prefix))] = state.pop(name)
+        state[prefix + saved_name(name.removeprefix(prefix))] = state.pop(name)
 
 
 def build_click_model(
@@ -228,7 +228,7 @@ def build_click_model(
     precision: Precision = "fp32",
     seed: int = 0,
     embedding_device: str = "meta",
-    start: TableStart | None = None,
+    start: TableInit | None = None,
 ) -> ClickModel:
     """Build the model with its network on CPU and its tables on `embedding_device`.
 

@@ -132,7 +132,7 @@ class SparseOptimizerConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.own_rule and not self.eps:
+        if self.has_custom_update and not self.eps:
             raise InputError(f"SparseOptimizerConfig.eps: must be above 0 for {self.kind}, got 0. Set 1e-8.")
         if self.weight_decay and self.kind not in ("adam", "adamw"):
             raise InputError(
@@ -141,7 +141,7 @@ class SparseOptimizerConfig(Config):
             )
 
     @property
-    def own_rule(self) -> bool:
+    def has_custom_update(self) -> bool:
         """Whether rayrec updates the tables after the backward pass (`optim/table_adam.py`), instead of a fused kernel in it."""
         return self.kind in ("adam", "adamw", "sparse_adam")
 
@@ -155,13 +155,13 @@ class SparseOptimizerConfig(Config):
 
         The dict is new in each call, because TorchRec changes it. For the summed gradient g of a touched row, fbgemm's Adagrad
         rules are h += g^2 (adagrad) or h += mean(g^2) (rowwise_adagrad), w -= learning_rate * g / (sqrt(h) + eps). They have no
-        weight decay here, because fbgemm 1.8 silently ignores it on CPU. Kinds with `own_rule` return torch's Adam, for
-        TorchRec's estimate of the state size, and `leave_to_own_rule` replaces it before tables are sharded.
+        weight decay here, because fbgemm 1.8 silently ignores it on CPU. Kinds with `has_custom_update` return torch's Adam, for
+        TorchRec's estimate of the state size, and `disable_fused_update` replaces it before tables are sharded.
         """
         import torch
         from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-        if self.own_rule:
+        if self.has_custom_update:
             return torch.optim.Adam, {"lr": self.learning_rate, "eps": self.eps, "betas": self.betas}
         if self.kind == "sgd":
             return torch.optim.SGD, {"lr": self.learning_rate}
@@ -204,7 +204,7 @@ class DenseOptimizerConfig(Config):
             )
 
     @property
-    def needs_whole_parameters(self) -> bool:
+    def needs_full_parameters(self) -> bool:
         """Whether an update needs the norm of a full parameter, which FSDP shards over the workers."""
         return self.kind in ("lamb", "lars")
 

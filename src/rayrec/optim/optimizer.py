@@ -22,7 +22,7 @@ def data_parallel_optimizer(config: SparseOptimizerConfig, named_parameters: Map
     if config.kind == "sgd" or config.kind == "adagrad" or config.kind == "rowwise_adagrad":  # noqa: PLR1714  # for mypy
         rule = partial(DataParallelTableOptimizer, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps)
         return KeyedOptimizerWrapper(dict(named_parameters), rule)
-    return TableAdam.of_parameters(config, named_parameters)
+    return TableAdam.from_parameters(config, named_parameters)
 
 
 class DataParallelTableOptimizer(torch.optim.Optimizer):

@@ -28,13 +28,13 @@ class RowGradients:
         return cls(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, columns, device=device))
 
     @classmethod
-    def of_dense(cls, gradient: torch.Tensor) -> RowGradients:
+    def from_dense(cls, gradient: torch.Tensor) -> RowGradients:
         """Return the nonzero rows of a dense gradient [rows, columns]."""
         ids = gradient.any(dim=1).nonzero().squeeze(1)
         return cls(ids, gradient[ids])
 
     @classmethod
-    def sum_of(cls, parts: Sequence[RowGradients]) -> RowGradients:
+    def sum(cls, parts: Sequence[RowGradients]) -> RowGradients:
         """Return the sum over one or more backward passes."""
         if len(parts) == 1:
             return parts[0]
@@ -79,7 +79,7 @@ class Lookups:
         # One device sync for all tables.
         ranges = list(pairwise(self.offsets[torch.tensor(firsts) * self.bags].tolist()))
         if self.gradient.is_cuda:
-            return self.by_operators(tables, ranges)
+            return self.with_torch_ops(tables, ranges)
         sizes = [stop - start for start, stop in ranges]
         found = [
             RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
@@ -97,7 +97,7 @@ class Lookups:
             RowGradients(rows.ids[: item.found], rows.values[: item.found]) for item, rows in zip(gathered, found, strict=True)
         ]
 
-    def by_operators(self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]) -> list[RowGradients]:
+    def with_torch_ops(self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]) -> list[RowGradients]:
         """Compute `of_tables` with torch operators, for any device. `ranges`: start and end of each table in `ids`. Groups tables
         by width, so that the host waits for a GPU twice per width, not per table."""
         found: dict[int, RowGradients] = {}
@@ -163,7 +163,7 @@ class RowGradientCollector:
     def _forward(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        found: torch.Tensor = _Looked.apply(self._anchor, self, indices, offsets, per_sample_weights)
+        found: torch.Tensor = _LookupFunction.apply(self._anchor, self, indices, offsets, per_sample_weights)
         return found
 
     def look_up(self, *arguments: Any) -> torch.Tensor:
@@ -187,14 +187,14 @@ class RowGradientCollector:
         """Return the gradients of one of `weights` since `clear`."""
         weights = self.weights[table]
         none = RowGradients.nothing(weights.shape[1], weights.device)
-        return RowGradients.sum_of(self._collected[table] or [none])
+        return RowGradients.sum(self._collected[table] or [none])
 
     def clear(self) -> None:
         for collected in self._collected:
             collected.clear()
 
 
-class _Looked(torch.autograd.Function):
+class _LookupFunction(torch.autograd.Function):
     """Kernel output that passes its gradient to a collector."""
 
     @staticmethod

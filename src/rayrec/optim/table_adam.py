@@ -75,7 +75,7 @@ class TablePart:
     def update(self, step: AdamStep, gradients: RowGradients) -> None:
         """Apply one step. On CPU, this reads and writes the weights and moments of a row once."""
         if self.weights.is_cuda:
-            self.update_by_operators(step, gradients)
+            self.update_with_torch_ops(step, gradients)
             return
         rule = step.structure()
         _update_all(list(self.rows_to_update(rule, gradients, every_row=step.every_row)))
@@ -97,7 +97,7 @@ class TablePart:
             for start, stop in _ranges(rows, at_once):
                 yield _CRows(*table, None, None, marks.data_ptr(), start, stop, False)
 
-    def update_by_operators(self, step: AdamStep, gradients: RowGradients) -> None:
+    def update_with_torch_ops(self, step: AdamStep, gradients: RowGradients) -> None:
         """Apply `update` with torch operators, on any device. Needs memory for the batch's rows and a limited block."""
         ids, values = gradients.ids, gradients.values
         tensors = (self.weights, self.exp_avg, self.exp_avg_sq)
@@ -143,7 +143,7 @@ class TableAdam(KeyedOptimizer):
 
     def __init__(self, config: SparseOptimizerConfig, tables: Mapping[str, tuple[Any, Sequence[TablePart]]]) -> None:
         """`tables`: by parameter name, the parameter (a ShardedTensor or the full table) and this worker's parts of it."""
-        assert config.own_rule
+        assert config.has_custom_update
         self._config = config
         self._tables = dict(tables)
         state = {parameter: {**_moments(parameter, parts), "step": torch.zeros(())} for parameter, parts in tables.values()}
@@ -156,7 +156,7 @@ class TableAdam(KeyedOptimizer):
         self._gradients: list[list[RowGradients]] | None = None
 
     @classmethod
-    def of_sharded(cls, config: SparseOptimizerConfig, sharded: Any) -> TableAdam:
+    def from_sharded(cls, config: SparseOptimizerConfig, sharded: Any) -> TableAdam:
         """Build for the fused tables of a DistributedModelParallel, whose updates move to this optimizer."""
         parts: dict[tuple[str, int, int], TablePart] = {}
         clear = []
@@ -174,7 +174,7 @@ class TableAdam(KeyedOptimizer):
         return optimizer
 
     @classmethod
-    def of_parameters(cls, config: SparseOptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> TableAdam:
+    def from_parameters(cls, config: SparseOptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> TableAdam:
         """Build for replicated tables with dense gradients."""
         tables = {
             name: (parameter, [TablePart(parameter.data, partial(_dense_gradients, parameter))])
@@ -222,7 +222,7 @@ class TableAdam(KeyedOptimizer):
             step = self._adam_step(number, float(group["lr"]))
             for part, gradients in zip(parts, of_parts, strict=True):
                 if part.weights.is_cuda:
-                    part.update_by_operators(step, gradients)
+                    part.update_with_torch_ops(step, gradients)
                 else:
                     rule = rules.setdefault(number, step.structure())
                     rows.extend(part.rows_to_update(rule, gradients, every_row=step.every_row))
@@ -248,10 +248,10 @@ class TableAdam(KeyedOptimizer):
         )
 
 
-def leave_to_own_rule(tables: torch.nn.Module, config: SparseOptimizerConfig) -> None:
-    """Disable state and updates of the fused kernels for kinds with `own_rule`. Call before sharding `tables`, after applying
-    `SparseOptimizerConfig.build`."""
-    if config.own_rule:
+def disable_fused_update(tables: torch.nn.Module, config: SparseOptimizerConfig) -> None:
+    """Disable state and updates of the fused kernels for kinds with `has_custom_update`. Call before sharding `tables`, after
+    applying `SparseOptimizerConfig.build`."""
+    if config.has_custom_update:
         set_optimizer_in_backward(tables.parameters(), torch.optim.SGD, {"lr": 0.0})
 
 
@@ -272,7 +272,7 @@ def _moments(parameter: Any, parts: Sequence[TablePart]) -> dict[str, Any]:
 def _dense_gradients(parameter: torch.nn.Parameter) -> RowGradients:
     if parameter.grad is None:
         return RowGradients.nothing(parameter.shape[1], parameter.device)
-    return RowGradients.of_dense(parameter.grad)
+    return RowGradients.from_dense(parameter.grad)
 
 
 def _ranges(count: int, at_once: int) -> Iterable[tuple[int, int]]:

@@ -5,7 +5,7 @@ The published results use a random split. These recipes evaluate on the last row
 
 from rayrec.data.encoding.presets import FUXICTR_X4
 from rayrec.datasets.criteo import KAGGLE_SPLIT, SCHEMA
-from rayrec.models.base import ClickModelConfig, TableStart
+from rayrec.models.base import ClickModelConfig, TableInit
 from rayrec.optim.config import DenseOptimizerConfig, PlateauConfig, SparseOptimizerConfig
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -57,7 +57,7 @@ def _x4(recipe: str, path: str | None, model: ClickModelConfig, *, batch_size: i
             schema=SCHEMA,
             preset=FUXICTR_X4.replace(split=KAGGLE_SPLIT),
             model=model,
-            table_start=TableStart(kind="normal", std=1e-4),
+            table_start=TableInit(kind="normal", std=1e-4),
             sparse_optimizer=SparseOptimizerConfig(kind="adam", learning_rate=0.001, weight_decay=1e-5),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
             max_gradient_norm=10.0,

@@ -1,7 +1,7 @@
 """Retrieval models for interaction logs: users, chosen items and times."""
 
 from rayrec.data.encoding.presets import RAYREC
-from rayrec.models.base import TableStart
+from rayrec.models.base import TableInit
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.schema import Feature, Schema
 from rayrec.workloads.base import TrainConfig
@@ -28,7 +28,7 @@ def next_item(path: str | None = None, schema: Schema = PLACEHOLDER_OF_LISTS) ->
             schema=schema,
             preset=PRESET,
             model=SASRecConfig(),
-            table_start=TableStart(kind="normal", std=0.02),
+            table_start=TableInit(kind="normal", std=0.02),
             sparse_optimizer=SparseOptimizerConfig(kind="adam", learning_rate=0.001),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
         ),
@@ -51,7 +51,7 @@ def two_tower(path: str | None = None, schema: Schema = PLACEHOLDER) -> TrainCon
             schema=schema,
             preset=PRESET,
             model=TwoTowerConfig(),
-            table_start=TableStart(kind="normal", std=0.02),
+            table_start=TableInit(kind="normal", std=0.02),
             sparse_optimizer=SparseOptimizerConfig(kind="sparse_adam", learning_rate=0.001),
             dense_optimizer=DenseOptimizerConfig(kind="adam", learning_rate=0.001),
         ),

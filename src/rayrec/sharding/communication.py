@@ -20,7 +20,7 @@ _EXAMPLES_GBIT: Final = (10.0, 100.0, 400.0)
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkBandwidth:
     """Bandwidth between workers in Gbit/s per direction. None is unlimited."""
 
     network_gbit: float | None = None
@@ -41,7 +41,7 @@ class Lookup:
     """Whether each id has a float32 weight."""
 
 
-class Flow:
+class ExchangeBytes:
     """Payload bytes of one exchange in a step. Workers are numbered by rank. A node has consecutive ranks."""
 
     def __init__(self, num_workers: int, workers_per_node: int) -> None:
@@ -91,7 +91,7 @@ class Flow:
             self.sent_inside[rank] += size
             self.received_inside[rank] += size
 
-    def seconds(self, links: Links) -> float:
+    def seconds(self, links: LinkBandwidth) -> float:
         """Return the duration for the busiest worker and node."""
         found = 0.0
         if links.network_gbit is not None:
@@ -102,12 +102,12 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommunicationVolume:
     """Communication of all workers in a step: payload, without network protocol headers."""
 
     rows: int
     """Row count of all workers in a step."""
-    flows: Mapping[Exchange, Flow]
+    flows: Mapping[Exchange, ExchangeBytes]
 
     def bytes_per_row(self, *names: Exchange) -> tuple[float, float]:
         """Return the bytes that all workers send per row (inside nodes, between nodes) in the named exchanges. Default: all."""
@@ -115,12 +115,12 @@ class Traffic:
         inside = sum(sum(flow.sent_inside) for flow in flows) / self.rows
         return inside, sum(sum(flow.sent_between) for flow in flows) / self.rows
 
-    def rows_per_s(self, links: Links) -> float | None:
+    def rows_per_s(self, links: LinkBandwidth) -> float | None:
         """Return the maximum rows/s of all workers, if only exchanges took time, or None without limit."""
         seconds = self._seconds(links)
         return self.rows / seconds if seconds else None
 
-    def limit(self, model_rows_per_s: float, links: Links) -> tuple[float, Literal["model", "network"]]:
+    def limit(self, model_rows_per_s: float, links: LinkBandwidth) -> tuple[float, Literal["model", "network"]]:
         """Return the rows/s of all workers, given the rate with unlimited links, and the larger part of the step time.
 
         Assumes no overlap between computation and exchange: a step needs embeddings before its network computes, and sends their
@@ -129,11 +129,11 @@ class Traffic:
         computed_s, exchanged_s = self.rows / model_rows_per_s, self._seconds(links)
         return self.rows / (computed_s + exchanged_s), "model" if computed_s >= exchanged_s else "network"
 
-    def _seconds(self, links: Links) -> float:
+    def _seconds(self, links: LinkBandwidth) -> float:
         """Return the duration of a step's exchanges, sequentially."""
         return sum(flow.seconds(links) for flow in self.flows.values())
 
-    def text(self, links: Links, model_rows_per_s: float | None = None) -> str:
+    def text(self, links: LinkBandwidth, model_rows_per_s: float | None = None) -> str:
         """Return a summary: bytes per row, the links' rows/s and, if the model's speed is given, the training rate."""
         if len(self.flows["ids"].sent_inside) == 1:
             return "One worker exchanges nothing."
@@ -156,7 +156,7 @@ class Traffic:
                 )
         if links.network_gbit is None and between:
             rates = ", ".join(
-                f"{gbit:g} Gbit/s {estimate_text(self.rows / self._seconds(Links(gbit)))}" for gbit in _EXAMPLES_GBIT
+                f"{gbit:g} Gbit/s {estimate_text(self.rows / self._seconds(LinkBandwidth(gbit)))}" for gbit in _EXAMPLES_GBIT
             )
             lines.append(
                 "The network between nodes is taken for no limit; network_gbit=N in --cluster gives each node's link. Links "
@@ -165,7 +165,7 @@ class Traffic:
         return "\n".join(lines)
 
 
-def traffic_of(
+def estimate_communication(
     tables: Sequence[TablePlacement],
     lookups: Mapping[str, Sequence[Lookup]],
     *,
@@ -175,7 +175,7 @@ def traffic_of(
     dense_weights: int,
     exchange_bytes: int = FLOAT_BYTES,
     id_bytes: int = 4,
-) -> Traffic:
+) -> CommunicationVolume:
     """Estimate the communication of a step with `batch_size` rows per worker. Pure.
 
     `lookups`: of each table's features. `dense_weights`: weight count of the replicated part. `exchange_bytes`: size of an
@@ -183,7 +183,7 @@ def traffic_of(
     NCCL. Assumes an even distribution of ids over the parts of a row_wise table. Excludes batch norm sums and message sizes, some
     kB per step.
     """
-    flows: dict[Exchange, Flow] = {name: Flow(num_workers, workers_per_node) for name in _NAMES}
+    flows: dict[Exchange, ExchangeBytes] = {name: ExchangeBytes(num_workers, workers_per_node) for name in _NAMES}
     ids, forward, backward, shared = flows["ids"], flows["embeddings"], flows["gradients"], flows["all_reduce"]
     share = 2 * (num_workers - 1) / num_workers
     shared.add_ring(share * dense_weights * FLOAT_BYTES)
@@ -211,7 +211,7 @@ def traffic_of(
         held = _of_ranks(num_workers, {rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()})
         forward.add_all_to_all(held, to_owner=False, inside=table.sharding_type != "table_row_wise")
         backward.add_all_to_all(held, to_owner=True, inside=table.sharding_type != "table_row_wise")
-    return Traffic(num_workers * batch_size, flows)
+    return CommunicationVolume(num_workers * batch_size, flows)
 
 
 def _of_ranks(num_workers: int, sizes: Mapping[int, float]) -> list[float]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "data_parallel"]
 
 _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
-_WHOLE = {"table_wise", "data_parallel"}  # On one worker, always in full
+_UNSPLIT = {"table_wise", "data_parallel"}  # On one worker, always in full
 _BY_ROWS = {"row_wise", "table_row_wise"}
 _OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}  # Unsupported by TorchRec, or wrong (data_parallel): all others
 _WITHIN_NODES = {"table_row_wise"}  # TorchRec builds one process group per node, all of equal size
@@ -130,11 +130,11 @@ def plan_sharding(
             f"{', '.join(config.sharding_types)}. Add table_wise."
         )
     cached = config.uvm_caching and device == "cuda"
-    room = _room_for_tables(config, site)
-    host_room = _host_room(config, site.host_memory_bytes) if cached else None
+    room = _table_memory_limit(config, site)
+    host_room = _host_memory_limit(config, site.host_memory_bytes) if cached else None
     sizes = {name: table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
-    most = room if host_room is None else _Room(room.size_bytes + host_room.size_bytes, f"{room}, and {host_room}")
-    _refuse_what_cannot_fit(tables, sizes, allowed, world_size=site.world_size, room=most)
+    most = room if host_room is None else _MemoryLimit(room.size_bytes + host_room.size_bytes, f"{room}, and {host_room}")
+    _check_table_memory(tables, sizes, allowed, world_size=site.world_size, room=most)
     kernels = [EmbeddingComputeKernel.FUSED.value]
     if cached:
         kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
@@ -175,16 +175,16 @@ def plan_sharding(
             "batch_size or embedding_dim, or a higher min_count."
         ) from error
     rows = placements(made, model, state_bytes=state_bytes)
-    _refuse_overfull(rows, device=device, room=room)
+    _check_gradient_memory(rows, device=device, room=room)
     if cached and site.host_memory_bytes is not None:
-        _refuse_overfull_host(rows, host_bytes=int(site.host_memory_bytes * (1 - config.reserved_fraction)))
+        _check_host_memory(rows, host_bytes=int(site.host_memory_bytes * (1 - config.reserved_fraction)))
     if site.devices is not None:
-        _place_on(made, site.devices)
+        _set_devices(made, site.devices)
     return made
 
 
 @dataclass(frozen=True)
-class _Room:
+class _MemoryLimit:
     """Memory of one worker for tables and their optimizer state."""
 
     size_bytes: int
@@ -195,29 +195,31 @@ class _Room:
         return f"{readable(self.size_bytes)} ({self.reason})"
 
 
-def _room_for_tables(config: ShardingConfig, site: Site) -> _Room:
+def _table_memory_limit(config: ShardingConfig, site: Site) -> _MemoryLimit:
     kept = f"{config.reserved_fraction:.0%} kept free"
     usable = int(site.memory_bytes * (1 - config.reserved_fraction))
     if site.device == "cpu":
-        return _Room(usable // 2, f"{readable(site.memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy")
-    room = _Room(usable, f"of its device's {readable(site.memory_bytes)}, {kept}")
+        return _MemoryLimit(
+            usable // 2, f"{readable(site.memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy"
+        )
+    room = _MemoryLimit(usable, f"of its device's {readable(site.memory_bytes)}, {kept}")
     if site.host_memory_bytes is None or config.uvm_caching:
         return room
     host = int(site.host_memory_bytes * (1 - config.reserved_fraction))
     if host >= usable:
         return room
-    return _Room(host, f"{readable(site.host_memory_bytes)} of host memory, {kept}, for a checkpoint's copy of them")
+    return _MemoryLimit(host, f"{readable(site.host_memory_bytes)} of host memory, {kept}, for a checkpoint's copy of them")
 
 
-def _host_room(config: ShardingConfig, host_memory_bytes: int | None) -> _Room:
+def _host_memory_limit(config: ShardingConfig, host_memory_bytes: int | None) -> _MemoryLimit:
     """Return one worker's host memory for tables with a GPU cache."""
     if host_memory_bytes is None:
-        return _Room(_UNKNOWN_BYTES, "of host memory, whose size is not known")
+        return _MemoryLimit(_UNKNOWN_BYTES, "of host memory, whose size is not known")
     usable = int(host_memory_bytes * (1 - config.reserved_fraction))
-    return _Room(usable // 2, f"of host memory, half of {readable(usable)}, whose other half is for a checkpoint's copy")
+    return _MemoryLimit(usable // 2, f"of host memory, half of {readable(usable)}, whose other half is for a checkpoint's copy")
 
 
-def _refuse_overfull_host(rows: list[TablePlacement], *, host_bytes: int) -> None:
+def _check_host_memory(rows: list[TablePlacement], *, host_bytes: int) -> None:
     """Check host memory for tables in it and a checkpoint's copy of all tables, also on the GPU."""
     for rank in sorted({rank for row in rows for rank in row.bytes_of_rank}):
         cached = sum(row.host_bytes(rank) for row in rows)
@@ -230,7 +232,7 @@ def _refuse_overfull_host(rows: list[TablePlacement], *, host_bytes: int) -> Non
             )
 
 
-def _refuse_overfull(rows: list[TablePlacement], *, device: str, room: _Room) -> None:
+def _check_gradient_memory(rows: list[TablePlacement], *, device: str, room: _MemoryLimit) -> None:
     """Check memory for the gradients of data_parallel tables, which TorchRec's planner ignores."""
     for rank in sorted({rank for row in rows for rank in row.bytes_of_rank}):
         held = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
@@ -267,7 +269,7 @@ def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) 
     return allowed
 
 
-def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
+def _set_devices(plan: ShardingPlan, devices: Sequence[str]) -> None:
     """Set the devices of the ranks in a plan. TorchRec assumes the rank within nodes of equal size."""
     from rayrec.compat.torch_compat import remote_device
 
@@ -278,8 +280,8 @@ def _place_on(plan: ShardingPlan, devices: Sequence[str]) -> None:
                 shard.placement = remote_device(f"rank:{rank}/{devices[rank]}")
 
 
-def _refuse_what_cannot_fit(
-    tables: dict[str, tuple[int, int]], sizes: dict[str, int], allowed: list[ShardingType], *, world_size: int, room: _Room
+def _check_table_memory(
+    tables: dict[str, tuple[int, int]], sizes: dict[str, int], allowed: list[ShardingType], *, world_size: int, room: _MemoryLimit
 ) -> None:
     usable_bytes, total = room.size_bytes, sum(sizes.values())
     if set(allowed) == {"data_parallel"} and total > usable_bytes:
@@ -294,7 +296,7 @@ def _refuse_what_cannot_fit(
             f"Use at least {-(-total // max(usable_bytes, 1))} workers, a smaller embedding_dim, or a higher min_count."
         )
     largest = max(sizes, key=sizes.__getitem__, default=None)
-    if largest is not None and set(allowed) <= _WHOLE and sizes[largest] > usable_bytes:
+    if largest is not None and set(allowed) <= _UNSPLIT and sizes[largest] > usable_bytes:
         rows, dim = tables[largest]
         raise InputError(
             f"sharding: table {largest} ({rows:,} rows x {dim}) needs {readable(sizes[largest])} on one worker, "

@@ -18,7 +18,7 @@ from rayrec.cluster.layout import Layout, Node
 from rayrec.config import InputError
 from rayrec.quantities import duration_text, estimate_text, size_text
 from rayrec.row_tally import RowTally
-from rayrec.sharding.communication import Links
+from rayrec.sharding.communication import LinkBandwidth
 from rayrec.training.preflight import layout_of
 from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows, WorkerContext
 
@@ -94,8 +94,8 @@ class ClusterShape:
         )
 
     @property
-    def links(self) -> Links:
-        return Links(self.network_gbit, self.inside_gbit)
+    def links(self) -> LinkBandwidth:
+        return LinkBandwidth(self.network_gbit, self.inside_gbit)
 
     def resources(self) -> list[Node]:
         gpu = {"GPU": self.gpus} if self.gpus else {}

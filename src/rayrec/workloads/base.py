@@ -17,7 +17,7 @@ from rayrec.observe.console import Console
 from rayrec.observe.timing import Stopwatch
 from rayrec.observe.tracking.config import TrackersConfig
 from rayrec.optim.config import PlateauConfig
-from rayrec.sharding.communication import Links, Traffic
+from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth
 from rayrec.workloads.run_config import (
     MOST_NAME_LETTERS,
     CheckpointConfig,
@@ -388,8 +388,8 @@ class Target:
     """Training throughput of one GPU. None measures it."""
     host_memory_bytes: int | None = None
     """Host memory per GPU worker, including a checkpoint copy. None if unknown."""
-    links: Links = field(default_factory=Links)
-    """Links between workers."""
+    links: LinkBandwidth = field(default_factory=LinkBandwidth)
+    """LinkBandwidth between workers."""
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ class MeasuredSpeed:
     """Flag for table sizes taken from the slice without a Preprocessor. The real tables are larger."""
     plan: str
     """Readable assignment of tables to workers."""
-    traffic: Traffic | None = None
+    traffic: CommunicationVolume | None = None
     """Communication between workers of the run, or None if unknown."""
     given: bool = False
     """Flag for a `rows_per_s` that was passed instead of measured."""

@@ -162,7 +162,7 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
     model = recipe.replace(workload={"model": changed}).workload.model  # type: ignore[attr-defined]
     assert model.models == (DeepFMConfig(mlp=(8,)), FINAL.replace(embedding_penalty=0.0))
     assert recipes.load_config(recipe.replace(workload={"model": model}).to_yaml()).workload.model == model  # type: ignore[attr-defined]
-    assert type(DLRMConfig.in_place_of(model)).__name__ == "DLRMConfig"
+    assert type(DLRMConfig.replacing(model)).__name__ == "DLRMConfig"
     assert run(["config", "criteo_demo", "--model", "finalnet+dcnv2", "--workload.model.models.0.first-tower", "8"]) == 0
     model = recipes.load_config(capsys.readouterr().out).workload.model  # type: ignore[attr-defined]
     assert [type(one).__name__ for one in model.models] == ["FinalNetConfig", "DCNv2Config"]

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rayrec.layers import dots, kernel_threads
 from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
-from rayrec.layers.keyed_embeddings import Delivery, Embedded
+from rayrec.layers.keyed_embeddings import Delivery, KeyedEmbeddings
 
 
 def drawn(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> tuple[torch.Tensor, ...]:
@@ -26,12 +26,12 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 def test_dots_kernel_matches_operators(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> None:
     dense, sparse, order = drawn(rows, features, dim, kinds)
     by_kernel = pairwise_dots(dense, sparse, order)
-    by_operators = _OperatorDots.apply(dense, sparse, *_indices(order, dim, torch.device("cpu")))
-    assert by_kernel.dtype == by_operators.dtype == kinds[0]
+    with_torch_ops = _OperatorDots.apply(dense, sparse, *_indices(order, dim, torch.device("cpu")))
+    assert by_kernel.dtype == with_torch_ops.dtype == kinds[0]
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if kinds[0] == FLOAT else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(by_kernel, by_operators, **tolerance)
+    torch.testing.assert_close(by_kernel, with_torch_ops, **tolerance)
     weights = torch.linspace(-1, 1, by_kernel.shape[1]).to(kinds[0])
-    results = [torch.autograd.grad(output, (dense, sparse), weights.expand_as(output)) for output in (by_kernel, by_operators)]
+    results = [torch.autograd.grad(output, (dense, sparse), weights.expand_as(output)) for output in (by_kernel, with_torch_ops)]
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if HALF not in kinds else {"rtol": 2e-2, "atol": 2e-2}
     for got, expected in zip(*results, strict=True):
         assert got.dtype == expected.dtype
@@ -101,12 +101,12 @@ ORDER = (2, 0, 1)
 
 
 def test_embedding_order_does_not_depend_on_delivery() -> None:
-    plain = Embedded.in_order(FEATURES, 4, VALUES)
+    plain = KeyedEmbeddings.in_order(FEATURES, 4, VALUES)
     moved = torch.cat([VALUES[:, 4 * number : 4 * number + 4] for number in ORDER], dim=1)
-    delivered = Embedded(FEATURES, 4, lambda: (moved, ORDER))
-    assert delivered.delivered()[0] is moved
-    assert plain.side_by_side() is VALUES
-    assert torch.equal(delivered.side_by_side(), VALUES)
+    delivered = KeyedEmbeddings(FEATURES, 4, lambda: (moved, ORDER))
+    assert delivered.pooled_unordered()[0] is moved
+    assert plain.flattened() is VALUES
+    assert torch.equal(delivered.flattened(), VALUES)
     assert torch.equal(delivered.stacked(), VALUES.view(2, 3, 4))
     assert list(delivered) == FEATURES
     for number, feature in enumerate(FEATURES):
@@ -123,8 +123,8 @@ def test_embeddings_are_awaited_on_first_use() -> None:
         calls.append(1)
         return VALUES, (0, 1, 2)
 
-    embedded = Embedded(FEATURES, 4, deliver)
+    embedded = KeyedEmbeddings(FEATURES, 4, deliver)
     assert (len(embedded), "a" in list(embedded), calls) == (3, True, [])
     embedded.stacked()
-    embedded.side_by_side()
+    embedded.flattened()
     assert calls == [1]

@@ -7,15 +7,15 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.config import InputError
-from rayrec.models.base import TableStart
+from rayrec.models.base import TableInit
 from rayrec.models.embeddings import TableValues, build_embeddings
 from rayrec.models.scoring_tables import table_name
 
 TABLE: dict[str, Any] = {"seed": 3, "table": "cat_1", "num_embeddings": 150_000, "embedding_dim": 8}
 
 
-@pytest.mark.parametrize("start", [None, TableStart(kind="normal", std=0.5)])
-def test_shard_values_match_full_table(start: TableStart | None) -> None:
+@pytest.mark.parametrize("start", [None, TableInit(kind="normal", std=0.5)])
+def test_shard_values_match_full_table(start: TableInit | None) -> None:
     whole = torch.empty(150_000, 8)
     TableValues(**TABLE, start=start).fill(whole)
     for row, column, rows, columns in ((0, 0, 10, 8), (65_530, 4, 20, 4), (140_000, 0, 10_000, 8), (1, 2, 149_999, 2)):
@@ -38,13 +38,13 @@ def test_initial_values_fill_range_and_differ_between_blocks() -> None:
 
 def test_normal_values_match_standard_deviation() -> None:
     whole = torch.empty(150_000, 8)
-    TableValues(**TABLE, start=TableStart(kind="normal")).fill(whole)
+    TableValues(**TABLE, start=TableInit(kind="normal")).fill(whole)
     assert whole.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert whole.std().item() == pytest.approx(1e-4, rel=0.01)
     assert whole.abs().max() > 4e-4
     assert not torch.equal(whole[:100], whole[65_536:65_636])
     with pytest.raises(InputError, match=r"std: 0\.0 must be above 0"):
-        TableStart(kind="normal", std=0.0)
+        TableInit(kind="normal", std=0.0)
 
 
 def test_default_initial_values_keep_bits() -> None:

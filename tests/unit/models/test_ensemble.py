@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import Batch
 from rayrec.config import InputError
-from rayrec.layers.keyed_embeddings import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.ensemble import build_network
 from rayrec.models.ranking.din import DINConfig
@@ -57,10 +57,10 @@ def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: 
             alone.head.network.load_state_dict(network.state_dict())
             for mine, its in zip(alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True):
                 mine.copy_(its[:, columns])
-        own_loss, own_output = alone(rows)
-        own_loss.backward()
+        network_loss, own_output = alone(rows)
+        network_loss.backward()
         logits.append(own_output.outputs["click"])
-        losses.append(own_loss.detach())
+        losses.append(network_loss.detach())
         for mine, its in zip(alone.head.network.parameters(), network.parameters(), strict=True):
             torch.testing.assert_close(its.grad, mine.grad)
         for mine, its in zip(alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True):
@@ -84,12 +84,15 @@ def test_members_use_separate_parts_of_sequences() -> None:
     item, values = torch.rand(ROWS, 2 * DIM), torch.rand(3 * ROWS, 2 * DIM)
     lengths = torch.full((ROWS,), 3)
     made = network(
-        torch.zeros(ROWS, 0), Embedded.in_order(inputs.features, 2 * DIM, item, {"history": Sequences(values, lengths)})
+        torch.zeros(ROWS, 0),
+        KeyedEmbeddings.in_order(inputs.features, 2 * DIM, item, {"history": JaggedEmbeddings(values, lengths)}),
     )
     parts = []
     for number, member in enumerate(network.members):
         part = slice(number * DIM, (number + 1) * DIM)
-        given = Embedded.in_order(inputs.features, DIM, item[:, part], {"history": Sequences(values[:, part], lengths)})
+        given = KeyedEmbeddings.in_order(
+            inputs.features, DIM, item[:, part], {"history": JaggedEmbeddings(values[:, part], lengths)}
+        )
         parts.append(member(torch.zeros(ROWS, 0), given)["click"])
     torch.testing.assert_close(made["click"], (parts[0] + parts[1]) / 2)
 

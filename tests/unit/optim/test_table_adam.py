@@ -48,7 +48,7 @@ def test_table_adam_matches_torch(kind: Any, weight_decay: float) -> None:
     settings: dict[str, Any] = {"betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": weight_decay}
     expected, found = start(), start()
     reference = (torch.optim.Adam if kind == "adam" else torch.optim.AdamW)([expected], lr=0.01, **settings)
-    own = TableAdam.of_parameters(SparseOptimizerConfig(kind=kind, **settings), {"table": found})
+    own = TableAdam.from_parameters(SparseOptimizerConfig(kind=kind, **settings), {"table": found})
     torch.testing.assert_close(trained(own, found), trained(reference, expected), rtol=1e-6, atol=1e-6)
     state = own.state_dict()["state"]["table"]
     for name, value in reference.state[expected].items():
@@ -62,7 +62,7 @@ def test_sparse_adam_matches_torch() -> None:
     expected, found = start(), start()
     # SparseAdam does not scale eps as Adam does. With a tiny eps, they are the same formula.
     reference = torch.optim.SparseAdam([expected], lr=0.01, eps=1e-20)
-    own = TableAdam.of_parameters(SparseOptimizerConfig(kind="sparse_adam", eps=1e-20), {"table": found})
+    own = TableAdam.from_parameters(SparseOptimizerConfig(kind="sparse_adam", eps=1e-20), {"table": found})
     torch.testing.assert_close(trained(own, found), trained(reference, expected, sparse=True), rtol=1e-6, atol=1e-6)
     assert torch.equal(found.detach()[35:], start().detach()[35:])
 
@@ -85,10 +85,10 @@ def test_adam_operators_match_kernels(every_row: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(table_adam, "_VALUES_OF_OPERATORS", 7 * COLUMNS)
     parts = [TablePart(start().detach().clone(), lambda: pytest.fail("not asked for")) for _ in range(2)]
     for number in range(1, 20):
-        gradients = RowGradients.of_dense(gradient_of(number))
+        gradients = RowGradients.from_dense(gradient_of(number))
         gradients = RowGradients(torch.cat([gradients.ids, torch.tensor([39])]), torch.cat([gradients.values, torch.zeros(1, 6)]))
         parts[0].update(step_of(number, every_row=every_row), gradients)
-        parts[1].update_by_operators(step_of(number, every_row=every_row), gradients)
+        parts[1].update_with_torch_ops(step_of(number, every_row=every_row), gradients)
     for name in ("weights", "exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(getattr(parts[0], name), getattr(parts[1], name), rtol=1e-5, atol=1e-7)
     assert bool(parts[0].exp_avg[39].any()) == every_row
@@ -109,10 +109,10 @@ def test_table_adam_is_bit_identical_for_any_threads(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(table_adam, "_VALUES_OF_A_TASK", 5 * COLUMNS)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     table = start()
-    found = trained(TableAdam.of_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table)
+    found = trained(TableAdam.from_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table)
     monkeypatch.undo()
     table = start()
-    assert torch.equal(found, trained(TableAdam.of_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table))
+    assert torch.equal(found, trained(TableAdam.from_parameters(SparseOptimizerConfig(kind="adam"), {"table": table}), table))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -145,7 +145,7 @@ def test_row_gradients_match_autograd(threads: int, pooled: bool, weighted: bool
     lookups = Lookups(ids, offsets, weights, gradient, 10, pooled)
     features = [TableFeatures(0, 1, 0, 4, 9), TableFeatures(1, 2, 4, 4, 9)]
     ranges = [(int(offsets[0]), int(offsets[10])), (int(offsets[10]), int(offsets[30]))]
-    gradients = lookups.of_tables(features) if threads else lookups.by_operators(features, ranges)
+    gradients = lookups.of_tables(features) if threads else lookups.with_torch_ops(features, ranges)
     for number, found in enumerate(gradients):
         assert len(found.ids) == len(found.ids.unique())
         dense = torch.zeros(9, 4).index_add_(0, found.ids, found.values)
@@ -164,7 +164,7 @@ def test_row_gradients_separate_tables_of_unequal_width() -> None:
     ids = (torch.rand(len(rows), generator=generator) * rows).long()
     lookups = Lookups(ids, offsets, None, torch.randn(bags, 20, generator=generator), bags, True)
     ranges = [(0, 12), (12, 18), (18, 18), (18, 24)]
-    expected, found = lookups.of_tables(features), lookups.by_operators(features, ranges)
+    expected, found = lookups.of_tables(features), lookups.with_torch_ops(features, ranges)
     for table, (kernel, operators) in zip(features, zip(expected, found, strict=True), strict=True):
         dense = [torch.zeros(table.rows, table.columns).index_add_(0, one.ids, one.values) for one in (kernel, operators)]
         torch.testing.assert_close(dense[1], dense[0])
@@ -175,7 +175,7 @@ def test_row_gradients_separate_tables_of_unequal_width() -> None:
 def test_row_gradients_add_several_backward_passes() -> None:
     one = RowGradients(torch.tensor([4, 1]), torch.tensor([[1.0], [2.0]]))
     two = RowGradients(torch.tensor([1, 3]), torch.tensor([[10.0], [20.0]]))
-    found = RowGradients.sum_of([one, two])
+    found = RowGradients.sum([one, two])
     assert dict(zip(found.ids.tolist(), found.values[:, 0].tolist(), strict=True)) == {1: 12.0, 3: 20.0, 4: 1.0}
 
 

@@ -7,7 +7,7 @@ import pytest
 from rayrec import recipes
 from rayrec.cluster.layout import Layout, layout
 from rayrec.config import InputError
-from rayrec.sharding.communication import Exchange, Flow, Links, Traffic
+from rayrec.sharding.communication import CommunicationVolume, Exchange, ExchangeBytes, LinkBandwidth
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast, train_locally
 from rayrec.workloads.base import MeasuredSpeed, Target
 
@@ -73,10 +73,10 @@ def test_forecast_names_shared_cpu_bottleneck() -> None:
 
 def test_forecast_includes_network_between_nodes() -> None:
     names: tuple[Exchange, ...] = ("ids", "embeddings", "gradients", "all_reduce")
-    flows = {name: Flow(2, 1) for name in names}
+    flows = {name: ExchangeBytes(2, 1) for name in names}
     flows["embeddings"].add_all_to_all([500_000.0] * 2, to_owner=False)  # 4 Mbit from each node
     flows["all_reduce"].add_ring(500_000.0)
-    measured = replace(MEASURED, traffic=Traffic(1000, flows))
+    measured = replace(MEASURED, traffic=CommunicationVolume(1000, flows))
     free = of(measured, "cpus=1,nodes=2")
     assert (free.bottleneck, free.rows_per_s) == ("model", 40_000)
     assert "taken for no limit" in free.text()
@@ -115,7 +115,7 @@ def test_forecast_uses_given_gpu_speed() -> None:
         ("cpus=8,nodes=2,memory_gb=64", 4, Target(4, 2, 32_000_000_000)),
         ("cpus=8,gpus=2,nodes=2,memory_gb=64", 4, Target(4, 2, host_memory_bytes=32_000_000_000)),
         ("cpus=8,gpus=2,gpu_memory_gb=80,gpu_rows_per_s=1e6", 2, Target(2, 2, 80_000_000_000, 1e6)),
-        ("cpus=8,network_gbit=10,inside_gbit=200", 2, Target(2, 2, links=Links(10.0, 200.0))),
+        ("cpus=8,network_gbit=10,inside_gbit=200", 2, Target(2, 2, links=LinkBandwidth(10.0, 200.0))),
     ],
 )
 def test_forecast_target_uses_cluster_memory(text: str, workers: int, target: Target) -> None:

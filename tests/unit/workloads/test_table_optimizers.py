@@ -13,7 +13,7 @@ from rayrec import checkpoint
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.checkpoint.state import all_tensors, restore_all
 from rayrec.config import InputError
-from rayrec.models.base import ModelInputs, TableStart
+from rayrec.models.base import ModelInputs, TableInit
 from rayrec.models.sharded_model import build_click_model
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding.planner import ShardingConfig
@@ -180,7 +180,7 @@ def test_normal_start_values_are_those_of_every_plan(tmp_path: Path) -> None:
     starts = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
         config = click.config(
-            TABLES, 1, table_start=TableStart(kind="normal"), sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4)
+            TABLES, 1, table_start=TableInit(kind="normal"), sharding=ShardingConfig(sharding_types=(plan,), min_column_width=4)
         )
         setup = config.workload.set_up(click.context(config, 0, 1), click.prepared(TABLES))
         starts.append(saved(setup, tmp_path / plan)["model.embeddings.embedding_bags.cat_1.weight"])

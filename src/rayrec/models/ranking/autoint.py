@@ -9,7 +9,7 @@ from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import FieldAttention
 from rayrec.layers.field_embeddings import FieldsAndLinear, fields, number_vectors, width_with_weight
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower, xavier_linear
 from rayrec.models.base import MLPConfig, ModelInputs
@@ -66,7 +66,7 @@ class AutoInt(nn.Module):
         self.logit = xavier_linear(count * config.attention_dim, 1)
         self.deep = LogitTower(count * dim, config.mlp, **config.layer_settings(precision)) if config.mlp else None
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         if self._wide:
             vectors, wide = self.fields(dense, embedded)
         else:

@@ -11,7 +11,7 @@ from rayrec.bounds import Count, Sizes, SomeSizes
 from rayrec.config import InputError
 from rayrec.layers.cross import CrossAndDeep, Crosses, CrossLayer, CrossMixture
 from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import MLPConfig, ModelInputs
 
@@ -60,7 +60,7 @@ class DCNv2(nn.Module):
             **config.layer_settings(precision),
         )
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         return {self._label: self.network(fields(dense, self.number_vectors, embedded).flatten(1))}
 
 

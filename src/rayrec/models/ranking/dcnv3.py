@@ -13,8 +13,8 @@ from rayrec.collectives import global_means
 from rayrec.config import InputError
 from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.layers.mlp import Precision, compute_dtype, start_values
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.mlp import Precision, compute_dtype, init_values
 from rayrec.layers.tower import xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
@@ -60,7 +60,7 @@ class DCNv3(nn.Module):
         self.deep = _CrossNetwork(width, config.deep_layers, config.deep_dropout, config, precision, deep=True)
         self.shallow = _CrossNetwork(width, config.shallow_layers, config.shallow_dropout, config, precision, deep=False)
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the label's logits and the logits of each network."""
         vectors = fields(dense, self.number_vectors, embedded)
         # First halves of all fields, then second halves: [rows, heads, fields * dim / heads].
@@ -90,7 +90,7 @@ class _CrossNetwork(nn.Module):
         self.batch_norms, self.mask_norms = nn.ModuleList(), nn.ModuleList()
         for _ in range(layers):
             self.layers.append(xavier_linear(width, width // 2, bias=False))
-            self.biases.append(start_values(torch.empty(width), nn.init.uniform_))
+            self.biases.append(init_values(torch.empty(width), nn.init.uniform_))
             self.batch_norms.append(GlobalBatchNorm(config.heads) if config.batch_norm else nn.Identity())
             self.mask_norms.append(nn.LayerNorm(width // 2) if config.layer_norm else nn.Identity())
         self.logit = xavier_linear(width, 1)

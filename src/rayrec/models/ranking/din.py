@@ -9,7 +9,7 @@ from rayrec.bounds import Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.attention import AttentionPooling
 from rayrec.layers.field_embeddings import number_vectors
-from rayrec.layers.keyed_embeddings import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
@@ -77,12 +77,12 @@ class DIN(nn.Module):
         )
         self.logit = xavier_linear(self.tower.out_features, 1)
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         numbers = (dense.unsqueeze(2) * self.number_vectors).flatten(1)
         interests: dict[str, torch.Tensor] = {}
         for unit, attention in zip(self._units, self.attention, strict=True):
             lists = [embedded.sequences(name) for name in unit]
-            items = Sequences(torch.cat([of_list.values for of_list in lists], dim=1), lists[0].lengths)
+            items = JaggedEmbeddings(torch.cat([of_list.values for of_list in lists], dim=1), lists[0].lengths)
             target = torch.cat([embedded[self._targets[name]] for name in unit], dim=1)
             interests |= zip(unit, attention(target, items).split(self._dim, dim=1), strict=True)
         features = [interests[name] if name in interests else embedded[name] for name in self._features]

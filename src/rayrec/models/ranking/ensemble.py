@@ -50,7 +50,7 @@ class EnsembleConfig(ClickModelConfig):
                 )
 
     @classmethod
-    def in_place_of(cls, other: ClickModelConfig) -> Self:
+    def replacing(cls, other: ClickModelConfig) -> Self:
         """Return an ensemble of the replaced model and one of another kind."""
         beside = next(type(model) for model in cls().models if type(model) is not type(other))
         return cls.of_kinds((type(other), beside), other)
@@ -59,7 +59,7 @@ class EnsembleConfig(ClickModelConfig):
     def of_kinds(cls, kinds: Sequence[type[ClickModelConfig]], other: ClickModelConfig) -> Self:
         """Return a model of each kind to replace one model of a recipe. A model of the same kind keeps its settings."""
         alone = other.replace(embedding_penalty=0.0, members=1)
-        models = tuple(alone if kind is type(alone) else kind.in_place_of(alone) for kind in kinds)
+        models = tuple(alone if kind is type(alone) else kind.replacing(alone) for kind in kinds)
         return cls(models=models, embedding_penalty=other.embedding_penalty, members=other.members)
 
     def embedding_settings(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from torch import nn
 from rayrec.bounds import Share, Sizes, SomeSizes
 from rayrec.config import InputError
 from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.layers.mlp import Precision, start_values
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.mlp import Precision, init_values
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
@@ -87,9 +87,9 @@ class FinalMLP(nn.Module):
         # Xavier for a matrix with one output, as in FuxiCTR
         flat = torch.empty(first * second // config.heads, 1)
         shape = (config.heads, first // config.heads, second // config.heads)
-        self.products = nn.Parameter(start_values(flat, nn.init.xavier_normal_).view(shape))
+        self.products = nn.Parameter(init_values(flat, nn.init.xavier_normal_).view(shape))
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         vectors = fields(dense, self.number_vectors, embedded)
         of_first = of_second = vectors.flatten(1)
         if self.first_gate is not None and self.second_gate is not None:

@@ -13,8 +13,8 @@ from rayrec.batch import Batch
 from rayrec.bounds import Even, Share
 from rayrec.layers.batch_norm import GlobalBatchNorm
 from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, init_values
 from rayrec.layers.tower import xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
@@ -52,17 +52,17 @@ class FinalNet(nn.Module):
         self._label, self._tower_losses, dim = inputs.label, config.tower_losses, config.embedding_dim
         count = inputs.num_dense + len(inputs.features)
         self.number_vectors = number_vectors(inputs.num_dense, dim)
-        self.gate = EmptyLinear(count, count) if config.feature_gate else None
+        self.gate = UninitializedLinear(count, count) if config.feature_gate else None
         if self.gate is not None:  # Initial gates are 1
-            start_values(self.gate.weight, nn.init.zeros_)
-            start_values(self.gate.bias, nn.init.ones_)
+            init_values(self.gate.weight, nn.init.zeros_)
+            init_values(self.gate.bias, nn.init.ones_)
         width = count * dim * (2 if config.feature_gate else 1)
         self.first = _Tower(width, config.first_tower, config.first_dropout, config, precision)
         self.second = (
             _Tower(count * dim, config.second_tower, config.second_dropout, config, precision) if config.second_tower else None
         )
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the label's logits, and for `tower_losses` the logits of each of two towers."""
         vectors = fields(dense, self.number_vectors, embedded)
         plain = gated = vectors.flatten(1)
@@ -108,7 +108,7 @@ class _Tower(nn.Module):
         """Return the float32 logits [rows] for inputs [rows, in_features]."""
         hidden = inputs.to(self._dtype)
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            assert isinstance(layer, EmptyLinear)
+            assert isinstance(layer, UninitializedLinear)
             linear = functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
             second, first = linear.chunk(2, dim=1)
             hidden = norm(torch.cat([second, first * second], dim=1))

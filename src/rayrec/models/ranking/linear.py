@@ -10,8 +10,8 @@ from torch import nn
 
 from rayrec.bounds import Positive, Zero
 from rayrec.layers.field_embeddings import width_with_weight
-from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.layers.mlp import EmptyLinear, Precision, start_values
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.mlp import Precision, UninitializedLinear, init_values
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
@@ -31,7 +31,7 @@ class LinearConfig(ClickModelConfig):
         return super().embedding_settings() | {"embedding_dim": ClickModelConfig.embedding_dim}
 
     @classmethod
-    def in_place_of(cls, other: ClickModelConfig) -> LinearConfig:
+    def replacing(cls, other: ClickModelConfig) -> LinearConfig:
         return cls(embedding_penalty=other.embedding_penalty, members=other.members)
 
     @property
@@ -47,10 +47,10 @@ class Linear(nn.Module):
         super().__init__()
         self._label = inputs.label
         self._number_scale, self._category_scale = config.number_scale, config.category_scale
-        self.linear = EmptyLinear(inputs.num_dense, 1)
-        start_values(self.linear.weight, nn.init.zeros_)
-        start_values(self.linear.bias, nn.init.zeros_)
+        self.linear = UninitializedLinear(inputs.num_dense, 1)
+        init_values(self.linear.weight, nn.init.zeros_)
+        init_values(self.linear.bias, nn.init.zeros_)
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         of_numbers = self._number_scale * self.linear(dense).squeeze(1)
         return {self._label: of_numbers + self._category_scale * embedded.stacked()[:, :, 0].sum(1)}

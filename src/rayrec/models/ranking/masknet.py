@@ -10,8 +10,8 @@ from torch.nn import functional
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, linear_stack
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, linear_stack
 from rayrec.layers.tower import LogitTower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
@@ -71,7 +71,7 @@ class MaskNet(nn.Module):
             hidden = config.num_blocks * config.block_dim
             self.top = LogitTower(hidden, config.mlp, dropout=config.dropout, precision=precision)
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         vectors = fields(dense, self.number_vectors, embedded)
         features = vectors.flatten(1)
         hidden = features if self.norms is None else self.norms(vectors).flatten(1)
@@ -115,5 +115,5 @@ class _MaskBlock(nn.Module):
         return functional.dropout(self.norm(linear.float()).relu(), self._dropout, training=self.training)
 
 
-def _parameters(*layers: EmptyLinear) -> list[torch.Tensor]:
+def _parameters(*layers: UninitializedLinear) -> list[torch.Tensor]:
     return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]

@@ -8,7 +8,7 @@ from torch import nn
 
 from rayrec.bounds import Count, Share, Sizes, SomeSizes
 from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Experts, Gate, LogitTower, TowerSettings
 from rayrec.models.base import ClickModelConfig, ModelInputs
@@ -48,7 +48,7 @@ class MMoE(nn.Module):
         self.gates = nn.ModuleList(Gate(width, config.gate, config.experts, **settings) for _ in self._labels)
         self.towers = nn.ModuleList(LogitTower(config.expert[-1], config.tower, **settings) for _ in self._labels)
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         inputs = fields(dense, self.number_vectors, embedded).flatten(1)
         experts = self.experts(inputs)
         return {

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import LogitTower
 from rayrec.models.base import MLPConfig, ModelInputs
@@ -38,6 +38,6 @@ class WideDeep(nn.Module):
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
         self.deep = LogitTower(width, config.mlp, **config.layer_settings(precision))
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         fields, wide = self.fields(dense, embedded)
         return {self._label: wide + self.deep(fields.flatten(1))}

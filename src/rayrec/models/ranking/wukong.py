@@ -7,8 +7,8 @@ from torch import nn
 
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.layers.field_embeddings import fields, number_vectors
-from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.layers.mlp import Precision, compute_dtype, linear_stack, start_values
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.mlp import Precision, compute_dtype, init_values, linear_stack
 from rayrec.layers.tower import LogitTower, Tower, xavier_linear
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
@@ -50,7 +50,7 @@ class Wukong(nn.Module):
             count = config.product_vectors + config.linear_vectors
         self.top = LogitTower(count * dim, config.mlp, batch_norm=config.mlp_batch_norm, precision=precision)
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         vectors = fields(dense, self.number_vectors, embedded)
         for layer in self.layers:
             vectors = layer(vectors)
@@ -64,7 +64,7 @@ class _Layer(nn.Module):
     def __init__(self, count: int, config: WukongConfig, precision: Precision) -> None:
         super().__init__()
         dim, out = config.embedding_dim, config.product_vectors + config.linear_vectors
-        self.mixing = nn.Parameter(start_values(torch.empty(count, config.rank), nn.init.normal_))
+        self.mixing = nn.Parameter(init_values(torch.empty(count, config.rank), nn.init.normal_))
         self.products_norm = nn.LayerNorm(count * config.rank)
         self.tower = Tower(count * config.rank, config.block_mlp, dropout=config.dropout, precision=precision)
         self.products = xavier_linear(self.tower.out_features, config.product_vectors * dim)

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from rayrec.bounds import Sizes, SomeSizes
 from rayrec.layers.field_embeddings import FieldsAndLinear, width_with_weight
-from rayrec.layers.keyed_embeddings import Embedded
-from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
+from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype
 from rayrec.layers.tower import LogitTower, xavier_linear
 from rayrec.models.base import MLPConfig, ModelInputs
 
@@ -42,7 +42,7 @@ class XDeepFM(nn.Module):
         deep = (count * config.embedding_dim, config.mlp)
         self.deep = LogitTower(*deep, **config.layer_settings(precision)) if config.mlp else None
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         fields, linear = self.fields(dense, embedded)
         logits = linear + self.interaction(fields)
         return {self._label: logits if self.deep is None else logits + self.deep(fields.flatten(1))}
@@ -66,7 +66,7 @@ class CompressedInteraction(nn.Module):
         first = fields.transpose(1, 2).to(self._dtype)  # Each index of the vectors is a row of the products
         hidden, sums = first, []
         for layer in self.layers:
-            assert isinstance(layer, EmptyLinear)
+            assert isinstance(layer, UninitializedLinear)
             pairs = (first.unsqueeze(3) * hidden.unsqueeze(2)).flatten(2)
             hidden = functional.linear(pairs, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
             sums.append(hidden.float().sum(1))

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from rayrec.bounds import Count, Share
 from rayrec.config import InputError
-from rayrec.layers.keyed_embeddings import Embedded, Sequences
-from rayrec.layers.mlp import EmptyLinear, Precision, compute_dtype, start_values
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
+from rayrec.layers.mlp import Precision, UninitializedLinear, compute_dtype, init_values
 from rayrec.metrics.ranking import rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, ItemsHead
@@ -94,7 +94,7 @@ class SASRec(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=_EPS)
         self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return `hidden` [rows, max_length, dim], the state after each item, and the list's `ids` [rows, max_length], `lengths`
         [rows] and `table`."""
         del dense
@@ -130,14 +130,14 @@ class SASRec(nn.Module):
         target = outputs["ids"].gather(1, last.unsqueeze(1))
         return rank_measures(logits, target.squeeze(1), k=self._k, known=outputs["lengths"] > 1)
 
-    def predict(self, outputs: dict[str, torch.Tensor], embedded: Embedded) -> dict[str, torch.Tensor]:
+    def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the k next items with the highest scores for each list."""
         del embedded
         logits = self._logits(self._after(outputs["hidden"], (outputs["lengths"] - 1).clamp(min=0)), outputs["table"])
         scores, items = logits.topk(self._k, dim=1)
         return {"items": items, "scores": scores}
 
-    def _padded(self, items: Sequences, values: torch.Tensor) -> torch.Tensor:
+    def _padded(self, items: JaggedEmbeddings, values: torch.Tensor) -> torch.Tensor:
         """Convert [ids, ...] to [rows, max_length, ...], with zeros after the end of each list."""
         rows, lengths = items.rows, items.lengths
         place = torch.arange(values.shape[0], device=rows.device) - (lengths.cumsum(0) - lengths).index_select(0, rows)
@@ -176,19 +176,19 @@ class _Block(nn.Module):
         inner = functional.gelu(self._product(self.first, hidden))
         return self.norm(hidden + self._dropped(self._product(self.second, inner)))
 
-    def _product(self, layer: EmptyLinear, inputs: torch.Tensor) -> torch.Tensor:
+    def _product(self, layer: UninitializedLinear, inputs: torch.Tensor) -> torch.Tensor:
         return functional.linear(inputs.to(self._dtype), layer.weight.to(self._dtype), layer.bias.to(self._dtype))
 
     def _dropped(self, values: torch.Tensor) -> torch.Tensor:
         return functional.dropout(values.float(), self._dropout, self.training)
 
 
-def _linear(in_features: int, out_features: int) -> EmptyLinear:
-    layer = EmptyLinear(in_features, out_features)
+def _linear(in_features: int, out_features: int) -> UninitializedLinear:
+    layer = UninitializedLinear(in_features, out_features)
     _drawn(layer.weight)
-    start_values(layer.bias, nn.init.zeros_)
+    init_values(layer.bias, nn.init.zeros_)
     return layer
 
 
 def _drawn(values: torch.Tensor) -> torch.Tensor:
-    return start_values(values, lambda tensor: nn.init.normal_(tensor, std=_START_STD))
+    return init_values(values, lambda tensor: nn.init.normal_(tensor, std=_START_STD))

@@ -14,7 +14,7 @@ from torch.nn import functional
 from rayrec.bounds import Count, Positive, Share, Sizes
 from rayrec.collectives import gathered_rows
 from rayrec.config import InputError
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.layers.tower import Tower, xavier_linear
 from rayrec.metrics.ranking import rank_measures
@@ -116,7 +116,7 @@ class TwoTower(nn.Module):
         self.item_tower = tower(len(self._items) * dim, config.item_tower)
         self.register_buffer("item_counts", torch.zeros(_BUCKETS))
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the vectors `user` and `item` [rows, vector], the item's `ids` [rows], and in evaluations the item `table`, if
         `full_tables` has it."""
         features = torch.cat([dense, *(embedded[name] for name in self._users)], dim=1)
@@ -150,7 +150,7 @@ class TwoTower(nn.Module):
         logits = self._without_own(outputs["user"] @ items.T, outputs["ids"], ids, target)
         return rank_measures(logits, target, k=self._k)
 
-    def predict(self, outputs: dict[str, torch.Tensor], embedded: Embedded) -> dict[str, torch.Tensor]:
+    def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the vectors."""
         del embedded
         return {name: outputs[name] for name in ("user", "item")}

@@ -35,7 +35,7 @@ class DataParallelModel(Workload, abc.ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.parallel == "fsdp" and self.optimizer.needs_whole_parameters:
+        if self.parallel == "fsdp" and self.optimizer.needs_full_parameters:
             raise InputError(
                 f"workload.optimizer.kind: {self.optimizer.kind} requires norms of full parameters, which workload.parallel fsdp "
                 "shards. Use parallel ddp, or kind adamw."

@@ -24,7 +24,7 @@ from rayrec.ingest.block_order import BlockOrder
 from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.optim.config import FLOAT_BYTES
 from rayrec.schema import Schema
-from rayrec.sharding.communication import Lookup, Traffic, traffic_of
+from rayrec.sharding.communication import CommunicationVolume, Lookup, estimate_communication
 from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, describe, placements, worker_memories
 from rayrec.sharding.planner import Site, plan_sharding
 from rayrec.storage.cache import is_gzip
@@ -149,7 +149,7 @@ class Tables:
     """Bytes of tables and optimizer state per worker."""
     memories: tuple[WorkerMemory, ...]
     """Total memory per worker."""
-    traffic: Traffic
+    traffic: CommunicationVolume
     """Communication between workers."""
 
 
@@ -216,7 +216,7 @@ def tables_of(
     )
     held = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers))
     batch_size = effective_batch_size(config, rows=rows, world_size=workers)
-    traffic = traffic_of(
+    traffic = estimate_communication(
         placed,
         lookups_of(workload, of_model, hotness, tables=full_tables if workload.model.TRAINS_ON_TABLES else {}, rows=batch_size),
         num_workers=workers,
@@ -232,7 +232,7 @@ def tables_of(
 def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int, constant_values: int = 0) -> int:
     """Return activation bytes of a step, with `values` embedding values per row and `constant_values` of full tables. An
     evaluation keeps nothing for a backward pass, so half of its rows count."""
-    copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.own_rule  # plus gradients by row
+    copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.has_custom_update  # plus gradients by row
     of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
     rows = max(config.batch_size, config.eval_batch_size // 2)
     return int(rows * of_row) + copies * constant_values * FLOAT_BYTES

@@ -22,7 +22,7 @@ from rayrec.checkpoint.writer import TargetSlice
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows, Ids
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.layers.keyed_embeddings import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Precision
 from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model, unpooled_features
 from rayrec.models.ensemble import build_network
@@ -98,20 +98,20 @@ class PlainModel(nn.Module):
                 head.check(values, rows=dense.shape[0], where=f"{type(self.network).__name__}: predict")
         return {name: values[name] for head in self.heads for name in head.names}
 
-    def outputs(self, dense: torch.Tensor, embedded: Embedded) -> Mapping[str, torch.Tensor]:
+    def outputs(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> Mapping[str, torch.Tensor]:
         """Return the network outputs: head values and others."""
         given = self.network(dense, embedded)
         return named_outputs(given, self.heads, where=f"{type(self.network).__name__}: forward")
 
-    def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> Embedded:
+    def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> KeyedEmbeddings:
         """Build the embeddings of the network from inputs of `forward`. `sequences` may omit ids and tables."""
         count = len(self.sequences)
         jagged, ids, tables = sequences[: 2 * count], sequences[2 * count : 3 * count], sequences[3 * count :]
         one_by_one = {
-            name: Sequences(values, lengths)
+            name: JaggedEmbeddings(values, lengths)
             for name, values, lengths in zip(self.sequences, jagged[::2], jagged[1::2], strict=True)
         }
-        return Embedded.in_order(
+        return KeyedEmbeddings.in_order(
             self.inputs.features,
             self.width,
             pooled,

@@ -11,7 +11,7 @@ from rayrec.data.engine import Shared
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
-from rayrec.models.base import ClickModelConfig, ModelInputs, TableStart, unpooled_features
+from rayrec.models.base import ClickModelConfig, ModelInputs, TableInit, unpooled_features
 from rayrec.models.heads import BinaryHead
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, SparseOptimizerConfig
@@ -60,7 +60,7 @@ class ClickSettings(Workload):
     """Memory for category counts in bytes. Counts beyond it spill to disk. None uses a quarter of the available memory."""
     model: ClickModelConfig = field(default_factory=DLRMConfig)
     """Network architecture."""
-    table_start: TableStart = field(default_factory=TableStart)
+    table_start: TableInit = field(default_factory=TableInit)
     """Initial values of the embedding tables."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     """Optimizer of the embedding tables."""
@@ -91,7 +91,7 @@ class ClickSettings(Workload):
         self._check_labels()
         self.teacher.check()
         self._check_clipping()
-        if self.sharding.uvm_caching and self.sparse_optimizer.own_rule:
+        if self.sharding.uvm_caching and self.sparse_optimizer.has_custom_update:
             raise InputError(
                 f"workload.sharding.uvm_caching: {self.sparse_optimizer.kind} updates tables outside fbgemm's kernels, which "
                 "manage the cache. Set sparse_optimizer.kind to rowwise_adagrad, adagrad or sgd."
@@ -127,7 +127,7 @@ class ClickSettings(Workload):
             return
         if not norm > 0:
             raise InputError(f"workload.max_gradient_norm: must be above 0, or None for no clipping, got {norm}")
-        if not self.sparse_optimizer.own_rule:
+        if not self.sparse_optimizer.has_custom_update:
             raise InputError(
                 f"workload.max_gradient_norm: {self.sparse_optimizer.kind} updates tables during the backward pass, before the "
                 "norm of all gradients is known. Set sparse_optimizer.kind to adam, adamw or sparse_adam, or clip the network "

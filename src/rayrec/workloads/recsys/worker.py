@@ -34,10 +34,10 @@ from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.models.base import ModelInputs, table_key
 from rayrec.models.cost import network_multiply_adds
 from rayrec.models.embeddings import initialize_shards
-from rayrec.models.sharded_model import own_name
+from rayrec.models.sharded_model import saved_name
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.optim.optimizer import JointlyClippedOptimizer, data_parallel_optimizer
-from rayrec.optim.table_adam import TableAdam, leave_to_own_rule
+from rayrec.optim.table_adam import TableAdam, disable_fused_update
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
 from rayrec.workloads.base import WorkerContext, WorkerSetup, effective_batch_size
@@ -156,7 +156,7 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     process_group = torch.distributed.group.WORLD
     assert process_group is not None
     for tables in model.table_modules():
-        leave_to_own_rule(tables, workload.sparse_optimizer)
+        disable_fused_update(tables, workload.sparse_optimizer)
     with memory_errors(described, rank=context.rank, device=context.device):
         sharded = DistributedModelParallel(
             model,
@@ -211,15 +211,15 @@ def make_optimizer(
     max_gradient_norm: float | None = None,
 ) -> CombinedOptimizer:
     """Create the optimizer of all parameters: sharded tables, replicated tables (with the same rule), and the network.
-    `max_gradient_norm` is the joint 2-norm limit of all gradients, for `sparse` with `own_rule`."""
+    `max_gradient_norm` is the joint 2-norm limit of all gradients, for `sparse` with `has_custom_update`."""
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     whole = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
-    network = dense.build_keyed({own_name(name): parameter for name, parameter in remaining.items()})
-    if not sparse.own_rule:
+    network = dense.build_keyed({saved_name(name): parameter for name, parameter in remaining.items()})
+    if not sparse.has_custom_update:
         replicated = [data_parallel_optimizer(sparse, whole)] if whole else []
         return CombinedOptimizer([sharded.fused_optimizer, *replicated, network])
-    tables = TableAdam.of_sharded(sparse, sharded)
-    own = [TableAdam.of_parameters(sparse, whole)] if whole else []
+    tables = TableAdam.from_sharded(sparse, sharded)
+    own = [TableAdam.from_parameters(sparse, whole)] if whole else []
     if max_gradient_norm is None:
         return CombinedOptimizer([tables, *own, network])
     return JointlyClippedOptimizer(tables, own, network, max_norm=max_gradient_norm)

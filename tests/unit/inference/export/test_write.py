@@ -264,7 +264,7 @@ def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> Non
     cls = models.config_class(name)
     assert cls is not None
     like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2)
-    config: ClickModelConfig = cls.in_place_of(like)
+    config: ClickModelConfig = cls.replacing(like)
     built = save_clicks(tmp_path / "run", model=config, preprocessor=saved.preprocessor, train_data=saved.config.train_data)
     told = export_of(built, tmp_path / "out", quantize="int8", max_auroc_loss=0.05)
     assert told["parity"]["failure"] is None

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from rayrec import models
 from rayrec.batch import Batch
-from rayrec.layers.keyed_embeddings import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.models.base import ModelInputs
 from rayrec.models.ensemble import build_network
-from rayrec.models.heads import own_loss
+from rayrec.models.heads import network_loss
 from rayrec.schema import Label
 
 ROWS = 32
@@ -35,7 +35,7 @@ def measured(name: str) -> dict[str, Any]:
     chance = torch.Generator().manual_seed(1)
     dense = torch.randn(ROWS, 2, generator=chance)
     values = torch.randn(ROWS, 3, config.table_width, generator=chance) * 0.1
-    history = Sequences(values[:, 1], torch.ones(ROWS, dtype=torch.int64))
+    history = JaggedEmbeddings(values[:, 1], torch.ones(ROWS, dtype=torch.int64))
     wanted = {label: torch.randint(0, 2, (ROWS,), generator=chance).float() for label in inputs.label_names}
     start = {
         "names": crc32(names.encode()),
@@ -48,10 +48,10 @@ def measured(name: str) -> dict[str, Any]:
         optimizer.zero_grad()
         if lists:
             pooled = values[:, [0, 2]].flatten(1)
-            outputs = network(dense, Embedded.in_order(inputs.features, config.table_width, pooled, {"history": history}))
+            outputs = network(dense, KeyedEmbeddings.in_order(inputs.features, config.table_width, pooled, {"history": history}))
         else:
-            outputs = network(dense, Embedded.in_order(inputs.features, config.table_width, values.flatten(1)))
-        own, batch = own_loss(network), Batch({"dense": dense}, 1.0, None, wanted)
+            outputs = network(dense, KeyedEmbeddings.in_order(inputs.features, config.table_width, values.flatten(1)))
+        own, batch = network_loss(network), Batch({"dense": dense}, 1.0, None, wanted)
         loss = (
             own(outputs, batch).mean()
             if own

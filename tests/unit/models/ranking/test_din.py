@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rayrec.config import InputError
-from rayrec.layers.keyed_embeddings import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.tower import Dice
 from rayrec.models.base import ModelInputs, unpooled_features
 from rayrec.models.cost import network_multiply_adds
@@ -34,10 +34,10 @@ def network(*, precision: str = "fp32") -> DIN:
     return built
 
 
-def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, lengths: torch.Tensor = LENGTHS) -> Embedded:
+def embedded(values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, lengths: torch.Tensor = LENGTHS) -> KeyedEmbeddings:
     """Build embeddings delivered in a different order than the features."""
-    history = Sequences(values, lengths)
-    return Embedded(
+    history = JaggedEmbeddings(values, lengths)
+    return KeyedEmbeddings(
         INPUTS.features, DIM, lambda: (torch.cat([tags, item], dim=1), (2, 0)), sequences=lambda: {"history": history}
     )
 
@@ -48,7 +48,7 @@ def test_other_networks_receive_sequence_sums() -> None:
     given = embedded(values, item, tags)
     torch.testing.assert_close(given["history"], sums)
     torch.testing.assert_close(given.stacked(), torch.stack([item, sums, tags], dim=1))
-    torch.testing.assert_close(given.side_by_side(), torch.cat([item, sums, tags], dim=1))
+    torch.testing.assert_close(given.flattened(), torch.cat([item, sums, tags], dim=1))
     with pytest.raises(KeyError, match="item"):
         given.sequences("item")
 

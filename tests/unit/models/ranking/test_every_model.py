@@ -15,7 +15,7 @@ from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.data.encoded import Bags, EncodedRows
 from rayrec.ingest.batches import sparse_features
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features
 from rayrec.models.cost import network_cost
 from rayrec.models.ranking.dcnv3 import DCNv3Config
@@ -128,8 +128,8 @@ def test_delivery_order_does_not_change_results(config: ClickModelConfig) -> Non
     chance = torch.Generator().manual_seed(1)
     dense, values = torch.randn(17, 2, generator=chance), torch.randn(17, 3, config.width, generator=chance)
     net, order = network(config), (2, 0, 1)
-    given = Embedded.in_order(INPUTS.features, config.width, values.flatten(1))
-    shuffled = Embedded(INPUTS.features, config.width, lambda: (values[:, list(order)].flatten(1), order))
+    given = KeyedEmbeddings.in_order(INPUTS.features, config.width, values.flatten(1))
+    shuffled = KeyedEmbeddings(INPUTS.features, config.width, lambda: (values[:, list(order)].flatten(1), order))
     expected = net(dense, given)["click"]
     torch.testing.assert_close(net(dense, shuffled)["click"], expected)
     close = network(config, "bf16")(dense, given)["click"]
@@ -173,7 +173,7 @@ def test_replacement_model_learns_lists(name: str, members: int) -> None:
     cls = models.config_class(name)
     assert cls is not None
     like = DLRMConfig(embedding_dim=8, bottom_mlp=(8,), embedding_penalty=1e-6)
-    config: ClickModelConfig = cls.in_place_of(like).replace(members=members)
+    config: ClickModelConfig = cls.replacing(like).replace(members=members)
     inputs = inputs_with_lists(config)
     model = whole_model(config, (12, 12, 3), inputs=inputs)
     rows = rows_with_lists(inputs, unpooled_features(config, inputs))

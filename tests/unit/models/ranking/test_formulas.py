@@ -13,7 +13,7 @@ from torch import nn
 from rayrec import models
 from rayrec.batch import Batch
 from rayrec.layers.batch_norm import GlobalBatchNorm
-from rayrec.layers.keyed_embeddings import Embedded, Sequences
+from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import MLP
 from rayrec.layers.tower import Dice, LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
@@ -78,7 +78,7 @@ def fields(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> list[to
     return numbers(net, dense) + [values[:, n, :DIM] for n in range(3)]
 
 
-def side_by_side(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def flattened(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat(fields(net, dense, values), dim=1)
 
 
@@ -105,7 +105,7 @@ def of_deepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, val
 
 def of_widedeep(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
     """Compute equation 3: w_wide x + w_deep a + b, with an initial constant of 0 in the linear model."""
-    deep = logit(net.deep, side_by_side(net.fields, dense, values), config.dropout)
+    deep = logit(net.deep, flattened(net.fields, dense, values), config.dropout)
     return {"click": first_order(net.fields, dense, values) + deep}
 
 
@@ -151,7 +151,7 @@ def of_autoint(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
 
 def of_dcnv2(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
     """Compute x0 * (W x + b) * sigmoid(W_g x) + x, with an MLP after it, next to it, or both."""
-    inner, x0 = net.network, side_by_side(net, dense, values)
+    inner, x0 = net.network, flattened(net, dense, values)
     x = x0
     for layer in inner.crosses:
         weight = layer.linear.weight if layer.down is None else layer.linear.weight @ layer.down.weight
@@ -165,7 +165,7 @@ of_gdcn = of_dcnv2
 
 def of_mixture(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
     """Compute section 3.2 of DCN V2 row by row: sum of G_i(x) x0 * (U_i g(C_i g(V_i x)) + b) + x, g = tanh."""
-    crosses, x0 = net.network.crosses, side_by_side(net, dense, values)
+    crosses, x0 = net.network.crosses, flattened(net, dense, values)
     x = x0
     for layer in range(config.cross_layers):
         exponents = [(x @ crosses.gate.weight[expert]).exp() for expert in range(config.experts)]
@@ -332,14 +332,14 @@ def mixture(gate: nn.Module, values: torch.Tensor, experts: list[torch.Tensor], 
 
 def of_mmoe(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
     """Compute equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
-    x, p = side_by_side(net, dense, values), config.dropout
+    x, p = flattened(net, dense, values), config.dropout
     experts = [tower(expert, x, p) for expert in net.experts.towers]
     return {label: logit(net.towers[k], mixture(net.gates[k], x, experts, p), p) for k, label in enumerate(SEVERAL.label_names)}
 
 
 def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
     """Compute equations 1 to 6. A shared gate between levels weights the experts of all labels and the shared ones."""
-    states, p = [side_by_side(net, dense, values)] * 4, config.dropout
+    states, p = [flattened(net, dense, values)] * 4, config.dropout
     for level in net.levels:
         *own, shared = (
             [tower(expert, state, p) for expert in experts.towers]
@@ -438,7 +438,7 @@ def test_model_matches_formula(name: str, *, training: bool) -> None:
     net = shaken(config.build(inputs_of(config))).train(training)
     dense, values = leaf(ROWS, 2), leaf(ROWS, 3, config.width)
     expected = reference_of(name)(net, config, dense, values)
-    outputs = net(dense, Embedded.in_order(INPUTS.features, config.width, values.flatten(1)))
+    outputs = net(dense, KeyedEmbeddings.in_order(INPUTS.features, config.width, values.flatten(1)))
     assert_same(net, config, outputs, expected, [dense, values])
 
 
@@ -487,8 +487,8 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
     vectors = [bags[:, pooled.index(name)] if name in pooled else interest for name in features if name != "items"]
     together = torch.cat([*numbers(net, dense), *vectors], dim=1)
     expected = {"click": linear(net.logit, tower(net.tower, together, config.dropout))[:, 0]}
-    lists = {name: Sequences(values, LENGTHS) for name, values in items.items()}
-    given = Embedded.in_order(features, DIM, bags.flatten(1), lists)
+    lists = {name: JaggedEmbeddings(values, LENGTHS) for name, values in items.items()}
+    given = KeyedEmbeddings.in_order(features, DIM, bags.flatten(1), lists)
     assert_same(net, config, net(dense, given), expected, [dense, bags, *items.values()])
 
 

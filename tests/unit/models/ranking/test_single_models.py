@@ -14,7 +14,7 @@ from rayrec import recipes
 from rayrec.batch import Batch
 from rayrec.config import InputError
 from rayrec.layers.field_embeddings import width_with_weight
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.models.cost import network_multiply_adds
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.linear import LinearConfig
@@ -47,7 +47,7 @@ def _widedeep() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def _clicks(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return net(dense, Embedded.in_order(INPUTS.features, values.shape[2], values.flatten(1)))["click"]
+    return net(dense, KeyedEmbeddings.in_order(INPUTS.features, values.shape[2], values.flatten(1)))["click"]
 
 
 def test_widedeep_learns_one_logit_bias() -> None:
@@ -78,8 +78,8 @@ def test_finalmlp_context_rejects_unknown_features() -> None:
 
 def test_linear_model_replaces_other_models() -> None:
     like = DLRMConfig(embedding_penalty=0.1, members=2)
-    assert LinearConfig.in_place_of(like) == LinearConfig(embedding_penalty=0.1, members=2)
-    assert DLRMConfig.in_place_of(LinearConfig(members=2)).embedding_dim == 16
+    assert LinearConfig.replacing(like) == LinearConfig(embedding_penalty=0.1, members=2)
+    assert DLRMConfig.replacing(LinearConfig(members=2)).embedding_dim == 16
     recipe, demo = recipes.criteo_ensemble("log"), recipes.criteo_demo("log")
     dlrm, final, linear = recipe.workload.model.models  # type: ignore[attr-defined]
     assert dlrm == demo.workload.model.replace(embedding_penalty=0.0)  # type: ignore[attr-defined]

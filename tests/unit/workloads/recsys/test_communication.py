@@ -4,7 +4,7 @@ import pytest
 
 from rayrec import recipes
 from rayrec.models.base import ModelInputs
-from rayrec.sharding.communication import Links, Lookup, Traffic, traffic_of
+from rayrec.sharding.communication import CommunicationVolume, LinkBandwidth, Lookup, estimate_communication
 from rayrec.sharding.placement import TablePlacement
 from rayrec.workloads.recsys.planning import lookups_of
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -31,8 +31,8 @@ def traffic(
     per_node: int = 2,
     dense_weights: int = 0,
     exchange_bytes: int = 4,
-) -> Traffic:
-    return traffic_of(
+) -> CommunicationVolume:
+    return estimate_communication(
         tables,
         {one.table: [lookup] for one in tables},
         num_workers=workers,
@@ -111,39 +111,39 @@ def test_half_precision_halves_embeddings_and_weights_add_to_ids() -> None:
 def test_one_worker_sends_nothing() -> None:
     found = traffic(table("a", "table_wise", [0]), workers=1, per_node=1, dense_weights=1000)
     assert found.bytes_per_row() == (0, 0)
-    assert found.rows_per_s(Links(10.0, 10.0)) is None
-    assert found.limit(5000.0, Links(10.0)) == (5000.0, "model")
-    assert found.text(Links(10.0)) == "One worker exchanges nothing."
+    assert found.rows_per_s(LinkBandwidth(10.0, 10.0)) is None
+    assert found.limit(5000.0, LinkBandwidth(10.0)) == (5000.0, "model")
+    assert found.text(LinkBandwidth(10.0)) == "One worker exchanges nothing."
 
 
 def test_what_links_carry() -> None:
     found = traffic(table("a", "table_wise", [0]))
     # A step of 40 rows: 1280 bytes forward, as many back, and 160 of ids, one exchange after the other.
     seconds = (1280 + 1280 + 160) * 8 / 1e9
-    assert found.rows_per_s(Links(1.0)) == pytest.approx(40 / seconds)
-    assert found.rows_per_s(Links(inside_gbit=1.0)) == pytest.approx(40 * 1e9 / 8 / (640 + 640 + 80))
-    assert found.rows_per_s(Links(1.0, 1e-3)) == pytest.approx(40 * 1e6 / 8 / (640 + 640 + 80))
-    assert found.rows_per_s(Links()) is None
+    assert found.rows_per_s(LinkBandwidth(1.0)) == pytest.approx(40 / seconds)
+    assert found.rows_per_s(LinkBandwidth(inside_gbit=1.0)) == pytest.approx(40 * 1e9 / 8 / (640 + 640 + 80))
+    assert found.rows_per_s(LinkBandwidth(1.0, 1e-3)) == pytest.approx(40 * 1e6 / 8 / (640 + 640 + 80))
+    assert found.rows_per_s(LinkBandwidth()) is None
 
 
 def test_steps_compute_and_exchange_in_turn() -> None:
     found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
     exchanged_s = (2560 + 160 + 6000) * 8 / 1e9
-    rate, limit = found.limit(40 / (2 * exchanged_s), Links(1.0))
+    rate, limit = found.limit(40 / (2 * exchanged_s), LinkBandwidth(1.0))
     assert (rate, limit) == (pytest.approx(40 / (3 * exchanged_s)), "model")
-    rate, limit = found.limit(40 / (0.5 * exchanged_s), Links(1.0))
+    rate, limit = found.limit(40 / (0.5 * exchanged_s), LinkBandwidth(1.0))
     assert (rate, limit) == (pytest.approx(40 / (1.5 * exchanged_s)), "network")
-    assert found.limit(1000.0, Links()) == (1000.0, "model")
+    assert found.limit(1000.0, LinkBandwidth()) == (1000.0, "model")
 
 
 def test_for_people() -> None:
     found = traffic(table("a", "table_wise", [0]), dense_weights=1000)
-    text = found.text(Links())
+    text = found.text(LinkBandwidth())
     assert "Workers send 702 B a row (6 B ids, 48 B embeddings, 48 B gradients of embeddings, 600 B gradients" in text
     assert "334 B inside nodes, 368 B between them." in text
     assert "is taken for no limit; network_gbit=N in --cluster" in text
     assert "10 Gbit/s 5.73M, 100 Gbit/s 57.3M, 400 Gbit/s 229M." in text
-    text = found.text(Links(10.0), 1e6)
+    text = found.text(LinkBandwidth(10.0), 1e6)
     assert "  network  5.73M rows/s in all, by network_gbit=10\n" in text
     assert "About 851k rows/s of the 1M that GPUs of gpu_rows_per_s would train; the model takes more" in text
     assert "no limit" not in text

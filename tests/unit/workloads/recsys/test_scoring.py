@@ -25,7 +25,7 @@ from rayrec.data.logs.text_parser import parse
 from rayrec.inference.config import ScoringConfig
 from rayrec.inference.model import open_served
 from rayrec.inference.scoring import ScoringRequest, weight_bytes
-from rayrec.layers.keyed_embeddings import Embedded
+from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -248,7 +248,7 @@ class _Own(nn.Module):
         self.label, self.weight = inputs.label, nn.Parameter(torch.randn(1))
         self.register_buffer("chosen", torch.tensor([1]), persistent=False)
 
-    def forward(self, dense: torch.Tensor, embedded: Embedded) -> dict[str, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         return {self.label: dense[:, self.get_buffer("chosen")].squeeze(1) * self.weight}
 
 
