@@ -80,8 +80,8 @@ class FieldAttention(nn.Module):
         weights = ((query @ key.transpose(2, 3)).float() * self._scale).softmax(3)
         weights = functional.dropout(weights, self._dropout, training=self.training)
         mixed = (weights.to(self._dtype) @ value).transpose(1, 2).flatten(2)
-        own = fields if self.shortcut is None else self._projected(self.shortcut, fields)
-        return (mixed + own).relu()
+        residual = fields if self.shortcut is None else self._projected(self.shortcut, fields)
+        return (mixed + residual).relu()
 
     def _projected(self, layer: nn.Linear, fields: torch.Tensor) -> torch.Tensor:
         return functional.linear(fields, layer.weight.to(self._dtype))

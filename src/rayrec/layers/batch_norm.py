@@ -55,6 +55,6 @@ class GlobalBatchNorm(nn.Module):
 
     @torch.no_grad()
     def _keep(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        share = self._momentum * (count >= _FEWEST_ROWS)
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(variance, share)
+        rate = self._momentum * (count >= _FEWEST_ROWS)
+        self.running_mean.lerp_(mean, rate)
+        self.running_var.lerp_(variance, rate)

@@ -99,12 +99,12 @@ class WaitPolicy:
 def waiting_share(before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> float:
     """Return the maximum share of its runnable time that a thread waited for a CPU. Ignores threads that were runnable for less
     than a fifth of the interval. Arguments are (running, waiting) of each thread since its start, in ns. Pure."""
-    shares = [0.0]
+    ratios = [0.0]
     for (run_before, wait_before), (run, wait) in zip(before, now, strict=True):
         runnable = run - run_before + wait - wait_before
         if runnable > _RUNNABLE * _INTERVAL_S * 1e9:
-            shares.append((wait - wait_before) / runnable)
-    return max(shares)
+            ratios.append((wait - wait_before) / runnable)
+    return max(ratios)
 
 
 def _run_and_wait_ns(path: Path) -> tuple[int, int]:
@@ -134,9 +134,9 @@ def _run_in_team(num_threads: int) -> list[int]:
 
 def _can_shorten_waits(num_threads: int) -> bool:
     """Return whether this is GNU's library, on a small enough machine, and without user settings for waits."""
-    chosen = any(name in os.environ for name in _WAIT_VARIABLES)
+    is_set = any(name in os.environ for name in _WAIT_VARIABLES)
     gnu = openmp_parallel() is not None and not hasattr(ctypes.CDLL(None), "kmp_set_blocktime")
-    return num_threads > 1 and gnu and not chosen and len(os.sched_getaffinity(0)) <= _MAX_CPUS
+    return num_threads > 1 and gnu and not is_set and len(os.sched_getaffinity(0)) <= _MAX_CPUS
 
 
 @final

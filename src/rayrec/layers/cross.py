@@ -61,10 +61,10 @@ class CrossMixture(nn.Module):
 
         def matrices(rows: int, columns: int) -> nn.ParameterList:
             """Return stacked matrices of the experts of each layer, each drawn separately."""
-            drawn = [
+            matrices_of_layers = [
                 [init_values(torch.empty(rows, columns), nn.init.xavier_normal_) for _ in range(experts)] for _ in range(layers)
             ]
-            return nn.ParameterList(torch.stack(of_layer) for of_layer in drawn)
+            return nn.ParameterList(torch.stack(of_layer) for of_layer in matrices_of_layers)
 
         self.down, self.core = matrices(low_rank, width), matrices(low_rank, low_rank)
         self.up = matrices(width, low_rank)
@@ -75,10 +75,10 @@ class CrossMixture(nn.Module):
     def forward(self, first: torch.Tensor) -> torch.Tensor:
         crossed = first
         for down, core, up, bias in zip(self.down, self.core, self.up, self.biases, strict=True):
-            shares = self.gate(crossed.float()).softmax(1).to(self._dtype)
+            expert_weights = self.gate(crossed.float()).softmax(1).to(self._dtype)
             hidden = torch.einsum("rw,ekw->rek", crossed, down.to(self._dtype)).tanh()
             hidden = torch.einsum("rek,ejk->rej", hidden, core.to(self._dtype)).tanh()
-            mixed = torch.einsum("rej,ewj->rw", hidden * shares.unsqueeze(2), up.to(self._dtype))
+            mixed = torch.einsum("rej,ewj->rw", hidden * expert_weights.unsqueeze(2), up.to(self._dtype))
             # The shares sum to 1, so the bias of the mixture equals each expert's bias.
             crossed = torch.addcmul(crossed, first, mixed + bias.to(self._dtype))
         return crossed

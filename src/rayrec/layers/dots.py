@@ -29,10 +29,10 @@ def pairwise_dots(dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> to
 
 class _KernelDots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dense: torch.Tensor, sparse: torch.Tensor, places: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, dense: torch.Tensor, sparse: torch.Tensor, positions: list[int]) -> torch.Tensor:
         ctx.save_for_backward(dense, sparse)
-        ctx.places = places
-        return torch.ops.rayrec.pairwise_dots(dense, sparse, places)
+        ctx.places = positions
+        return torch.ops.rayrec.pairwise_dots(dense, sparse, positions)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -74,10 +74,10 @@ class _OperatorDots(torch.autograd.Function):
 def _indices(order: Order, dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the index of each pair among the dot products, and the output column of each dot product."""
     num_vectors = len(order) + 1
-    place_of = torch.empty(num_vectors, dtype=torch.long)
-    place_of[torch.tensor([0, *(feature + 1 for feature in order)])] = torch.arange(num_vectors)
+    position_of = torch.empty(num_vectors, dtype=torch.long)
+    position_of[torch.tensor([0, *(feature + 1 for feature in order)])] = torch.arange(num_vectors)
     first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
-    first, second = place_of[first], place_of[second]
+    first, second = position_of[first], position_of[second]
     columns = torch.zeros(num_vectors, num_vectors, dtype=torch.long)
     columns[first, second] = columns[second, first] = dim + torch.arange(first.numel())
     pair_of = first * num_vectors + second
@@ -93,28 +93,28 @@ class _CDots(ctypes.Structure):
     )
 
 
-def _structure(dense: torch.Tensor, sparse: torch.Tensor, places: list[int], *results: torch.Tensor) -> _CDots:
-    array = (ctypes.c_int64 * len(places))(*places)  # The structure keeps it alive
+def _structure(dense: torch.Tensor, sparse: torch.Tensor, positions: list[int], *results: torch.Tensor) -> _CDots:
+    array = (ctypes.c_int64 * len(positions))(*positions)  # The structure keeps it alive
     kinds = _KINDS[dense.dtype], _KINDS[sparse.dtype]
     pointers = [tensor.data_ptr() for tensor in (dense, sparse, *results)]
-    return _CDots(*pointers[:2], array, len(places) + 1, dense.shape[1], *kinds, *pointers[2:])
+    return _CDots(*pointers[:2], array, len(positions) + 1, dense.shape[1], *kinds, *pointers[2:])
 
 
-def _dots(dense: torch.Tensor, sparse: torch.Tensor, places: list[int]) -> torch.Tensor:
+def _dots(dense: torch.Tensor, sparse: torch.Tensor, positions: list[int]) -> torch.Tensor:
     dense, sparse = dense.contiguous(), sparse.contiguous()
-    pairs = len(places) * (len(places) + 1) // 2
+    pairs = len(positions) * (len(positions) + 1) // 2
     output = dense.new_empty(len(dense), dense.shape[1] + pairs)
-    arguments = _structure(dense, sparse, places, output)
+    arguments = _structure(dense, sparse, positions, output)
     run_kernel(vectorized("rayrec_pairwise_dots"), arguments, len(dense), at_once=_ROWS_AT_ONCE)
     return output
 
 
 def _dots_backward(
-    gradient: torch.Tensor, dense: torch.Tensor, sparse: torch.Tensor, places: list[int]
+    gradient: torch.Tensor, dense: torch.Tensor, sparse: torch.Tensor, positions: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gradient, dense, sparse = gradient.contiguous(), dense.contiguous(), sparse.contiguous()
     gradients = torch.empty_like(dense), torch.empty_like(sparse)
-    arguments = _structure(dense, sparse, places, gradient, *gradients)
+    arguments = _structure(dense, sparse, positions, gradient, *gradients)
     run_kernel(vectorized("rayrec_pairwise_dots_backward"), arguments, len(dense), at_once=_ROWS_AT_ONCE)
     return gradients
 
@@ -128,13 +128,13 @@ _OPERATORS.impl("pairwise_dots_backward", _dots_backward, "CPU")
 
 
 @register_flop_formula([torch.ops.rayrec.pairwise_dots])
-def _forward_operations(dense: Any, sparse: Any, places: Any, *_: Any, **__: Any) -> int:
+def _forward_operations(dense: Any, sparse: Any, positions: Any, *_: Any, **__: Any) -> int:
     """Return two operations for each multiply-add of the full product, as in `_OperatorDots`, so that the count does not depend
     on the device."""
     rows, dim = dense
-    return int(2 * rows * (len(places) + 1) ** 2 * dim)
+    return int(2 * rows * (len(positions) + 1) ** 2 * dim)
 
 
 @register_flop_formula([torch.ops.rayrec.pairwise_dots_backward])
-def _backward_operations(gradient: Any, dense: Any, sparse: Any, places: Any, *_: Any, **__: Any) -> int:
-    return _forward_operations(dense, sparse, places)
+def _backward_operations(gradient: Any, dense: Any, sparse: Any, positions: Any, *_: Any, **__: Any) -> int:
+    return _forward_operations(dense, sparse, positions)

@@ -24,7 +24,7 @@ def in_feature_order(values: torch.Tensor, order: Order, *, dim: int) -> torch.T
     """Reorder embeddings [rows, num_features * dim] by feature number. No copy if they are in order."""
     if order == tuple(range(len(order))):
         return values
-    return torch.cat([values[:, place * dim : (place + 1) * dim] for place in feature_positions(order)], dim=1)
+    return torch.cat([values[:, position * dim : (position + 1) * dim] for position in feature_positions(order)], dim=1)
 
 
 @final
@@ -99,10 +99,10 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
     ) -> KeyedEmbeddings:
         """Build from `values` [rows, num_features * dim], in feature order without those in `sequences`. `ids` and `tables` have
         the results of the methods `ids` and `table` by feature."""
-        given = sequences or {}
-        order = tuple(number for number, feature in enumerate(features) if feature not in given)
+        unpooled = sequences or {}
+        order = tuple(number for number, feature in enumerate(features) if feature not in unpooled)
         ids_of, table_of = (ids or {}).__getitem__, (tables or {}).__getitem__
-        return cls(features, dim, lambda: (values, order), sequences=lambda: given, ids=ids_of, table=table_of)
+        return cls(features, dim, lambda: (values, order), sequences=lambda: unpooled, ids=ids_of, table=table_of)
 
     def bags(self) -> Delivery:
         """Return `pooled_unordered` without the features of `all_sequences`."""
@@ -165,8 +165,8 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         values, order = self.bags()
         if number not in order:
             return self.all_sequences()[feature].sum()
-        place = order.index(number)
-        return values[:, place * self.dim : (place + 1) * self.dim]
+        position = order.index(number)
+        return values[:, position * self.dim : (position + 1) * self.dim]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.features)

@@ -31,8 +31,8 @@ class Dice(nn.Module):
         self.slope = nn.Parameter(torch.zeros(features))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        share = self.norm(inputs.float()).sigmoid()
-        return (inputs * (share + (1 - share) * self.slope)).to(inputs.dtype)
+        gate = self.norm(inputs.float()).sigmoid()
+        return (inputs * (gate + (1 - gate) * self.slope)).to(inputs.dtype)
 
 
 class TowerSettings(TypedDict, total=False):

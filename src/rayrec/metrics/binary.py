@@ -112,8 +112,8 @@ def _sums(logits: Floats, labels: Labels) -> list[float]:
         loss, probability = row_losses(logits[block], labels[block])
         losses.append(float(np.sum(loss)))
         probabilities.append(float(np.sum(probability)))
-        places = np.minimum((probability * bins).astype(np.int64), bins - 1)  # A probability of 1 is in the last one
-        gaps.append(np.bincount(places, probability - labels[block], minlength=bins).tolist())
+        bin_numbers = np.minimum((probability * bins).astype(np.int64), bins - 1)  # A probability of 1 is in the last one
+        gaps.append(np.bincount(bin_numbers, probability - labels[block], minlength=bins).tolist())
     sums = map(math.fsum, (losses, probabilities, *zip([0.0] * bins, *gaps, strict=True)))
     return [len(labels), int(np.count_nonzero(labels)), *sums]
 
@@ -213,8 +213,8 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
     # One sample per equal number of rows on all ranks, so that ranks weigh as much as their rows.
     stride = max(1, sum(rank_rows) // (group.num_ranks * _SAMPLES_PER_RANK))
     samples = np.full(max(rank_rows) // stride + 2, -1, dtype=np.int64)
-    own = np.concatenate([part[stride // 2 :: stride] for part in keys])
-    samples[: len(own)] = own
+    local_samples = np.concatenate([part[stride // 2 :: stride] for part in keys])
+    samples[: len(local_samples)] = local_samples
     gathered = np.sort(np.concatenate(group.gather(samples)))
     gathered = gathered[gathered >= 0]
     splitters = gathered[[rank * len(gathered) // group.num_ranks for rank in range(1, group.num_ranks)]]

@@ -40,9 +40,9 @@ class LabelsAccumulator:
 
     def __init__(self, of_labels: Mapping[str, Accumulator], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS) -> None:
         """`of_labels`: accumulators by label name, the main one first. `ks`: ranks k of the metrics at k, with `grouped`."""
-        (self._main_name, self._main), *others = of_labels.items()
+        (self._main_name, self._main), *other_labels = of_labels.items()
         self._ranking = RankingAccumulator(ks) if grouped else None
-        self._others = dict(others)
+        self._others = dict(other_labels)
 
     @property
     def rows(self) -> int:
@@ -58,18 +58,18 @@ class LabelsAccumulator:
             self._ranking.update(groups, logits[main], labels[main])
         for name, accumulator in self._others.items():
             values = _array(labels[name])
-            there = ~np.isnan(values)
-            accumulator.update(_array(logits[name])[there], values[there])
+            has_label = ~np.isnan(values)
+            accumulator.update(_array(logits[name])[has_label], values[has_label])
 
     def compute(self) -> dict[str, float]:
         """Return the metrics over the rows of all ranks. Collective. Metrics of other labels L are named `L.auroc` etc., with
         `L.rows` for the rows with this label."""
-        found = self._main.compute()
+        metrics = self._main.compute()
         if self._ranking is not None:
-            found.update(self._ranking.compute())
+            metrics.update(self._ranking.compute())
         for name, accumulator in self._others.items():
-            found.update({f"{name}.{metric}": value for metric, value in accumulator.compute().items()})
-        return found
+            metrics.update({f"{name}.{metric}": value for metric, value in accumulator.compute().items()})
+        return metrics
 
 
 def _array(values: Any) -> np.ndarray:

@@ -56,8 +56,8 @@ def gauc(groups: Any, logits: Any, labels: Any) -> dict[str, float]:
     and `labels` as in `rayrec.metrics.binary.auroc`. Raises InputError as `auroc`, and for different lengths. Source: Zhou et al.
     2018, "Deep Interest Network for Click-Through Rate Prediction", section 6.2.
     """
-    found = ranking_metrics(groups, logits, labels)
-    return {name: found[name] for name in ("gauc", "gauc_groups", "gauc_rows")}
+    metrics = ranking_metrics(groups, logits, labels)
+    return {name: metrics[name] for name in ("gauc", "gauc_groups", "gauc_rows")}
 
 
 def ranking_metrics(groups: Any, logits: Any, labels: Any, *, ks: Sequence[int] = DEFAULT_KS) -> dict[str, float]:
@@ -102,16 +102,16 @@ def _buckets(groups: Groups, buckets: int) -> npt.NDArray[np.intp]:
     return ((mixed >> np.uint64(40)) % np.uint64(buckets)).astype(np.intp)
 
 
-def _rounds(rows: Rows, *, most_rows: int = _ROUND_ROWS) -> Iterator[Rows]:
-    """Yield the rows in rounds of about `most_rows` with complete groups."""
-    rounds = -(-len(rows[0]) // most_rows)
+def _rounds(rows: Rows, *, max_rows: int = _ROUND_ROWS) -> Iterator[Rows]:
+    """Yield the rows in rounds of about `max_rows` with complete groups."""
+    rounds = -(-len(rows[0]) // max_rows)
     if rounds <= 1:
         yield rows
         return
     round_of = _buckets(rows[0], rounds).astype(np.uint16)
     for number in range(rounds):
-        chosen = np.flatnonzero(round_of == number)
-        yield rows[0][chosen], rows[1][chosen], rows[2][chosen]
+        selected = np.flatnonzero(round_of == number)
+        yield rows[0][selected], rows[1][selected], rows[2][selected]
 
 
 # Sums over groups ----------------------------------------------------------------------------------------------------
@@ -148,16 +148,16 @@ class _Sums:
     def _summed(self, ranked: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], turn: range) -> list[list[float]]:
         """Return the sums of some parts. Their order, and thus the thread count, does not affect `math.fsum`."""
         sizes = np.diff(starts)
-        room = np.empty((int(sizes[turn.start :: turn.step].max(initial=0)), 2), np.uint64)
+        buffer = np.empty((int(sizes[turn.start :: turn.step].max(initial=0)), 2), np.uint64)
         of_ks = np.empty(2 * len(self._ks))
-        found = []
+        results = []
         for number in turn:
             sums, counts = np.zeros(4 + 6 * len(self._ks)), np.zeros(3, np.int64)
             arrays = (self._ks, self._discounts, of_ks, sums, counts)
             ranking = _CRanking(*(array.ctypes.data for array in arrays), len(self._ks))
-            call("rayrec_rank_rows", ranked[starts[number] :], room, int(sizes[number]), ctypes.byref(ranking))
-            found.append([*map(float, counts.tolist()), *sums.reshape(-1, 2).sum(axis=1).tolist()])
-        return found
+            call("rayrec_rank_rows", ranked[starts[number] :], buffer, int(sizes[number]), ctypes.byref(ranking))
+            results.append([*map(float, counts.tolist()), *sums.reshape(-1, 2).sum(axis=1).tolist()])
+        return results
 
     def values(self) -> list[float]:
         """Return the counts, then the sums. Results of several ranks are added."""
@@ -167,15 +167,15 @@ class _Sums:
     def metrics(self, values: Sequence[float] | None = None) -> dict[str, float]:
         """Return the metrics for added `values`. Default: the sums of this object."""
         rows, groups, ranked, weighted, reciprocals, *of_ks = self.values() if values is None else values
-        found: dict[str, float] = {
+        results: dict[str, float] = {
             "gauc": weighted / rows if rows else math.nan,
             "gauc_groups": int(groups),
             "gauc_rows": int(rows),
         }
-        for place, k in enumerate(self._ks.tolist()):
-            for name, total in zip(("ndcg", "recall", "hit_rate"), of_ks[3 * place : 3 * place + 3], strict=True):
-                found[f"{name}_at_{k}"] = total / ranked if ranked else math.nan
-        return {**found, "mrr": reciprocals / ranked if ranked else math.nan, "ranked_groups": int(ranked)}
+        for index, k in enumerate(self._ks.tolist()):
+            for name, total in zip(("ndcg", "recall", "hit_rate"), of_ks[3 * index : 3 * index + 3], strict=True):
+                results[f"{name}_at_{k}"] = total / ranked if ranked else math.nan
+        return {**results, "mrr": reciprocals / ranked if ranked else math.nan, "ranked_groups": int(ranked)}
 
 
 # An evaluation -------------------------------------------------------------------------------------------------------
@@ -213,8 +213,8 @@ class RankingAccumulator:
     def _spill(self) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="rayrec-ranking-")  # noqa: SIM115  closed with this object
-        place = self._file.seek(0, 2)
-        for groups, logits, labels in self._taken():
+        offset = self._file.seek(0, 2)
+        for groups, logits, labels in self._pop_batches():
             bucket_of = _buckets(groups, _BUCKETS)
             order = np.argsort(bucket_of, kind="stable")
             rows = np.empty(len(order), _ROW)
@@ -222,32 +222,32 @@ class RankingAccumulator:
             self._file.write(rows.view(np.uint8).data)
             for bucket, count in enumerate(np.bincount(bucket_of, minlength=_BUCKETS).tolist()):
                 if count:
-                    self._extents[bucket].append((place, count))
-                    place += count * _ROW.itemsize
+                    self._extents[bucket].append((offset, count))
+                    offset += count * _ROW.itemsize
         self._file.flush()
 
-    def _taken(self) -> Iterator[Rows]:
+    def _pop_batches(self) -> Iterator[Rows]:
         """Yield the rows in memory as joined batches, for few reads per bucket later. Frees memory on the way."""
-        kept, self._parts, self._rows = self._parts[::-1], [], 0
-        while kept:
-            joined: list[Rows] = []
+        remaining, self._parts, self._rows = self._parts[::-1], [], 0
+        while remaining:
+            batches: list[Rows] = []
             rows = 0
-            while kept and (not joined or rows + len(kept[-1][0]) <= self._memory_rows // 4):
-                joined.append(kept.pop())
-                rows += len(joined[-1][0])
-            yield _joined(joined)
+            while remaining and (not batches or rows + len(remaining[-1][0]) <= self._memory_rows // 4):
+                batches.append(remaining.pop())
+                rows += len(batches[-1][0])
+            yield _concatenate(batches)
 
     def _bucket(self, bucket: int) -> Rows:
         """Return all rows of a bucket, including rows in memory."""
-        pieces = []
-        for place, count in self._extents[bucket]:
-            self._file.seek(place)
-            pieces.append(np.frombuffer(self._file.read(count * _ROW.itemsize), _ROW))
-        spilled = np.concatenate([np.empty(0, _ROW), *pieces])
-        groups, logits, labels = _joined(self._parts)
-        chosen = np.flatnonzero(_buckets(groups, _BUCKETS) == bucket)
-        in_memory = (groups[chosen], logits[chosen], labels[chosen])
-        return _joined([(spilled["group"], spilled["logit"], spilled["label"]), in_memory])
+        parts = []
+        for offset, count in self._extents[bucket]:
+            self._file.seek(offset)
+            parts.append(np.frombuffer(self._file.read(count * _ROW.itemsize), _ROW))
+        spilled = np.concatenate([np.empty(0, _ROW), *parts])
+        groups, logits, labels = _concatenate(self._parts)
+        selected = np.flatnonzero(_buckets(groups, _BUCKETS) == bucket)
+        in_memory = (groups[selected], logits[selected], labels[selected])
+        return _concatenate([(spilled["group"], spilled["logit"], spilled["label"]), in_memory])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
         """Return the metrics over all ranks. Collective, but local without torch.distributed.
@@ -275,7 +275,7 @@ class RankingAccumulator:
     def _in_rounds(self, *, by_bucket: bool) -> Iterator[Rows]:
         """Yield the rows in equally many rounds on each rank, with complete groups."""
         if not by_bucket:
-            yield _joined(self._parts)
+            yield _concatenate(self._parts)
             return
         if self._parts and self._file is not None:
             self._spill()  # So that each bucket is read from one place
@@ -283,7 +283,7 @@ class RankingAccumulator:
             yield self._bucket(bucket)
 
 
-def _joined(parts: Sequence[Rows]) -> Rows:
+def _concatenate(parts: Sequence[Rows]) -> Rows:
     no_rows = (np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.uint8))
     groups, logits, labels = map(np.concatenate, zip(no_rows, *parts, strict=True))
     return groups, logits, labels
@@ -313,5 +313,5 @@ def rank_measures(
     """
     above = (~(logits <= logits.gather(1, target.unsqueeze(1)))).sum(1)
     recall = (above < k).float()
-    found = {f"ndcg_at_{k}": recall / (above + 2).float().log2(), f"recall_at_{k}": recall}
-    return found if known is None else {name: values.masked_fill(~known, math.nan) for name, values in found.items()}
+    measures = {f"ndcg_at_{k}": recall / (above + 2).float().log2(), f"recall_at_{k}": recall}
+    return measures if known is None else {name: values.masked_fill(~known, math.nan) for name, values in measures.items()}

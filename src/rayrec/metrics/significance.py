@@ -100,34 +100,34 @@ def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -
     difficulty of rows cancels. Cost per model as in `intervals`. Memory: about 70 bytes per row and model, and 32 per row and
     concurrent resample.
     """
-    given = [checked(logits, labels) for logits in models]
-    flat_labels = given[0][1]
-    sorted_models = [_Model(flat_logits, flat_labels) for flat_logits, _ in given]
-    whole = np.ones(len(flat_labels), np.uint8)
-    observed = [model.metrics(whole) for model in sorted_models]
+    checked_models = [checked(logits, labels) for logits in models]
+    flat_labels = checked_models[0][1]
+    sorted_models = [_Model(flat_logits, flat_labels) for flat_logits, _ in checked_models]
+    ones = np.ones(len(flat_labels), np.uint8)
+    observed = [model.metrics(ones) for model in sorted_models]
     few = _too_few(flat_labels)
     if few == METRICS:
-        drawn = np.full((1, len(sorted_models), len(METRICS)), math.nan)
+        resampled = np.full((1, len(sorted_models), len(METRICS)), math.nan)
     else:
-        drawn = _resampled(sorted_models, resampling)
-    drawn[:, :, [METRICS.index(name) for name in few]] = math.nan
+        resampled = _resampled(sorted_models, resampling)
+    resampled[:, :, [METRICS.index(name) for name in few]] = math.nan
     placements = [] if "auroc" in few else [model.placements() for model in sorted_models]
     differences = {}
     for one, other in itertools.combinations(range(len(sorted_models)), 2):
-        found = {}
+        pair = {}
         for number, name in enumerate(METRICS):
             if name == "auroc" and placements:
-                found[name] = _delong(placements[one], placements[other], resampling.confidence)
+                pair[name] = _delong(placements[one], placements[other], resampling.confidence)
                 continue
             difference = float(observed[one][number] - observed[other][number])
-            of_resamples = drawn[:, one, number] - drawn[:, other, number]
+            of_resamples = resampled[:, one, number] - resampled[:, other, number]
             low, high = _percentiles(of_resamples, resampling.confidence)
             method: Method = "delong" if name == "auroc" else "bootstrap"
-            found[name] = Difference(difference, low, high, _bootstrap_p_value(of_resamples), method)
-        differences[one, other] = found
+            pair[name] = Difference(difference, low, high, _bootstrap_p_value(of_resamples), method)
+        differences[one, other] = pair
     of_models = [
-        {name: _percentiles(drawn[:, place, number], resampling.confidence) for number, name in enumerate(METRICS)}
-        for place in range(len(sorted_models))
+        {name: _percentiles(resampled[:, index, number], resampling.confidence) for number, name in enumerate(METRICS)}
+        for index in range(len(sorted_models))
     ]
     return Comparison(of_models, differences)
 
@@ -150,7 +150,7 @@ class _Model:
         is_positive = labels.astype(bool)
         self.positives, sorted_positives = _sorted_rows(logits, np.flatnonzero(is_positive))
         self.negatives, sorted_negatives = _sorted_rows(logits, np.flatnonzero(~is_positive))
-        self.below, self.upto = _places(sorted_negatives, sorted_positives)
+        self.below, self.upto = _count_below(sorted_negatives, sorted_positives)
         """Number of negatives below, and not above, each positive, int64 [positives]."""
         self._sorted = sorted_negatives, sorted_positives
 
@@ -175,7 +175,7 @@ class _Model:
         negatives below, for negatives the positives above. Ties count one half."""
         sorted_negatives, sorted_positives = self._sorted
         of_positives = _unsorted(self.positives, (self.below + self.upto) / (2 * max(1, len(self.negatives))))
-        below, upto = _places(sorted_positives, sorted_negatives)
+        below, upto = _count_below(sorted_positives, sorted_negatives)
         num_positives = max(1, len(self.positives))
         return of_positives, _unsorted(self.negatives, 1 - (below + upto) / (2 * num_positives))
 
@@ -191,9 +191,9 @@ def _sorted_rows(logits: Floats, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArr
     return order, logits[order]
 
 
-def _places(others: Floats, values: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the number of sorted `others` below, and not above, each of the sorted values."""
-    return np.searchsorted(others, values, side="left"), np.searchsorted(others, values, side="right")
+def _count_below(sorted_values: Floats, values: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the number of `sorted_values` below, and not above, each of the sorted `values`."""
+    return np.searchsorted(sorted_values, values, side="left"), np.searchsorted(sorted_values, values, side="right")
 
 
 def _unsorted(rows: npt.NDArray[np.int64], values: Array) -> Array:
@@ -221,13 +221,13 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
         weights = table[np.frombuffer(generator.bytes(2 * rows), np.uint16)]
         return np.stack([model.metrics(weights) for model in models])
 
-    return np.stack(_on_cores(resample, resampling.resamples, most=_WORKING_BYTES // (_ROW_BYTES * max(1, rows))))
+    return np.stack(_on_cores(resample, resampling.resamples, max_threads=_WORKING_BYTES // (_ROW_BYTES * max(1, rows))))
 
 
-def _on_cores(function: Callable[[int], Array], count: int, *, most: int) -> list[Array]:
+def _on_cores(function: Callable[[int], Array], count: int, *, max_threads: int) -> list[Array]:
     """Map the function in threads on all cores, but at most `most` at a time."""
     cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(max(1, min(cores, most))) as pool:  # NumPy releases the GIL in all slow parts
+    with ThreadPoolExecutor(max(1, min(cores, max_threads))) as pool:  # NumPy releases the GIL in all slow parts
         return list(pool.map(function, range(count)))
 
 

@@ -17,14 +17,14 @@ def names(*families: str) -> list[str]:
 def config_class(name: object) -> type[Any] | None:
     """Return a model's configuration class from its name (`finalnet`) or stored class path, or None if rayrec has no such model.
     Only imports files in the families' folders."""
-    known = _families()
-    if name in known:
-        module = importlib.import_module(f"{__name__}.{known[str(name)]}.{name}")
+    families = _families()
+    if name in families:
+        module = importlib.import_module(f"{__name__}.{families[str(name)]}.{name}")
         classes = [value for value in vars(module).values() if _is_config(value, module.__name__)]
         return classes[0] if len(classes) == 1 else None
     module_name, _, qualname = str(name).rpartition(".")
     folder, _, file = module_name.rpartition(".")
-    if folder != f"{__name__}.{known.get(file)}":
+    if folder != f"{__name__}.{families.get(file)}":
         return None
     cls = getattr(importlib.import_module(module_name), qualname, None)
     return cls if _is_config(cls, module_name) else None
@@ -33,11 +33,11 @@ def config_class(name: object) -> type[Any] | None:
 @cache
 def _families() -> dict[str, str]:
     """Return the family of each model."""
-    found: dict[str, str] = {}
+    families: dict[str, str] = {}
     for family in FAMILIES:
         folder = importlib.import_module(f"{__name__}.{family}")
-        found |= {file.name: family for file in pkgutil.iter_modules(folder.__path__)}
-    return found
+        families |= {file.name: family for file in pkgutil.iter_modules(folder.__path__)}
+    return families
 
 
 def _is_config(value: object, module: str) -> bool:

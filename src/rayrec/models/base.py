@@ -52,17 +52,17 @@ class ModelInputs:
     @classmethod
     def of(cls, schema: Schema) -> ModelInputs:
         """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`)."""
-        has_own = schema.label is None and schema.labels
+        has_main = schema.label is None and schema.labels
         return cls(
             len(schema.dense),
             schema.sparse,
-            schema.labels[0].name if has_own else schema.label or "label",
-            schema.labels[1:] if has_own else schema.labels,
+            schema.labels[0].name if has_main else schema.label or "label",
+            schema.labels[1:] if has_main else schema.labels,
             schema.vocabularies,
             bool(schema.list_weights),
             tuple((name, schema.feature(name).max_length) for name in schema.lists),
             tuple((feature.name, feature.aligned_with) for feature in schema.features if feature.aligned_with),
-            schema.labels[0].kind if has_own else "binary",
+            schema.labels[0].kind if has_main else "binary",
         )
 
     @property
@@ -111,13 +111,15 @@ class ClickModelConfig(Config):
         name = values.get(CLASS)
         if name is None:
             raise InputError(f"{where}{CLASS}: must name a model, got none. rayrec's are {', '.join(models.names())}.")
-        others = (type(model) for model in among if isinstance(model, ClickModelConfig))
-        own = next((other for other in others if same_class(name, f"{other.__module__}.{other.__qualname__}")), None)
-        found = own or models.config_class(name)
-        if found is None:
+        classes = (type(model) for model in among if isinstance(model, ClickModelConfig))
+        user_class = next((other for other in classes if same_class(name, f"{other.__module__}.{other.__qualname__}")), None)
+        model_class = user_class or models.config_class(name)
+        if model_class is None:
             raise InputError(f"{where}{CLASS}: model {name} not found. rayrec's are {', '.join(models.names())}.")
-        made: ClickModelConfig = found().updated({key: value for key, value in values.items() if key != CLASS}, where=where)
-        return made
+        model: ClickModelConfig = model_class().updated(
+            {key: value for key, value in values.items() if key != CLASS}, where=where
+        )
+        return model
 
     def of_class(self, name: object) -> ClickModelConfig | None:
         cls = models.config_class(name)

@@ -30,7 +30,7 @@ def network_multiply_adds(
     JaggedEmbeddings have their maximum length (20 without max_length). Includes the loss of a network that trains on full tables.
     `num_embeddings`: row count of each feature's table, for full tables.
     """
-    row = _made_up(inputs, config, 1, like=network, num_embeddings=num_embeddings)
+    row = _random_rows(inputs, config, 1, like=network, num_embeddings=num_embeddings)
     return counted(network, lambda: _computed(network, config, row))
 
 
@@ -45,44 +45,44 @@ def _computed(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[to
 
 def sequence_lengths(config: ClickModelConfig, inputs: ModelInputs) -> dict[str, int]:
     """Return the assumed sequence length of each feature that the model takes as a sequence."""
-    most = dict(inputs.lists)
-    return {name: (most[name] or USUAL_LENGTH) if name in most else 1 for name in config.sequences(inputs)}
+    max_lengths = dict(inputs.lists)
+    return {name: (max_lengths[name] or USUAL_LENGTH) if name in max_lengths else 1 for name in config.sequences(inputs)}
 
 
-def _made_up(
+def _random_rows(
     inputs: ModelInputs, config: ClickModelConfig, rows: int, *, like: torch.nn.Module, num_embeddings: Sequence[int]
 ) -> tuple[torch.Tensor, KeyedEmbeddings]:
     device = next((parameter.device for parameter in like.parameters()), torch.device("cpu"))
 
-    def made_up(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, device=device, requires_grad=True)
 
     sequences = {
         name: JaggedEmbeddings(
-            made_up(rows * length, config.table_width), torch.full((rows,), length, dtype=torch.int64, device=device)
+            random(rows * length, config.table_width), torch.full((rows,), length, dtype=torch.int64, device=device)
         )
         for name, length in sequence_lengths(config, inputs).items()
     }
     dense = torch.rand(rows, inputs.num_dense, device=device)
-    pooled = made_up(rows, (len(inputs.features) - len(sequences)) * config.table_width)
+    pooled = random(rows, (len(inputs.features) - len(sequences)) * config.table_width)
     ids = {name: of_rows.rows.new_zeros(len(of_rows.values)) for name, of_rows in sequences.items()}
     rows_of = dict(zip(inputs.features, num_embeddings, strict=False))
-    tables = {name: made_up(rows_of[name], config.table_width) for name in config.full_tables(inputs)}
+    tables = {name: random(rows_of[name], config.table_width) for name in config.full_tables(inputs)}
     return dense, KeyedEmbeddings.in_order(inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables)
 
 
 def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]) -> int:
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage  # Once, even if several steps save it
+        storages[storage.data_ptr()] = storage  # Once, even if several steps save it
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = _computed(network, config, rows)
     assert outputs is not None
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def network_cost(
     copied = copy.deepcopy(network).train()
     with torch.random.fork_rng(devices=[]):
         few, more = (
-            _saved_bytes(copied, config, _made_up(inputs, config, count, like=network, num_embeddings=num_embeddings))
+            _saved_bytes(copied, config, _random_rows(inputs, config, count, like=network, num_embeddings=num_embeddings))
             for count in (_FEW_ROWS, 2 * _FEW_ROWS)
         )
     return NetworkCost(

@@ -59,15 +59,15 @@ class TableValues:
             block_rows = min(_BLOCK_ROWS, self.num_embeddings - block_start)
             row, stop = max(row_offset, block_start), min(block_start + block_rows, row_offset + rows)
             target = part[row - row_offset : stop - row_offset]
-            whole = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
-            in_place = whole and target.shape == (block_rows, self.embedding_dim)
-            values = target if in_place else torch.empty(block_rows, self.embedding_dim)
+            is_plain = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
+            is_direct = is_plain and target.shape == (block_rows, self.embedding_dim)
+            values = target if is_direct else torch.empty(block_rows, self.embedding_dim)
             generator = torch.Generator().manual_seed(_block_seed(self.seed, self.table, block))
             if distribution.kind == "normal":
                 values.normal_(0.0, distribution.std, generator=generator)
             else:
                 values.uniform_(-bound, bound, generator=generator)
-            if not in_place:
+            if not is_direct:
                 target.copy_(values[row - block_start : stop - block_start, column_offset : column_offset + columns])
 
         if not rows:

@@ -43,12 +43,14 @@ class Ensemble(nn.Module):
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the mean logits by label, and all outputs of the members for the loss."""
-        given = [
+        outputs_of_members = [
             named_outputs(network(dense, _part(embedded, columns)), self._heads, where=type(network).__name__)
             for network, columns in zip(self.members, self._columns, strict=True)
         ]
-        outputs = {head.name: torch.stack([of_member[head.name] for of_member in given]).mean(0) for head in self._heads}
-        for number, of_member in enumerate(given):
+        outputs = {
+            head.name: torch.stack([of_member[head.name] for of_member in outputs_of_members]).mean(0) for head in self._heads
+        }
+        for number, of_member in enumerate(outputs_of_members):
             outputs |= {_name(number, name): values for name, values in of_member.items()}
         return outputs
 
@@ -56,10 +58,10 @@ class Ensemble(nn.Module):
         """Return the mean of the members' row losses, float32 [rows]. Its gradient is the gradient of their sum, so the number of
         members does not change how each one learns."""
         losses = []
-        for number, own in enumerate(self._losses):
+        for number, member_loss in enumerate(self._losses):
             prefix = _name(number, "")
             of_member = {name.removeprefix(prefix): values for name, values in outputs.items() if name.startswith(prefix)}
-            losses.append(own(of_member, batch) if own else self._loss_of_labels(of_member, batch))
+            losses.append(member_loss(of_member, batch) if member_loss else self._loss_of_labels(of_member, batch))
         total = torch.stack(losses).sum(0)
         return total - total.detach() * (1 - 1 / len(losses))
 
@@ -77,7 +79,8 @@ def _part(embedded: KeyedEmbeddings, columns: slice) -> KeyedEmbeddings:
 
     def sequences() -> dict[str, JaggedEmbeddings]:
         return {
-            name: JaggedEmbeddings(given.values[:, columns], given.lengths) for name, given in embedded.all_sequences().items()
+            name: JaggedEmbeddings(unpooled.values[:, columns], unpooled.lengths)
+            for name, unpooled in embedded.all_sequences().items()
         }
 
     def table(feature: str) -> torch.Tensor:

@@ -52,15 +52,15 @@ class Head(ABC):
     def check(self, outputs: Outputs, *, rows: int, where: str) -> None:
         """Check that all values are present and have the right shape and dtype. Raises InputError. Values that broadcast would
         train without an error, and scoring would reject other dtypes only after training."""
-        shape, (what, of) = (rows, *self.shape), self.called
+        shape, (noun, of) = (rows, *self.shape), self.called
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             values = outputs.get(name)
             if values is None:
-                given = ", ".join(outputs) or "nothing"
-                raise InputError(f"{where}: outputs must have {what} named after the {of}, {name}, got {given}.")
+                names = ", ".join(outputs) or "nothing"
+                raise InputError(f"{where}: outputs must have {noun} named after the {of}, {name}, got {names}.")
             if values.shape != shape or str(values.dtype) != f"torch.{dtype}":
                 raise InputError(
-                    f"{where}: {what} must have shape {shape} and dtype {dtype}, got {tuple(values.shape)} and {values.dtype}."
+                    f"{where}: {noun} must have shape {shape} and dtype {dtype}, got {tuple(values.shape)} and {values.dtype}."
                 )
 
     def columns(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
@@ -94,12 +94,12 @@ class LabelHead(Head):
 
     def losses(self, outputs: Outputs, labels: Outputs, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Return the weighted loss of each row, 0 for rows without the label, float32 [rows]."""
-        values, wanted = outputs[self.name], labels[self.name]
+        values, targets = outputs[self.name], labels[self.name]
         if not self.main:
-            there = ~wanted.isnan()
-            weights = there.to(values.dtype) if weights is None else there * weights
-            wanted = wanted.where(there, 0.0)
-        return self._losses(values, wanted, weights)
+            has_label = ~targets.isnan()
+            weights = has_label.to(values.dtype) if weights is None else has_label * weights
+            targets = targets.where(has_label, 0.0)
+        return self._losses(values, targets, weights)
 
     @abstractmethod
     def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor: ...
@@ -273,5 +273,5 @@ def measured(network: Any, outputs: Outputs, batch: Batch, losses: torch.Tensor 
     measures, loss = getattr(network, "measures", None), network_loss(network)
     if losses is None and loss is not None:
         losses = loss(outputs, batch)
-    found = {} if losses is None else {"loss": losses}
-    return found if measures is None else {**found, **measures(outputs, batch)}
+    values = {} if losses is None else {"loss": losses}
+    return values if measures is None else {**values, **measures(outputs, batch)}

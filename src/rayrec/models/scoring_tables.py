@@ -42,8 +42,8 @@ def table_weight(table: str, *, unpooled: bool = False) -> str:
 def table_of_weight(weight: str) -> str | None:
     """Return the table of a weight name, also if the ClickModel is a submodule. None for other weights."""
     for module in (_BAGS, _SEQUENCES):
-        _, found, table = f".{weight}".rpartition(f".{module}.")
-        if found and table.endswith(".weight"):
+        _, separator, table = f".{weight}".rpartition(f".{module}.")
+        if separator and table.endswith(".weight"):
             return table.removesuffix(".weight")
     return None
 
@@ -180,20 +180,20 @@ class HostTables(Tables):
 
     def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
         assert len(lookups) == len(self._arrays)
-        given = [lookup for lookup in lookups if lookup is not None]
-        if len(given) == len(lookups):
+        present = [lookup for lookup in lookups if lookup is not None]
+        if len(present) == len(lookups):
             columns = type(self._columns).from_buffer_copy(self._columns)
         else:
             columns = self._some([number for number, lookup in enumerate(lookups) if lookup is not None])
-        return self._look_up(columns, given, rows)
+        return self._lookup(columns, present, rows)
 
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
-        return self._look_up(self._some([column]), [Lookup(ids)], len(ids))
+        return self._lookup(self._some([column]), [Lookup(ids)], len(ids))
 
     def _some(self, numbers: Sequence[int]) -> ctypes.Array[_CLookup]:
         return (_CLookup * len(numbers))(*(self._columns[number] for number in numbers))
 
-    def _look_up(self, columns: ctypes.Array[_CLookup], lookups: Sequence[Lookup], rows: int) -> torch.Tensor:
+    def _lookup(self, columns: ctypes.Array[_CLookup], lookups: Sequence[Lookup], rows: int) -> torch.Tensor:
         out = torch.empty(rows, len(lookups) * self.row_format.dim)
         if not rows or not lookups:
             return out
@@ -241,21 +241,21 @@ class DeviceTables(Tables):
         return list(self._tables)
 
     def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
-        given = [(table, lookup) for table, lookup in zip(self._tables, lookups, strict=True) if lookup is not None]
-        if not given:
+        present = [(table, lookup) for table, lookup in zip(self._tables, lookups, strict=True) if lookup is not None]
+        if not present:
             return torch.empty(rows, 0, device=self._device)
-        ids = self._moved(given)
-        return torch.cat([self._column(*pair, part, rows) for pair, part in zip(given, ids, strict=True)], dim=1)
+        ids = self._moved(present)
+        return torch.cat([self._column(*pair, part, rows) for pair, part in zip(present, ids, strict=True)], dim=1)
 
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
         table, lookup = self._tables[column], Lookup(ids)
         (moved,) = self._moved([(table, lookup)])
         return self._column(table, lookup, moved, len(ids))
 
-    def _moved(self, given: Sequence[tuple[torch.Tensor, Lookup]]) -> tuple[torch.Tensor, ...]:
+    def _moved(self, lookups: Sequence[tuple[torch.Tensor, Lookup]]) -> tuple[torch.Tensor, ...]:
         """Copy the ids of all lookups to the device at once, int64 each: each copy takes as long as a small lookup."""
-        columns = [lookup.ids.reshape(-1) for _, lookup in given]
-        for (table, _), ids in zip(given, columns, strict=True):
+        columns = [lookup.ids.reshape(-1) for _, lookup in lookups]
+        for (table, _), ids in zip(lookups, columns, strict=True):
             assert not ids.size or (ids.min() >= 0 and ids.max() < len(table)), "an id lies beyond its table's rows"
         together = torch.from_numpy(np.concatenate(columns, dtype=np.int64)).to(self._device)
         return together.split([ids.size for ids in columns])

@@ -48,7 +48,7 @@ class ClickModel(nn.Module):
         tables = [] if sequences is None else sequences.embedding_configs()
         one_by_one = {feature for table in tables for feature in table.feature_names}
         self.head = _Head(network, inputs, heads, dim=dim, penalty=embedding_penalty, one_by_one=one_by_one)
-        self.register_state_dict_post_hook(_with_own_names)
+        self.register_state_dict_post_hook(_remove_network_prefix)
 
     # TorchRec's sparse-dist pipeline traces this method, down to its tables and `head`, so it must not branch on values.
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
@@ -88,19 +88,19 @@ class ClickModel(nn.Module):
             return self.embeddings(sparse_features)
         # Unsharded collections reject a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
         features, dim = list(sparse_features.keys()), self.head.dim
-        nothing = torch.zeros(0, dim * len(features), device=sparse_features.device())
-        return KeyedTensor(keys=features, length_per_key=[dim] * len(features), values=nothing)
+        empty = torch.zeros(0, dim * len(features), device=sparse_features.device())
+        return KeyedTensor(keys=features, length_per_key=[dim] * len(features), values=empty)
 
     def _one_by_one(self, sequence_features: KeyedJaggedTensor | None) -> dict[str, JaggedTensor]:
         assert sequence_features is not None
         assert self.sequences is not None
         if sequence_features.stride():
             return self.sequences(sequence_features)
-        place = sequence_features.device()
-        nothing = JaggedTensor(
-            values=torch.zeros(0, self.head.dim, device=place), lengths=torch.zeros(0, dtype=torch.int64, device=place)
+        device = sequence_features.device()
+        empty = JaggedTensor(
+            values=torch.zeros(0, self.head.dim, device=device), lengths=torch.zeros(0, dtype=torch.int64, device=device)
         )
-        return dict.fromkeys(sequence_features.keys(), nothing)
+        return dict.fromkeys(sequence_features.keys(), empty)
 
 
 class _Head(nn.Module):
@@ -144,7 +144,7 @@ class _Head(nn.Module):
         penalty: float = 0.0,
     ) -> Mapping[str, torch.Tensor]:
         """Return the outputs of the network by name."""
-        ids, unpooled = ({} if given is None else given for given in (sequence_features, one_by_one))
+        ids, unpooled = ({} if features is None else features for features in (sequence_features, one_by_one))
         embedded = KeyedEmbeddings(
             self.inputs.features,
             self.dim,
@@ -161,12 +161,12 @@ class _Head(nn.Module):
         return outputs
 
     def _sequences(self, one_by_one: Mapping[str, JaggedTensor], rows: int, penalty: float) -> dict[str, JaggedEmbeddings]:
-        found = {}
+        sequences = {}
         for name in self._unpooled:  # If sharded, the first one waits for the exchange between workers
             jagged = one_by_one[name]
             lengths = jagged.lengths().long()[:rows]  # A batch without rows has one of empty lists
-            found[name] = JaggedEmbeddings(_penalised(jagged.values(), penalty), lengths)
-        return found
+            sequences[name] = JaggedEmbeddings(_penalised(jagged.values(), penalty), lengths)
+        return sequences
 
     def _deliver(self, dense: torch.Tensor, pooled: KeyedTensor | None, penalty: float) -> Delivery:
         if pooled is None:
@@ -215,7 +215,7 @@ def saved_name(name: str) -> str:
     return name.removeprefix(_NETWORK)
 
 
-def _with_own_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+def _remove_network_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     for name in [name for name in state if name.startswith(prefix + _NETWORK)]:
         state[prefix + saved_name(name.removeprefix(prefix))] = state.pop(name)
 

@@ -39,8 +39,8 @@ class RowGradients:
         if len(parts) == 1:
             return parts[0]
         values = torch.cat([part.values for part in parts])
-        ids, places = torch.cat([part.ids for part in parts]).unique(return_inverse=True)
-        return cls(ids, values.new_zeros(len(ids), values.shape[1]).index_add_(0, places, values))
+        ids, indices = torch.cat([part.ids for part in parts]).unique(return_inverse=True)
+        return cls(ids, values.new_zeros(len(ids), values.shape[1]).index_add_(0, indices, values))
 
 
 @dataclass(frozen=True)
@@ -75,43 +75,43 @@ class Lookups:
 
     def of_tables(self, tables: Sequence[TableFeatures]) -> list[RowGradients]:
         """Return the gradient of each table. On CPU, sums are in lookup order."""
-        firsts = [table.first for table in tables] + [tables[-1].first + tables[-1].number]
+        first_features = [table.first for table in tables] + [tables[-1].first + tables[-1].number]
         # One device sync for all tables.
-        ranges = list(pairwise(self.offsets[torch.tensor(firsts) * self.bags].tolist()))
+        ranges = list(pairwise(self.offsets[torch.tensor(first_features) * self.bags].tolist()))
         if self.gradient.is_cuda:
             return self.with_torch_ops(tables, ranges)
         sizes = [stop - start for start, stop in ranges]
-        found = [
+        results = [
             RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
             for size, table in zip(sizes, tables, strict=True)
         ]
         lookups = self._structure()
         gathered = (_CGathered * len(tables))()
-        for item, table, rows in zip(gathered, tables, found, strict=True):
+        for item, table, rows in zip(gathered, tables, results, strict=True):
             item.lookup = ctypes.addressof(lookups)
             item.first_feature, item.num_features = table.first, table.number
             item.column, item.dim = table.column, table.columns
             item.distinct, item.sums = rows.ids.data_ptr(), rows.values.data_ptr()
         run_kernel(library().rayrec_gather_row_gradients, gathered, len(tables), at_once=1)
         return [
-            RowGradients(rows.ids[: item.found], rows.values[: item.found]) for item, rows in zip(gathered, found, strict=True)
+            RowGradients(rows.ids[: item.found], rows.values[: item.found]) for item, rows in zip(gathered, results, strict=True)
         ]
 
     def with_torch_ops(self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]) -> list[RowGradients]:
         """Compute `of_tables` with torch operators, for any device. `ranges`: start and end of each table in `ids`. Groups tables
         by width, so that the host waits for a GPU twice per width, not per table."""
-        found: dict[int, RowGradients] = {}
+        results: dict[int, RowGradients] = {}
         for columns in dict.fromkeys(table.columns for table in tables):
-            chosen = [number for number, table in enumerate(tables) if table.columns == columns]
-            bases = list(accumulate((tables[number].rows for number in chosen), initial=0))
-            keys = torch.cat([self.ids[slice(*ranges[n])] + base for n, base in zip(chosen, bases, strict=False)])
-            values = torch.cat([self._values(tables[number], *ranges[number]) for number in chosen])
-            distinct, places = keys.unique(return_inverse=True)
-            sums = values.new_zeros(len(distinct), columns).index_add_(0, places, values)
+            numbers = [number for number, table in enumerate(tables) if table.columns == columns]
+            bases = list(accumulate((tables[number].rows for number in numbers), initial=0))
+            keys = torch.cat([self.ids[slice(*ranges[n])] + base for n, base in zip(numbers, bases, strict=False)])
+            values = torch.cat([self._values(tables[number], *ranges[number]) for number in numbers])
+            distinct, indices = keys.unique(return_inverse=True)
+            sums = values.new_zeros(len(distinct), columns).index_add_(0, indices, values)
             starts = torch.searchsorted(distinct, torch.tensor(bases, device=distinct.device)).tolist()
-            for number, base, (start, stop) in zip(chosen, bases, pairwise(starts), strict=False):
-                found[number] = RowGradients(distinct[start:stop] - base, sums[start:stop])
-        return [found[number] for number in range(len(tables))]
+            for number, base, (start, stop) in zip(numbers, bases, pairwise(starts), strict=False):
+                results[number] = RowGradients(distinct[start:stop] - base, sums[start:stop])
+        return [results[number] for number in range(len(tables))]
 
     def _values(self, table: TableFeatures, start: int, stop: int) -> torch.Tensor:
         """Return the gradient of each lookup of the table, [stop - start, columns]."""
@@ -163,8 +163,8 @@ class RowGradientCollector:
     def _forward(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        found: torch.Tensor = _LookupFunction.apply(self._anchor, self, indices, offsets, per_sample_weights)
-        return found
+        output: torch.Tensor = _LookupFunction.apply(self._anchor, self, indices, offsets, per_sample_weights)
+        return output
 
     def look_up(self, *arguments: Any) -> torch.Tensor:
         indices, offsets, weights = arguments

@@ -160,15 +160,15 @@ class TableAdam(KeyedOptimizer):
         """Build for the fused tables of a DistributedModelParallel, whose updates move to this optimizer."""
         parts: dict[tuple[str, int, int], TablePart] = {}
         clear = []
-        for kernel, places in table_kernels(sharded):
+        for kernel, keys in table_kernels(sharded):
             collector = RowGradientCollector(kernel)
             clear.append(collector.clear)
-            for number, (place, weights) in enumerate(zip(places, collector.weights, strict=True)):
-                parts[place] = TablePart(weights, partial(collector.gradients, number))
+            for number, (key, weights) in enumerate(zip(keys, collector.weights, strict=True)):
+                parts[key] = TablePart(weights, partial(collector.gradients, number))
         tables: dict[str, tuple[Any, list[TablePart]]] = {}
         for name, table in sharded.fused_optimizer.params.items():
             of_table = [(name.split(".")[-2], *shard.metadata.shard_offsets) for shard in table.local_shards()]
-            tables[name] = table, [parts[place] for place in of_table]
+            tables[name] = table, [parts[key] for key in of_table]
         optimizer = cls(config, tables)
         optimizer._clear = clear
         return optimizer
@@ -196,10 +196,10 @@ class TableAdam(KeyedOptimizer):
     def squared_norm(self) -> float:
         """Return the sum of squares of this worker's gradients for the next step."""
         self._gradients = self._gathered()
-        found = zip(self._tables.values(), self._gradients, strict=True)
+        tables = zip(self._tables.values(), self._gradients, strict=True)
         return sum(
             part.squared_norm(gradients, l2=self._l2)
-            for (_, parts), of_parts in found
+            for (_, parts), of_parts in tables
             for part, gradients in zip(parts, of_parts, strict=True)
         )
 
@@ -215,10 +215,10 @@ class TableAdam(KeyedOptimizer):
     def step(self, closure: Any = None) -> None:
         assert closure is None
         (group,) = self.param_groups
-        found, self._gradients = self._gradients or self._gathered(), None
+        gradients_of_tables, self._gradients = self._gradients or self._gathered(), None
         rules: dict[int, _CRule] = {}
         rows: list[_CRows] = []
-        for number, (_, parts), of_parts in zip(self._counted(), self._tables.values(), found, strict=True):
+        for number, (_, parts), of_parts in zip(self._counted(), self._tables.values(), gradients_of_tables, strict=True):
             step = self._adam_step(number, float(group["lr"]))
             for part, gradients in zip(parts, of_parts, strict=True):
                 if part.weights.is_cuda:

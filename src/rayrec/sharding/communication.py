@@ -62,9 +62,9 @@ class ExchangeBytes:
         for node, size in zip(self._nodes, held, strict=True):
             of_node[node] += size
         outward, inward = (self.sent_between, self.received_between)[:: -1 if to_owner else 1]
-        for node, (size, there) in enumerate(zip(self._sizes, of_node, strict=True)):
-            outward[node] += there * (workers - size)
-            inward[node] += (total - there) * size
+        for node, (size, node_bytes) in enumerate(zip(self._sizes, of_node, strict=True)):
+            outward[node] += node_bytes * (workers - size)
+            inward[node] += (total - node_bytes) * size
         if not inside:
             return
         outward, inward = (self.sent_inside, self.received_inside)[:: -1 if to_owner else 1]
@@ -77,13 +77,13 @@ class ExchangeBytes:
         workers = len(self._nodes)
         for rank in range(workers if workers > 1 else 0):
             other = (rank + 1) % workers
-            here, there = self._nodes[rank], self._nodes[other]
-            if here == there:
+            node, other_node = self._nodes[rank], self._nodes[other]
+            if node == other_node:
                 self.sent_inside[rank] += size
                 self.received_inside[other] += size
             else:
-                self.sent_between[here] += size
-                self.received_between[there] += size
+                self.sent_between[node] += size
+                self.received_between[other_node] += size
 
     def add_rings_inside(self, size: float, ranks: Sequence[int]) -> None:
         """Add an exchange in which each of `ranks`, all in one node, sends `size` bytes to the next one."""
@@ -93,12 +93,12 @@ class ExchangeBytes:
 
     def seconds(self, links: LinkBandwidth) -> float:
         """Return the duration for the busiest worker and node."""
-        found = 0.0
+        duration = 0.0
         if links.network_gbit is not None:
-            found = max(*self.sent_between, *self.received_between) * 8e-9 / links.network_gbit
+            duration = max(*self.sent_between, *self.received_between) * 8e-9 / links.network_gbit
         if links.inside_gbit is not None:
-            found = max(found, max(*self.sent_inside, *self.received_inside) * 8e-9 / links.inside_gbit)
-        return found
+            duration = max(duration, max(*self.sent_inside, *self.received_inside) * 8e-9 / links.inside_gbit)
+        return duration
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ class CommunicationVolume:
             f"Workers send {size_text(inside + between)} a row ({', '.join(parts)}): {size_text(inside)} inside nodes, "
             f"{size_text(between)} between them."
         ]
-        carried = self.rows_per_s(links)
-        if carried is not None:
-            given = {"network_gbit": links.network_gbit, "inside_gbit": links.inside_gbit}
-            named = ", ".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
-            lines.append(f"  {'network':8} {estimate_text(carried)} rows/s in all, by {named}")
+        rate_limit = self.rows_per_s(links)
+        if rate_limit is not None:
+            bandwidths = {"network_gbit": links.network_gbit, "inside_gbit": links.inside_gbit}
+            named = ", ".join(f"{name}={value:g}" for name, value in bandwidths.items() if value is not None)
+            lines.append(f"  {'network':8} {estimate_text(rate_limit)} rows/s in all, by {named}")
             if model_rows_per_s is not None:
                 rate, limit = self.limit(model_rows_per_s, links)
                 lines.append(
@@ -185,21 +185,21 @@ def estimate_communication(
     """
     flows: dict[Exchange, ExchangeBytes] = {name: ExchangeBytes(num_workers, workers_per_node) for name in _NAMES}
     ids, forward, backward, shared = flows["ids"], flows["embeddings"], flows["gradients"], flows["all_reduce"]
-    share = 2 * (num_workers - 1) / num_workers
-    shared.add_ring(share * dense_weights * FLOAT_BYTES)
+    ring_factor = 2 * (num_workers - 1) / num_workers
+    shared.add_ring(ring_factor * dense_weights * FLOAT_BYTES)
     for table in tables:
-        found, dim = lookups[table.table], table.embedding_dim * exchange_bytes * batch_size
+        features, dim = lookups[table.table], table.embedding_dim * exchange_bytes * batch_size
         if table.sharding_type == "data_parallel":
-            shared.add_ring(share * table.gradient_bytes)
+            shared.add_ring(ring_factor * table.gradient_bytes)
             continue
         ranks = sorted(table.bytes_of_rank)
         by_rows = table.sharding_type in ("row_wise", "table_row_wise")
         parts = len(ranks) if by_rows else 1  # Parts of a row's ids
         # Every part gets lengths
-        wanted = sum(_LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted) for one in found)
-        ids.add_all_to_all(_of_ranks(num_workers, dict.fromkeys(ranks, wanted * batch_size)), to_owner=True)
-        pooled = sum(one.pooled for one in found) * dim
-        vectors = pooled + sum(one.ids for one in found if not one.pooled) * dim
+        id_bytes_of_row = sum(_LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted) for one in features)
+        ids.add_all_to_all(_of_ranks(num_workers, dict.fromkeys(ranks, id_bytes_of_row * batch_size)), to_owner=True)
+        pooled = sum(one.pooled for one in features) * dim
+        vectors = pooled + sum(one.ids for one in features if not one.pooled) * dim
         if table.sharding_type == "row_wise" and pooled:
             for flow in (forward, backward):  # Reduce-scatter and all-gather of sums
                 flow.add_ring((num_workers - 1) * pooled)
@@ -208,9 +208,11 @@ def estimate_communication(
         if table.sharding_type == "table_row_wise":
             for flow in (forward, backward):
                 flow.add_rings_inside((len(ranks) - 1) * num_workers / len(ranks) * pooled, ranks)
-        held = _of_ranks(num_workers, {rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()})
-        forward.add_all_to_all(held, to_owner=False, inside=table.sharding_type != "table_row_wise")
-        backward.add_all_to_all(held, to_owner=True, inside=table.sharding_type != "table_row_wise")
+        vector_bytes = _of_ranks(
+            num_workers, {rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()}
+        )
+        forward.add_all_to_all(vector_bytes, to_owner=False, inside=table.sharding_type != "table_row_wise")
+        backward.add_all_to_all(vector_bytes, to_owner=True, inside=table.sharding_type != "table_row_wise")
     return CommunicationVolume(num_workers * batch_size, flows)
 
 

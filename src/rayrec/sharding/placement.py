@@ -56,7 +56,7 @@ class TablePlacement:
 def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> list[TablePlacement]:
     """Return all tables of `plan`, sorted by name, with their size on each rank. `model` must be unsharded."""
     tables = tables_of(model)
-    found = []
+    result = []
     for module_plan in plan.plan.values():
         for table, sharding in module_plan.items():
             rows, dim = tables[table]
@@ -65,9 +65,9 @@ def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes)
                 bytes_of_rank = dict.fromkeys(sharding.ranks, table_bytes(rows, dim, state_bytes))
             else:
                 for shard in sharding.sharding_spec.shards:
-                    held_rows, held_columns = shard.shard_sizes
-                    bytes_of_rank[shard.placement.rank()] += table_bytes(held_rows, held_columns, state_bytes)
-            found.append(
+                    shard_rows, shard_columns = shard.shard_sizes
+                    bytes_of_rank[shard.placement.rank()] += table_bytes(shard_rows, shard_columns, state_bytes)
+            result.append(
                 TablePlacement(
                     table=table,
                     num_embeddings=rows,
@@ -77,7 +77,7 @@ def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes)
                     device_share=sharding.cache_params.load_factor if sharding.compute_kernel == _CACHED_KERNEL else 1.0,
                 )
             )
-    return sorted(found, key=lambda placement: _natural(placement.table))
+    return sorted(result, key=lambda placement: _natural(placement.table))
 
 
 def data_parallel_tables(plan: ShardingPlan) -> list[str]:
@@ -127,13 +127,13 @@ def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return (rows, dim) of each table in the model, by name."""
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-    found: dict[str, tuple[int, int]] = {}
+    tables: dict[str, tuple[int, int]] = {}
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
-            found |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()}
+            tables |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()}
         elif isinstance(module, EmbeddingCollection):
-            found |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_configs()}
-    return found
+            tables |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_configs()}
+    return tables
 
 
 def table_bytes(rows: int, columns: int, state_bytes: StateBytes) -> int:
@@ -226,17 +226,17 @@ def worker_memories(
     # Replicated on all ranks, but saved by one
     data_parallel_bytes = sum(row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel")
     dense_saved = dense_weights * FLOAT_BYTES + dense_state_bytes
-    found = []
+    memories = []
     for rank in range(world_size):
-        own = sum(row.bytes_of_rank.get(rank, 0) for row in rows if row.sharding_type != "data_parallel")
-        found.append(
+        sharded_bytes = sum(row.bytes_of_rank.get(rank, 0) for row in rows if row.sharding_type != "data_parallel")
+        memories.append(
             WorkerMemory(
                 tables=sum(row.device_bytes(rank) for row in rows),
                 gradients=sum(row.gradient_bytes for row in rows),
                 dense=dense_weights * FLOAT_BYTES + dense_saved,
                 batches=batch_bytes,
-                checkpoint=own + (data_parallel_bytes + dense_saved) // world_size,
+                checkpoint=sharded_bytes + (data_parallel_bytes + dense_saved) // world_size,
                 host_tables=sum(row.host_bytes(rank) for row in rows),
             )
         )
-    return found
+    return memories

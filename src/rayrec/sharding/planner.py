@@ -130,11 +130,13 @@ def plan_sharding(
             f"{', '.join(config.sharding_types)}. Add table_wise."
         )
     cached = config.uvm_caching and device == "cuda"
-    room = _table_memory_limit(config, site)
-    host_room = _host_memory_limit(config, site.host_memory_bytes) if cached else None
+    limit = _table_memory_limit(config, site)
+    host_limit = _host_memory_limit(config, site.host_memory_bytes) if cached else None
     sizes = {name: table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
-    most = room if host_room is None else _MemoryLimit(room.size_bytes + host_room.size_bytes, f"{room}, and {host_room}")
-    _check_table_memory(tables, sizes, allowed, world_size=site.world_size, room=most)
+    total_limit = (
+        limit if host_limit is None else _MemoryLimit(limit.size_bytes + host_limit.size_bytes, f"{limit}, and {host_limit}")
+    )
+    _check_table_memory(tables, sizes, allowed, world_size=site.world_size, limit=total_limit)
     kernels = [EmbeddingComputeKernel.FUSED.value]
     if cached:
         kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
@@ -149,9 +151,9 @@ def plan_sharding(
         )
         for name, (_, dim) in tables.items()
     }
-    host_bytes = host_room.size_bytes if host_room else site.host_memory_bytes or site.memory_bytes
-    on_gpu = {"hbm_cap_bytes": room.size_bytes, "ddr_cap_bytes": host_bytes}
-    capacity = {"ddr_cap_bytes": room.size_bytes} if device == "cpu" else on_gpu
+    host_bytes = host_limit.size_bytes if host_limit else site.host_memory_bytes or site.memory_bytes
+    on_gpu = {"hbm_cap_bytes": limit.size_bytes, "ddr_cap_bytes": host_bytes}
+    capacity = {"ddr_cap_bytes": limit.size_bytes} if device == "cpu" else on_gpu
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
             # With unequal nodes, the greatest common divisor: TorchRec takes one number, and only estimates traffic with it.
@@ -165,22 +167,22 @@ def plan_sharding(
         stats=[],
     )
     try:
-        made = planner.plan(model, embedding_sharders(config, device=device))
+        plan = planner.plan(model, embedding_sharders(config, device=device))
     except PlannerError as error:
         need = readable(sum(sizes.values()))
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise InputError(
-            f"sharding: no plan found for {len(tables)} tables ({need}) on {site.world_size} workers with {most} each for "
+            f"sharding: no plan found for {len(tables)} tables ({need}) on {site.world_size} workers with {total_limit} each for "
             f"tables, in addition to batches of {batch_size} rows ({reason}). Use more workers or memory, a smaller "
             "batch_size or embedding_dim, or a higher min_count."
         ) from error
-    rows = placements(made, model, state_bytes=state_bytes)
-    _check_gradient_memory(rows, device=device, room=room)
+    rows = placements(plan, model, state_bytes=state_bytes)
+    _check_gradient_memory(rows, device=device, limit=limit)
     if cached and site.host_memory_bytes is not None:
         _check_host_memory(rows, host_bytes=int(site.host_memory_bytes * (1 - config.reserved_fraction)))
     if site.devices is not None:
-        _set_devices(made, site.devices)
-    return made
+        _set_devices(plan, site.devices)
+    return plan
 
 
 @dataclass(frozen=True)
@@ -196,19 +198,19 @@ class _MemoryLimit:
 
 
 def _table_memory_limit(config: ShardingConfig, site: Site) -> _MemoryLimit:
-    kept = f"{config.reserved_fraction:.0%} kept free"
+    reserved = f"{config.reserved_fraction:.0%} kept free"
     usable = int(site.memory_bytes * (1 - config.reserved_fraction))
     if site.device == "cpu":
         return _MemoryLimit(
-            usable // 2, f"{readable(site.memory_bytes)} are free, {kept}, half of the rest for a checkpoint's copy"
+            usable // 2, f"{readable(site.memory_bytes)} are free, {reserved}, half of the rest for a checkpoint's copy"
         )
-    room = _MemoryLimit(usable, f"of its device's {readable(site.memory_bytes)}, {kept}")
+    limit = _MemoryLimit(usable, f"of its device's {readable(site.memory_bytes)}, {reserved}")
     if site.host_memory_bytes is None or config.uvm_caching:
-        return room
+        return limit
     host = int(site.host_memory_bytes * (1 - config.reserved_fraction))
     if host >= usable:
-        return room
-    return _MemoryLimit(host, f"{readable(site.host_memory_bytes)} of host memory, {kept}, for a checkpoint's copy of them")
+        return limit
+    return _MemoryLimit(host, f"{readable(site.host_memory_bytes)} of host memory, {reserved}, for a checkpoint's copy of them")
 
 
 def _host_memory_limit(config: ShardingConfig, host_memory_bytes: int | None) -> _MemoryLimit:
@@ -232,16 +234,16 @@ def _check_host_memory(rows: list[TablePlacement], *, host_bytes: int) -> None:
             )
 
 
-def _check_gradient_memory(rows: list[TablePlacement], *, device: str, room: _MemoryLimit) -> None:
+def _check_gradient_memory(rows: list[TablePlacement], *, device: str, limit: _MemoryLimit) -> None:
     """Check memory for the gradients of data_parallel tables, which TorchRec's planner ignores."""
     for rank in sorted({rank for row in rows for rank in row.bytes_of_rank}):
-        held = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
+        table_size = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
         gradients = sum(row.gradient_bytes for row in rows if rank in row.bytes_of_rank)
         copies = 2 if device == "cpu" else 1  # With a checkpoint's copy
-        if gradients and copies * held + gradients > copies * room.size_bytes:
+        if gradients and copies * table_size + gradients > copies * limit.size_bytes:
             raise InputError(
-                f"sharding: data_parallel tables need {readable(held)} on worker {rank}, {readable(gradients)} for their "
-                f"gradients, but it has {room} for tables. Remove data_parallel from ShardingConfig.sharding_types."
+                f"sharding: data_parallel tables need {readable(table_size)} on worker {rank}, {readable(gradients)} for their "
+                f"gradients, but it has {limit} for tables. Remove data_parallel from ShardingConfig.sharding_types."
             )
 
 
@@ -281,18 +283,23 @@ def _set_devices(plan: ShardingPlan, devices: Sequence[str]) -> None:
 
 
 def _check_table_memory(
-    tables: dict[str, tuple[int, int]], sizes: dict[str, int], allowed: list[ShardingType], *, world_size: int, room: _MemoryLimit
+    tables: dict[str, tuple[int, int]],
+    sizes: dict[str, int],
+    allowed: list[ShardingType],
+    *,
+    world_size: int,
+    limit: _MemoryLimit,
 ) -> None:
-    usable_bytes, total = room.size_bytes, sum(sizes.values())
+    usable_bytes, total = limit.size_bytes, sum(sizes.values())
     if set(allowed) == {"data_parallel"} and total > usable_bytes:
         raise InputError(
-            f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has {room}. "
+            f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has {limit}. "
             "Add table_wise to ShardingConfig.sharding_types."
         )
     if total > usable_bytes * world_size:
         raise InputError(
             f"sharding: {len(tables)} tables need {readable(total)} (weights and optimizer state), but {world_size} "
-            f"workers have {room} each, {readable(usable_bytes * world_size)} in all. "
+            f"workers have {limit} each, {readable(usable_bytes * world_size)} in all. "
             f"Use at least {-(-total // max(usable_bytes, 1))} workers, a smaller embedding_dim, or a higher min_count."
         )
     largest = max(sizes, key=sizes.__getitem__, default=None)
@@ -300,6 +307,6 @@ def _check_table_memory(
         rows, dim = tables[largest]
         raise InputError(
             f"sharding: table {largest} ({rows:,} rows x {dim}) needs {readable(sizes[largest])} on one worker, "
-            f"which has {room}. Use more memory, or add row_wise (GPUs) or column_wise (changes row-wise Adagrad) to "
+            f"which has {limit}. Use more memory, or add row_wise (GPUs) or column_wise (changes row-wise Adagrad) to "
             "ShardingConfig.sharding_types."
         )

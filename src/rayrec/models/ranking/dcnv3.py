@@ -74,8 +74,8 @@ class DCNv3(nn.Module):
         Means are unweighted over the rows of all workers, and gradients flow through them.
         """
         logits = torch.stack([outputs[self._label], outputs["deep"], outputs["shallow"]], dim=1)
-        wanted = batch.labels[self._label].unsqueeze(1).expand(-1, 3)
-        losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+        targets = batch.labels[self._label].unsqueeze(1).expand(-1, 3)
+        losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         means = global_means(losses) if self.training else losses.mean(0)
         return losses[:, 0] + losses[:, 1:] @ (means[1:] - means[0]).relu()
 

@@ -40,19 +40,19 @@ class DINConfig(ClickModelConfig):
 
     def units(self, inputs: ModelInputs) -> tuple[tuple[str, ...], ...]:
         """Return the lists that have targets, grouped by alignment."""
-        found: dict[str, list[str]] = {}
+        units: dict[str, list[str]] = {}
         for name in self.targets(inputs):
-            found.setdefault(dict(inputs.aligned).get(name, name), []).append(name)
-        return tuple(map(tuple, found.values()))
+            units.setdefault(dict(inputs.aligned).get(name, name), []).append(name)
+        return tuple(map(tuple, units.values()))
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
-        found = tuple(self.targets(inputs))
-        if not found:
+        sequences = tuple(self.targets(inputs))
+        if not sequences:
             raise InputError(
                 "DINConfig: the schema must have a list with the vocabulary of a single-category column, got none. Set "
                 "features: [{name: history, vocabulary: item}]."
             )
-        return found
+        return sequences
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return DIN(self, inputs, precision=precision)

@@ -71,8 +71,8 @@ class EnsembleConfig(ClickModelConfig):
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         """Return the sequences of all models. Models that pool them get the sum."""
-        taken = {feature for model in self.models for feature in model.sequences(inputs)}
-        return tuple(feature for feature in inputs.features if feature in taken)
+        sequences = {feature for model in self.models for feature in model.sequences(inputs)}
+        return tuple(feature for feature in inputs.features if feature in sequences)
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         from rayrec.models.ensemble import Ensemble, build_network

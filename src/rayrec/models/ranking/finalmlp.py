@@ -55,7 +55,7 @@ class FinalMLPConfig(ClickModelConfig):
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         for field in ("first_context", "second_context"):
-            _places(self, field, inputs)
+            _context_indices(self, field, inputs)
         return ()
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
@@ -108,12 +108,12 @@ class _Gate(nn.Module):
 
     def __init__(self, places: tuple[int, ...], width: int, config: FinalMLPConfig, precision: Precision) -> None:
         super().__init__()
-        self._places = places
+        self._context_indices = places
         self.tower = Tower(len(places) * config.embedding_dim, config.gate_mlp, precision=precision)
         self.gate = xavier_linear(self.tower.out_features, width)
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        context = torch.cat([vectors[:, place] for place in self._places], dim=1)
+        context = torch.cat([vectors[:, index] for index in self._context_indices], dim=1)
         return 2.0 * self.gate(self.tower(context).float()).sigmoid()
 
 
@@ -131,19 +131,19 @@ class _ConstantGate(nn.Module):
 
 
 def _gate(config: FinalMLPConfig, field: str, inputs: ModelInputs, width: int, precision: Precision) -> nn.Module:
-    places = _places(config, field, inputs)
-    return _Gate(places, width, config, precision) if places else _ConstantGate(width)
+    indices = _context_indices(config, field, inputs)
+    return _Gate(indices, width, config, precision) if indices else _ConstantGate(width)
 
 
-def _places(config: FinalMLPConfig, field: str, inputs: ModelInputs) -> tuple[int, ...]:
+def _context_indices(config: FinalMLPConfig, field: str, inputs: ModelInputs) -> tuple[int, ...]:
     """Return the indices of a context's features among all fields. Raises InputError for an unknown feature."""
-    places: list[int] = []
+    indices: list[int] = []
     for name in getattr(config, field):
         if name in inputs.features:
-            places.append(inputs.num_dense + inputs.features.index(name))
+            indices.append(inputs.num_dense + inputs.features.index(name))
         elif name == NUMBERS and inputs.num_dense:
-            places.extend(range(inputs.num_dense))
+            indices.extend(range(inputs.num_dense))
         else:
-            known = ", ".join((*inputs.features, *([NUMBERS] if inputs.num_dense else [])))
-            raise InputError(f"FinalMLPConfig.{field}: feature {name!r} not found. Features are {known}.")
-    return tuple(places)
+            names = ", ".join((*inputs.features, *([NUMBERS] if inputs.num_dense else [])))
+            raise InputError(f"FinalMLPConfig.{field}: feature {name!r} not found. Features are {names}.")
+    return tuple(indices)

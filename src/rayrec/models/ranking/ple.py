@@ -90,12 +90,12 @@ class _Level(nn.Module):
     def forward(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Map the states of each label and the shared one, [rows, in_features], to [rows, width] each. The last level has no
         shared output."""
-        own = [experts(state) for experts, state in zip(self.own, states[:-1], strict=True)]
+        by_label = [experts(state) for experts, state in zip(self.own, states[:-1], strict=True)]
         shared = self.shared(states[-1])
         mixed = [
             gate(state, torch.cat([of_label, shared], dim=1))
-            for gate, state, of_label in zip(self.gates, states[:-1], own, strict=True)
+            for gate, state, of_label in zip(self.gates, states[:-1], by_label, strict=True)
         ]
         if self.shared_gate is not None:
-            mixed.append(self.shared_gate(states[-1], torch.cat([*own, shared], dim=1)))
+            mixed.append(self.shared_gate(states[-1], torch.cat([*by_label, shared], dim=1)))
         return mixed

@@ -90,7 +90,7 @@ class SASRec(nn.Module):
         self._feature, self._length = config.sequence(inputs)
         self._dropout, self._k, self._dtype = config.dropout, config.k, compute_dtype(precision)
         dim = config.embedding_dim
-        self.positions = nn.Parameter(_drawn(torch.empty(self._length - 1, dim)))
+        self.positions = nn.Parameter(_init_normal(torch.empty(self._length - 1, dim)))
         self.norm = nn.LayerNorm(dim, eps=_EPS)
         self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
 
@@ -114,10 +114,10 @@ class SASRec(nn.Module):
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return each row's mean cross entropy over the items after the first, 0 for lists of one item, float32 [rows]."""
         del batch
-        places = torch.arange(1, self._length, device=outputs["ids"].device)
-        rows, place = (places < outputs["lengths"].unsqueeze(1)).nonzero(as_tuple=True)
-        logits = self._logits(outputs["hidden"][rows, place], outputs["table"])
-        losses = functional.cross_entropy(logits, outputs["ids"][rows, place + 1], reduction="none")
+        positions = torch.arange(1, self._length, device=outputs["ids"].device)
+        rows, position = (positions < outputs["lengths"].unsqueeze(1)).nonzero(as_tuple=True)
+        logits = self._logits(outputs["hidden"][rows, position], outputs["table"])
+        losses = functional.cross_entropy(logits, outputs["ids"][rows, position + 1], reduction="none")
         total = losses.new_zeros(len(outputs["ids"])).index_add(0, rows, losses)
         return total / (outputs["lengths"] - 1).clamp(min=1)
 
@@ -140,14 +140,14 @@ class SASRec(nn.Module):
     def _padded(self, items: JaggedEmbeddings, values: torch.Tensor) -> torch.Tensor:
         """Convert [ids, ...] to [rows, max_length, ...], with zeros after the end of each list."""
         rows, lengths = items.rows, items.lengths
-        place = torch.arange(values.shape[0], device=rows.device) - (lengths.cumsum(0) - lengths).index_select(0, rows)
+        position = torch.arange(values.shape[0], device=rows.device) - (lengths.cumsum(0) - lengths).index_select(0, rows)
         padded = values.new_zeros(lengths.shape[0], self._length, *values.shape[1:])
-        return padded.index_put((rows, place), values)
+        return padded.index_put((rows, position), values)
 
     @staticmethod
-    def _after(hidden: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    def _after(hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Return the state of each row at one place, [rows, dim]."""
-        return hidden.gather(1, place.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
+        return hidden.gather(1, position.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
 
     def _logits(self, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return (hidden.to(self._dtype) @ table.to(self._dtype).T).float()
@@ -185,10 +185,10 @@ class _Block(nn.Module):
 
 def _linear(in_features: int, out_features: int) -> UninitializedLinear:
     layer = UninitializedLinear(in_features, out_features)
-    _drawn(layer.weight)
+    _init_normal(layer.weight)
     init_values(layer.bias, nn.init.zeros_)
     return layer
 
 
-def _drawn(values: torch.Tensor) -> torch.Tensor:
+def _init_normal(values: torch.Tensor) -> torch.Tensor:
     return init_values(values, lambda tensor: nn.init.normal_(tensor, std=_START_STD))

@@ -72,10 +72,10 @@ class TwoTowerConfig(ClickModelConfig):
                     f"TwoTowerConfig.item_features: must be features of one category a row, got {name}. The log has "
                     f"{', '.join(each for each in inputs.features if each not in lists)}."
                 )
-        found = tuple(name for name in inputs.features if name not in self.item_features)
-        if not found:
+        features = tuple(name for name in inputs.features if name not in self.item_features)
+        if not features:
             raise InputError("TwoTowerConfig: the schema must have features of the user, got none. Name them in sparse.")
-        return found
+        return features
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         self.user_features(inputs)
@@ -133,10 +133,10 @@ class TwoTower(nn.Module):
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return each row's cross entropy of its item among the items of all rows in the step, float32 [rows]. Collective."""
         del batch
-        (items, own), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
+        (items, local_rows), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
         logits = outputs["user"] @ items.T / self._temperature - self._log_frequency(ids)
-        target = torch.arange(own.start, own.stop, device=ids.device)
-        return functional.cross_entropy(self._without_own(logits, outputs["ids"], ids, target), target, reduction="none")
+        target = torch.arange(local_rows.start, local_rows.stop, device=ids.device)
+        return functional.cross_entropy(self._mask_same_items(logits, outputs["ids"], ids, target), target, reduction="none")
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
         """Return NDCG and recall at k of each row's item among the table's items, or the step's items without a table. float32
@@ -145,9 +145,9 @@ class TwoTower(nn.Module):
         if "table" in outputs:
             items, target = self._vector(self.item_tower, outputs["table"]), outputs["ids"]
             return rank_measures(outputs["user"] @ items.T, target, k=self._k)
-        (items, own), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
-        target = torch.arange(own.start, own.stop, device=ids.device)
-        logits = self._without_own(outputs["user"] @ items.T, outputs["ids"], ids, target)
+        (items, local_rows), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
+        target = torch.arange(local_rows.start, local_rows.stop, device=ids.device)
+        logits = self._mask_same_items(outputs["user"] @ items.T, outputs["ids"], ids, target)
         return rank_measures(logits, target, k=self._k)
 
     def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
@@ -161,9 +161,9 @@ class TwoTower(nn.Module):
         return functional.normalize(functional.linear(hidden.float(), last.weight, last.bias), dim=1)
 
     @staticmethod
-    def _without_own(logits: torch.Tensor, own_ids: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _mask_same_items(logits: torch.Tensor, row_ids: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Mask the logits of other rows with the same item as the row."""
-        same = own_ids.unsqueeze(1) == ids
+        same = row_ids.unsqueeze(1) == ids
         same.scatter_(1, target.unsqueeze(1), value=False)
         return logits.masked_fill(same, -torch.inf)
 
