@@ -107,7 +107,7 @@ def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.M
     assert expected["ranked_groups"] == 599
     monkeypatch.setattr(ranking, "_PART_ROWS", 1 << 30)  # One part, one thread
     assert ranking_metrics(*case, ks=(2, 10)) == pytest.approx(expected, rel=1e-12)
-    rounds = ranking._rounds((case[0], case[1], case[2].astype(np.uint8)), most_rows=30_000)
+    rounds = ranking._rounds((case[0], case[1], case[2].astype(np.uint8)), max_rows=30_000)
     assert sum(len(groups) for groups, _, _ in rounds) == 100_000
     kept = RankingAccumulator((2, 10), memory_rows=20_000)
     for first in range(0, 100_000, 7000):
