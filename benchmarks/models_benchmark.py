@@ -45,7 +45,7 @@ def main(*, quick: bool) -> None:
         with part("models", name):
             cls = models.config_class(name)
             assert cls is not None
-            config = workload.model if isinstance(workload.model, cls) else cls.in_place_of(workload.model)
+            config = workload.model if isinstance(workload.model, cls) else cls.replacing(workload.model)
             setup = setup_of("sparse_adam", batch_size=BATCH, model=config)
             plain = _plain(config, inputs)
             spent: dict[str, list[float]] = {"ours": [], "plain": []}

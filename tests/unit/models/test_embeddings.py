@@ -43,7 +43,7 @@ def test_normal_values_match_standard_deviation() -> None:
     assert whole.std().item() == pytest.approx(1e-4, rel=0.01)
     assert whole.abs().max() > 4e-4
     assert not torch.equal(whole[:100], whole[65_536:65_636])
-    with pytest.raises(InputError, match=r"std: 0\.0 must be above 0"):
+    with pytest.raises(InputError, match=r"std: must be above 0 .*, got 0\.0"):
         TableInit(kind="normal", std=0.0)
 
 

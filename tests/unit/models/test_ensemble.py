@@ -98,5 +98,5 @@ def test_members_use_separate_parts_of_sequences() -> None:
 
 
 def test_ensemble_rejects_zero_members() -> None:
-    with pytest.raises(InputError, match=r"DLRMConfig.members: 0 must be at least 1"):
+    with pytest.raises(InputError, match=r"DLRMConfig.members: must be at least 1, got 0"):
         DLRM.replace(members=0)

@@ -215,7 +215,7 @@ def test_chance_is_torchs_own_without_its_stack_traces(monkeypatch: pytest.Monke
 
 
 def test_unusable_settings_are_refused() -> None:
-    with pytest.raises(InputError, match="accumulate: 0 must be at least 1"):
+    with pytest.raises(InputError, match="accumulate: must be at least 1, got 0"):
         data_parallel.Small(accumulate=0)
     with pytest.raises(InputError, match="loop: must be rayrec for recipe"):
         data_parallel.config(1).replace(loop="huggingface")

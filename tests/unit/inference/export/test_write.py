@@ -222,7 +222,7 @@ def test_other_workloads_are_exported(make: str, tmp_path: Path) -> None:
 
 def test_nonfinite_values_are_rejected(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", scale=float("nan"))
-    with pytest.raises(InputError, match=r"table cat_0: has a value of nan"):
+    with pytest.raises(InputError, match=r"table cat_0: values must fit into int8, got nan"):
         export_of(saved, tmp_path / "out", quantize="int8", ignore_parity=True)
     with pytest.raises(InputError, match="not finite"):
         export_of(saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))

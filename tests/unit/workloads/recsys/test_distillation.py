@@ -16,7 +16,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded import EncodedRows
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest.batches import Slicer
-from rayrec.training.trainer import train
+from rayrec.training.trainer import Result, train
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
 
 
@@ -79,7 +79,7 @@ def test_a_run_keeps_its_teacher(both: tuple[Saved, Saved], tmp_path: Path) -> N
 
 def test_a_teacher_needs_a_weight_and_a_weight_a_teacher() -> None:
     distilled = recipes.criteo_kaggle_distilled("log.txt")
-    with pytest.raises(InputError, match=r"pass --workload.teacher.checkpoint RUN"):
+    with pytest.raises(InputError, match=r"Pass --workload.teacher.checkpoint RUN"):
         distilled.workload.check(distilled)
     given = distilled.replace(workload={"teacher": {"checkpoint": "runs/teacher"}})
     given.workload.check(given)
@@ -104,10 +104,10 @@ def test_several_teachers_are_their_ensemble(click_log: Path, tmp_path: Path) ->
         workload={"model": small},
     )
 
-    def trained(name: str, **changes: Any) -> rayrec.Result:
+    def trained(name: str, **changes: Any) -> Result:
         return train(recipe.replace(name=name, **changes), console=QUIET)
 
-    def student(name: str, *teachers: str) -> rayrec.Result:
+    def student(name: str, *teachers: str) -> Result:
         given = teachers if len(teachers) > 1 else teachers[0]
         return trained(name, workload={"model": small, "teacher": {"checkpoint": given, "weight": 0.5}})
 

@@ -52,7 +52,7 @@ def test_adagrad_doubles_the_tables() -> None:
         rayrec.plan(
             adagrad.replace(scaling={"num_workers": 2}), cluster="cpus=96,gpus=2,gpu_memory_gb=80", tables=MLPERF_NUM_EMBEDDINGS
         )
-    with pytest.raises(InputError, match="host memory, 15% kept free, must hold a checkpoint's copy"):
+    with pytest.raises(InputError, match="host memory, 15% kept free, for a checkpoint's copy"):
         rayrec.plan(adagrad, cluster=GPUS.replace("memory_gb=1000", "memory_gb=100", 1), tables=MLPERF_NUM_EMBEDDINGS)
     assert "adagrad" in adagrad.to_yaml()
 
@@ -136,7 +136,7 @@ def test_a_start_waits_for_memory_that_others_still_hold() -> None:
     assert planned(free, patient=True) is not None
     assert planned(full, patient=True) is None
     for place, patient in ((full, False), (small, True)):
-        with pytest.raises(InputError, match="use at least 2 workers"):
+        with pytest.raises(InputError, match="Use at least 2 workers"):
             planned(place, patient=patient)
 
 
