@@ -299,7 +299,7 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
         head = next(read_csv(path, schema, read_bytes=HEAD_BYTES), None)
     if label is None or head is None:
         return 0, Faults()
-    faults = label_faults(head, label, path=path)
+    faults = label_faults(head, schema, label, path=path)
     return head.num_rows - faults.total, faults
 
 
