@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -42,35 +42,21 @@ class Batch:
     """Row numbers for the loop to count, empty for a filler. None in copies on a device and in parts."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
-
-        def moved_ids(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-            return ids.to(device, non_blocking=non_blocking)
-
-        return self._with(moved, moved_ids, None)
+        return self._changed(lambda item: item.to(device, non_blocking=non_blocking), None)
 
     def pin_memory(self) -> Batch:
         """Copy to pinned memory, with row numbers, because a loader pins batches before the loop counts them."""
-        return self._with(torch.Tensor.pin_memory, lambda ids: ids.pin_memory(), self.row_numbers)
+        return self._changed(lambda item: item.pin_memory(), self.row_numbers)
 
-    def _with(
-        self,
-        change: Callable[[torch.Tensor], torch.Tensor],
-        change_ids: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
-        row_numbers: RowNumbers | None,
-    ) -> Batch:
-        sparse, sequences = self.sparse_features, self.sequence_features
-        return Batch(
-            {name: change(tensor) for name, tensor in self.tensors.items()},
-            self.loss_weight,
-            None if sparse is None else change_ids(sparse),
-            {name: change(tensor) for name, tensor in self.labels.items()},
-            None if self.weights is None else change(self.weights),
-            self.groups,
-            self.timestamps,
-            None if sequences is None else change_ids(sequences),
-            row_numbers,
+    def _changed(self, change: Callable[[Any], Any], row_numbers: RowNumbers | None) -> Batch:
+        """Return a copy with `change` applied to the tensors that a device needs."""
+        optional = {name: getattr(self, name) for name in ("sparse_features", "weights", "sequence_features")}
+        return replace(
+            self,
+            tensors={name: change(tensor) for name, tensor in self.tensors.items()},
+            labels={name: change(tensor) for name, tensor in self.labels.items()},
+            row_numbers=row_numbers,
+            **{name: None if item is None else change(item) for name, item in optional.items()},
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
