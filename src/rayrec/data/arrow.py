@@ -2,6 +2,7 @@
 `to_numpy`), whose import of pandas takes longer than a small command's work."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def arrow_rows(values: np.ndarray) -> pa.Array:
     """Convert one number per row, or several per row as fixed-size lists."""
     if values.ndim == 1:
         return arrow_numbers(values)
-    return pa.FixedSizeListArray.from_arrays(arrow_numbers(values.reshape(-1)), values[0].size)
+    return pa.FixedSizeListArray.from_arrays(arrow_numbers(values.reshape(-1)), math.prod(values.shape[1:]))
 
 
 def arrow_bytes(values: Sequence[bytes]) -> pa.Array:
@@ -46,6 +47,13 @@ def numpy_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
     if not len(array):  # an empty array may have no buffer
         return np.empty(0, dtype)
     return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
+
+
+def numpy_rows(array: pa.Array) -> np.ndarray:
+    """Invert `arrow_rows`, [rows] or [rows, size]."""
+    if not pa.types.is_fixed_size_list(array.type):
+        return numpy_of(array)
+    return numpy_of(array.flatten()).reshape(-1, array.type.list_size)
 
 
 def json_reply(value: Any) -> pa.Table:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from rayrec.data.arrow import arrow_numbers, numpy_of
+from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of, numpy_rows
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
     """
     arrays: dict[str, pa.Array] = {}
     if rows.dense.shape[1]:
-        arrays["dense"] = pa.FixedSizeListArray.from_arrays(arrow_numbers(rows.dense.reshape(-1)), rows.dense.shape[1])
+        arrays["dense"] = arrow_rows(rows.dense)
     for s, ids in enumerate(rows.ids):
         arrays[f"id_{s}"] = ids_to_arrow(ids)
         if isinstance(ids, Bags) and ids.weights is not None:
@@ -94,9 +94,7 @@ def ids_to_arrow(ids: Ids) -> pa.Array:
     """Convert the ids of one column to integers, or lists of them."""
     if isinstance(ids, Bags):
         return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(ids.values))
-    if ids.ndim == 2:
-        return pa.FixedSizeListArray.from_arrays(arrow_numbers(ids.reshape(-1)), ids.shape[1])
-    return arrow_numbers(ids)
+    return arrow_rows(ids)
 
 
 def weights_to_arrow(bags: Bags) -> pa.Array:
@@ -111,21 +109,12 @@ def from_arrow(table: pa.Table) -> list[EncodedRows]:
 
 
 def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
-    dense = np.empty((batch.num_rows, 0), np.float32)
-    if "dense" in batch.schema.names:
-        dense_list = batch.column("dense")
-        dense = numpy_of(dense_list.flatten()).reshape(-1, dense_list.type.list_size)
-    names = batch.schema.names
-    ids = [
-        ids_from_arrow(batch.column(name), batch.column(f"of_{name[3:]}") if f"of_{name[3:]}" in names else None)
-        for name in names
-        if name.startswith("id_")
-    ]
-    labels = {name[6:]: numpy_of(batch.column(name)) for name in names if name.startswith("label:")}
-    weights, row_numbers, groups, timestamps = (
-        numpy_of(batch.column(name)) if name in names else None for name in ("weight", "row", "group", "time")
-    )
-    return EncodedRows(dense, ids, labels, weights, row_numbers, groups, timestamps)
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    dense = numpy_rows(columns["dense"]) if "dense" in columns else np.empty((batch.num_rows, 0), np.float32)
+    ids = [ids_from_arrow(column, columns.get(f"of_{name[3:]}")) for name, column in columns.items() if name.startswith("id_")]
+    labels = {name[6:]: numpy_of(column) for name, column in columns.items() if name.startswith("label:")}
+    others = (numpy_of(columns[name]) if name in columns else None for name in ("weight", "row", "group", "time"))
+    return EncodedRows(dense, ids, labels, *others)
 
 
 def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:
@@ -133,6 +122,4 @@ def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:
     if pa.types.is_large_list(column.type):
         lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
         return Bags(numpy_of(column.flatten()), lengths, None if weights is None else numpy_of(weights.flatten()))
-    if pa.types.is_fixed_size_list(column.type):
-        return numpy_of(column.flatten()).reshape(-1, column.type.list_size)
-    return numpy_of(column)
+    return numpy_rows(column)

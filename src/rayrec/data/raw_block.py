@@ -139,21 +139,7 @@ class RawBlock:
 
     def take(self, rows: np.ndarray) -> RawBlock:
         """Return the given rows (int64; any, also repeated), in that order. Their files are unknown."""
-        return replace(
-            self,
-            numbers=self._taken(self.numbers, rows),
-            categories=self._taken(self.categories, rows),
-            missing=self._taken(self.missing, rows),
-            lists=tuple(each.take(rows) for each in self.lists),
-            labels={name: values[rows] for name, values in self.labels.items()},
-            weights=None if self.weights is None else self.weights[rows],
-            times=None if self.times is None else self.times[rows],
-            files=(),
-        )
-
-    def _taken(self, matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return rows of a matrix in the same memory layout."""
-        return np.take(matrix.T, rows, axis=1).T if self.missing.ndim == 2 else matrix[rows]
+        return self._selected(rows, tuple(each.take(rows) for each in self.lists), ())
 
     def cut(self, start: int, stop: int) -> RawBlock:
         """Return rows [start, stop); only lists are copied."""
@@ -161,16 +147,27 @@ class RawBlock:
             return self
         rows = slice(start, stop)
         files = ((path, max(low - start, 0), min(high, stop) - start) for path, low, high in self.files)
+        lists = tuple(each.take(np.arange(start, stop)) for each in self.lists)
+        return self._selected(rows, lists, tuple(run for run in files if run[1] < run[2]))
+
+    def _selected(
+        self, rows: np.ndarray | slice, lists: tuple[RawList, ...], files: tuple[tuple[str, int, int], ...]
+    ) -> RawBlock:
+        """Return the rows, with matrices in the same memory layout."""
+
+        def matrix_rows(matrix: np.ndarray) -> np.ndarray:
+            return matrix[rows] if isinstance(rows, slice) or self.missing.ndim == 1 else np.take(matrix.T, rows, axis=1).T
+
         return replace(
             self,
-            numbers=self.numbers[rows],
-            categories=self.categories[rows],
-            missing=self.missing[rows],
-            lists=tuple(each.take(np.arange(start, stop)) for each in self.lists),
+            numbers=matrix_rows(self.numbers),
+            categories=matrix_rows(self.categories),
+            missing=matrix_rows(self.missing),
+            lists=lists,
             labels={name: values[rows] for name, values in self.labels.items()},
             weights=None if self.weights is None else self.weights[rows],
             times=None if self.times is None else self.times[rows],
-            files=tuple(run for run in files if run[1] < run[2]),
+            files=files,
         )
 
     @classmethod
