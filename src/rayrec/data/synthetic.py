@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.engine import in_order
 from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, NUM_DENSE, NUM_SPARSE, VERSION, Plant
@@ -149,11 +150,7 @@ class _NewFiles:
             self._named.append(path)
             del self._names[0]
         for folder in (self._folder, *self._folders):
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            storage.sync(folder)
 
     def discard(self) -> None:
         for path in [*self._named, *map(self._temporary, self._names)]:

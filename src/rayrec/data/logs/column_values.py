@@ -11,7 +11,6 @@ texts in a column, n^2 / 2^65 such pairs are expected: 3e-8 for a million, 0.03 
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.config import InputError
-from rayrec.native import library
+from rayrec.native import call
 
 VALUE, EMPTY, REFUSED = 0, 1, 2  # rayrec_text_status in native/kernels.h
 
@@ -55,15 +54,8 @@ class Text:
 
     def call(self, kernel: str, *outputs: np.ndarray) -> np.ndarray:
         """Run a kernel over the values into `outputs`. Return VALUE, EMPTY or REFUSED for each value, uint8 [values]."""
-        assert all(output.flags.c_contiguous or len(output) < 2 for output in outputs)
         status = np.empty(len(self), np.uint8)
-        getattr(library(), kernel)(
-            ctypes.c_void_p(self.offsets.ctypes.data),
-            ctypes.c_void_p(self.data.ctypes.data),
-            ctypes.c_void_p(None if self.null is None else self.null.ctypes.data),
-            ctypes.c_int64(len(self)),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (*outputs, status)),
-        )
+        call(kernel, self.offsets, self.data, self.null, len(self), *outputs, status)
         return status
 
 
@@ -158,34 +150,13 @@ def resolved(array: pa.Array) -> pa.Array:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    return any(
-        is_kind(kind)
-        for is_kind in (
-            types.is_string,
-            types.is_large_string,
-            types.is_string_view,
-            types.is_binary,
-            types.is_large_binary,
-            types.is_binary_view,
-        )
-    )
+    views = types.is_string_view(kind) or types.is_binary_view(kind)
+    return views or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:
-    return any(
-        is_kind(kind)
-        for is_kind in (
-            types.is_list,
-            types.is_large_list,
-            types.is_fixed_size_list,
-            types.is_list_view,
-            types.is_large_list_view,
-        )
-    )
-
-
-def _nothing(array: pa.Array, dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros(len(array), dtype), np.full(len(array), EMPTY, np.uint8)
+    views = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def _empty(array: pa.Array) -> np.ndarray:
@@ -224,7 +195,7 @@ def numbers_of(array: pa.Array, name: str, refuse_type: RefuseType, *, times: bo
     """Return (float64, status), 0 if missing or rejected, also NaN and infinities. With `times`, dates and timestamps in
     seconds."""
     if types.is_null(array.type):
-        return _nothing(array, np.float64)
+        return np.zeros(len(array)), np.full(len(array), EMPTY, np.uint8)
     if is_text(array.type):
         return _text_numbers(array)
     if types.is_boolean(array.type):
@@ -240,9 +211,8 @@ def numbers_of(array: pa.Array, name: str, refuse_type: RefuseType, *, times: bo
 def integers_of(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
     """Return (int64, status) of numbers with at most 18 digits, as text or as integral numbers of other types."""
     if is_text(array.type):
-        text = Text.of(array)
-        values = np.empty(len(text), np.int64)
-        return values, text.call("rayrec_text_integers", values)
+        values = np.empty(len(array), np.int64)
+        return values, Text.of(array).call("rayrec_text_integers", values)
     if types.is_integer(array.type):
         status = _empty(array)
         values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)

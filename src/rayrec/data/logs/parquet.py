@@ -72,8 +72,7 @@ def _unreadable(path: str, error: BaseException) -> InputError:
 def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the rows and the approximate raw bytes of each row group, in the named columns only."""
     metadata, sizes = file.metadata, []
-    wanted = set(names)
-    leaves = [i for i in range(metadata.num_columns) if _top_level(metadata.schema.column(i), wanted)]
+    leaves = _leaves(metadata, names)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         stored = sum(group.column(i).total_uncompressed_size for i in leaves)
@@ -82,8 +81,10 @@ def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, 
     return sizes
 
 
-def _top_level(column: pq.ColumnSchema, wanted: set[str]) -> bool:
-    return column.path in wanted or column.path.partition(".")[0] in wanted
+def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
+    """Return the indices of the leaf columns of the named columns."""
+    wanted, paths = set(names), [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    return [i for i, path in enumerate(paths) if path in wanted or path.partition(".")[0] in wanted]
 
 
 def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[Part]:
@@ -307,13 +308,10 @@ Range = tuple[int, int]
 
 def _chunks_of(metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str]) -> list[Range]:
     """Return the byte range of each column chunk of some row groups."""
-    wanted = set(columns)
-    leaves = [i for i in range(metadata.num_columns) if _top_level(metadata.schema.column(i), wanted)]
-    chunks = []
+    leaves, chunks = _leaves(metadata, columns), []
     for number in groups:
         group = metadata.row_group(number)
-        for leaf in leaves:
-            chunk = group.column(leaf)
+        for chunk in map(group.column, leaves):
             start = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)
             chunks.append((start, start + chunk.total_compressed_size))
     return chunks

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrec.data.engine import Engine
+from rayrec.data.logs.column_values import is_text
 from rayrec.data.logs.index import Block, LogIndex, Part, Segment
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.splits import Slice
@@ -99,12 +100,8 @@ def _text(part: Part, column: str, schema: Schema) -> pa.Array:
         found = found.cast(pa.uint8())  # Like its tokens
     if pa.types.is_floating(found.type):  # Integers, and NaN if missing
         found = pc.if_else(pc.is_nan(found), pa.scalar(None, found.type), found).cast(pa.int64())
-    text = found.cast(pa.large_binary()).cast(pa.large_string()) if _is_binary(found) else found.cast(pa.large_string())
+    text = (found.cast(pa.large_binary()) if is_text(found.type) else found).cast(pa.large_string())
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
-
-
-def _is_binary(values: pa.ChunkedArray) -> bool:
-    return pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
 
 
 def stretch_of(block: Block, stretches: Sequence[Slice]) -> pa.Array:

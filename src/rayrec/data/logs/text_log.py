@@ -77,7 +77,7 @@ def parsed_segments(chunk: Chunk, schema: Schema, segment_bytes: int) -> Iterato
     while start < length:
         stop = length
         if length - start > segment_bytes * 3 // 2:
-            stop = start + _last_line_start(text[start:], segment_bytes)
+            stop = start + call("rayrec_last_line_start", text[start:], segment_bytes)
             if stop == start:  # No newline in a full segment: the parser rejects that line as too long
                 newline = _find_newline(text, start, length)
                 stop = newline + 1 if newline >= 0 else length
@@ -96,10 +96,6 @@ def index_chunk(chunk: Chunk, schema: Schema, segment_bytes: int) -> tuple[list[
         entries.append(entry)
         total.add(faults)
     return entries, total
-
-
-def _last_line_start(text: np.ndarray, length: int) -> int:
-    return call("rayrec_last_line_start", text, length)
 
 
 def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
