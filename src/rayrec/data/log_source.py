@@ -170,7 +170,13 @@ class LogSource:
             folder = self.preprocessor()
             if folder is not None:
                 return schema.replace(tokens=Preprocessor.load(folder).schema.tokens)
-            return with_tokens(schema, storage.list_files(self.path, names=self.names))
+            found = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
+            if not found or any(file.path.lower().endswith(SUFFIXES) for file in found):
+                return schema
+            hexadecimal = schema.replace(tokens="hexadecimal")
+            if not storage.is_url(found[0].path) and not is_gzip(found[0].path):
+                _check_text(found[0], hexadecimal)
+            return hexadecimal
         except InputError:  # The next reader explains a wrong path or column
             return schema
 
@@ -183,8 +189,22 @@ class LogSource:
         """
         if storage.is_url(self.path):
             storage.resolve(self.path)
-        elif not self.is_preprocessed:
-            check_first_rows(self.path, self.raw_files(), schema, max_bad_fraction)
+            return
+        if self.is_preprocessed:
+            return
+        files = self.raw_files()
+        first = next((file for file in files if file.size_bytes), None)
+        if first is None:
+            raise InputError(f"{self.path}: no usable rows; {'its files are' if files[1:] else 'it is'} empty")
+        if is_table(files, schema):
+            rows, faults = _check_table(first.path, schema)
+        elif not is_gzip(first.path):
+            rows, faults = _check_text(first, schema)
+        else:
+            return
+        wrong_labels = faults.wrong_labels()
+        if wrong_labels and faults.counts[LABEL_FAULT] > max(_MANY_WRONG_LABELS, max_bad_fraction) * (rows + faults.total):
+            raise InputError(f"{first.path}: {wrong_labels}")
 
     def is_labelled(self, schema: Schema) -> bool:
         """Return whether the rows have the label column of `schema`, from the first conclusive file.
@@ -194,7 +214,19 @@ class LogSource:
         dataset = self.dataset()
         if dataset is not None:
             return dataset.labelled
-        return has_label_column(storage.list_files(self.path, names=self.names), schema)
+        files = storage.list_files(self.path, names=self.names)
+        if schema.label is None:
+            return True
+        if is_table(files, schema):
+            names = (column_names(file, schema) for file in files)
+            return schema.label in next((columns for columns in names if columns), (schema.label,))
+        labelled = len(schema.columns)
+        for file in files:
+            for line in _first_lines_of(file.path):
+                columns = line.count(b"\t") + 1
+                if columns in (labelled, labelled - 1):
+                    return columns == labelled
+        return True
 
     def index(
         self,
@@ -255,35 +287,6 @@ _MANY_WRONG_LABELS: Final = 0.2
 """Fraction of wrong labels among the first rows that cannot be accidental."""
 
 
-def with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
-    """Return a tab-delimited schema with tokens: hexadecimal if the files are text. Raises InputError for local text without a
-    valid line."""
-    found = [file for file in files if file.size_bytes]
-    if not found or any(file.path.lower().endswith(SUFFIXES) for file in found):
-        return schema
-    hexadecimal = schema.replace(tokens="hexadecimal")
-    if not storage.is_url(found[0].path) and not is_gzip(found[0].path):
-        _check_text(found[0], hexadecimal)
-    return hexadecimal
-
-
-def check_first_rows(path: str, files: Sequence[storage.File], schema: Schema, max_bad_fraction: float) -> None:
-    """Check the first file of the raw log at `path` that is not empty. Raises InputError if there is none, if it lacks a column,
-    if it begins with no valid line, or if many labels, more than `max_bad_fraction`, are wrong."""
-    first = next((file for file in files if file.size_bytes), None)
-    if first is None:
-        raise InputError(f"{path}: no usable rows; {'its files are' if files[1:] else 'it is'} empty")
-    if is_table(files, schema):
-        rows, faults = _check_table(first.path, schema)
-    elif not is_gzip(first.path):
-        rows, faults = _check_text(first, schema)
-    else:
-        return
-    wrong_labels = faults.wrong_labels()
-    if wrong_labels and faults.counts[LABEL_FAULT] > max(_MANY_WRONG_LABELS, max_bad_fraction) * (rows + faults.total):
-        raise InputError(f"{first.path}: {wrong_labels}")
-
-
 def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
     """Return the number of valid labels in the first rows, and the faults of the others."""
     label, head = schema.label, None
@@ -314,22 +317,6 @@ def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
             why = f"{faults.describe()}; {cause}" if cause else faults.describe()
             raise InputError(f"{file.path}: no line at its beginning can be read; {why}")
     return rows, faults
-
-
-def has_label_column(files: Sequence[storage.File], schema: Schema) -> bool:
-    """Return whether a raw log has the label column of `schema`, or the schema has none, from the first conclusive file."""
-    if schema.label is None:
-        return True
-    if is_table(files, schema):
-        names = (column_names(file, schema) for file in files)
-        return schema.label in next((columns for columns in names if columns), (schema.label,))
-    labelled = len(schema.columns)
-    for file in files:
-        for line in _first_lines_of(file.path):
-            columns = line.count(b"\t") + 1
-            if columns in (labelled, labelled - 1):
-                return columns == labelled
-    return True
 
 
 def _first_lines_of(path: str) -> list[bytes]:
