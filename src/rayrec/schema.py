@@ -44,7 +44,7 @@ class Feature(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None and self.max_length < 1:
-            raise InputError(f"schema: max_length {self.max_length} of feature {self.name} must be at least 1")
+            raise InputError(f"schema: max_length of feature {self.name} must be at least 1, got {self.max_length}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Schema(Config):
         super().__post_init__()
         names = self.columns
         if len(set(names)) != len(names):
-            raise InputError(f"schema: column names repeat in {names}")
+            raise InputError(f"schema: column names must be unique, got {names}")
         if not self.dense and not self.sparse:
             raise InputError("schema: no feature columns; name at least one in dense or sparse")
         self._check_named_columns()
@@ -101,9 +101,9 @@ class Schema(Config):
         for name in ("delimiter", "list_delimiter"):
             value = getattr(self, name)
             if len(value) != 1 or ord(value) > 127 or value in '\n\r"':
-                raise InputError(f"schema: {name} {value!r} must be one ASCII character, no quote and no line end")
+                raise InputError(f"schema: {name} must be one ASCII character other than a quote or a line end, got {value!r}")
         if self.delimiter == self.list_delimiter:
-            raise InputError(f"schema: delimiter and list_delimiter are both {self.delimiter!r}")
+            raise InputError(f"schema: delimiter and list_delimiter must differ, got {self.delimiter!r} for both")
         if self.tokens == "any":
             return
         for name in ("lists", "weight", "integers", "features", "labels", "timestamp"):
@@ -121,25 +121,23 @@ class Schema(Config):
         """Check the settings of all features. Raises InputError."""
         given = [feature.name for feature in self.features]
         if len(set(given)) != len(given):
-            raise InputError(f"schema: features names a column twice in {', '.join(given)}")
+            raise InputError(f"schema: features must name each column once, got {', '.join(given)}")
         own = {feature.name for feature in self.features if feature.vocabulary not in (None, feature.name)}
         for feature in self.features:
             if feature.name not in self.sparse:
-                raise InputError(f"schema: features names {feature.name}, which sparse does not")
+                raise InputError(f"schema: features names {feature.name}, which must be in sparse")
             if (feature.max_length or feature.weights) and feature.name not in self.lists:
-                raise InputError(
-                    f"schema: feature {feature.name} has max_length or weights, which only a column of lists can have"
-                )
+                raise InputError(f"schema: feature {feature.name} has max_length or weights, which need a column of lists")
             if feature.aligned_with is not None:
                 self._check_aligned(feature, self.feature(feature.aligned_with))
             if feature.vocabulary in own:
                 raise InputError(
-                    f"schema: feature {feature.name} has the vocabulary of {feature.vocabulary}, which has another one itself; "
+                    f"schema: feature {feature.name} has the vocabulary of {feature.vocabulary}, which itself has another one; "
                     "name that one in both"
                 )
         weights = [feature.weights for feature in self.features if feature.weights]
         if len(set(weights)) != len(weights):
-            raise InputError("schema: two features have the same column of weights")
+            raise InputError("schema: features must have different columns of weights")
 
     def _check_aligned(self, feature: Feature, first: Feature) -> None:
         where = f"schema: aligned_with of feature {feature.name}"
@@ -158,14 +156,14 @@ class Schema(Config):
         """Check that lists, group, integers and optional name known columns. Raises InputError."""
         unknown = [name for name in self.lists if name not in self.sparse]
         if unknown:
-            raise InputError(f"schema: lists names {', '.join(unknown)}, which sparse does not")
+            raise InputError(f"schema: lists names {', '.join(unknown)}, which must be in sparse")
         if self.group is not None and (self.group not in self.sparse or self.group in self.lists):
-            raise InputError(f"schema: group names {self.group}, which is not a column of sparse with one category a row")
+            raise InputError(f"schema: group must be a column of sparse with one category per row, got {self.group}")
         for field_name, among in (("integers", self.sparse), ("optional", self.dense + self.sparse)):
             unknown = [name for name in getattr(self, field_name) if name not in among]
             if unknown:
-                kind = "sparse does not" if among == self.sparse else "dense and sparse do not"
-                raise InputError(f"schema: {field_name} names {', '.join(unknown)}, which {kind}")
+                kind = "sparse" if among == self.sparse else "dense or sparse"
+                raise InputError(f"schema: {field_name} names {', '.join(unknown)}, which must be in {kind}")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -260,7 +258,7 @@ def load_schema(text: str, where: str) -> Schema:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise InputError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise InputError(f"{where}: a schema is a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}")
+        raise InputError(f"{where}: must be a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}")
     base = Schema(dense=("-",), delimiter=",")
     try:
         return base.updated({"dense": [], **values})

@@ -137,7 +137,7 @@ def test_invalid_lines_keep_row_numbers(
     faulty = [place for place in range(count) if place % 7 == 0 and place < 2500] + [count - 1]
     text = [lines[place] if place not in set(faulty) else b"nonsense\n" for place in range(count)]
     (tmp_path / "faulty.txt").write_bytes(b"".join(text))
-    with pytest.raises(InputError, match=r"faulty, more than max_bad_fraction.*too few columns"):
+    with pytest.raises(InputError, match=r"invalid, more than max_bad_fraction.*too few columns"):
         _columns(result.checkpoint, tmp_path / "faulty.txt", config)
     lenient = config.replace(max_bad_fraction=0.5)
     got = _columns(result.checkpoint, tmp_path / "faulty.txt", lenient)

@@ -72,7 +72,7 @@ def transform(
         _ = preprocessor.slots  # Built once here, not in every task
         task = functools.partial(transform_table, preprocessor=preprocessor, where="Dataset, in a block")
         return data.map_batches(task, batch_size=None, batch_format="pyarrow")
-    raise InputError(f"transform: {type(data).__name__} is neither a pandas DataFrame nor a ray.data.Dataset")
+    raise InputError(f"transform: data must be a pandas DataFrame or a ray.data.Dataset, got {type(data).__name__}")
 
 
 def transform_table(table: pa.Table, preprocessor: Preprocessor, *, where: str) -> pa.Table:
@@ -80,8 +80,8 @@ def transform_table(table: pa.Table, preprocessor: Preprocessor, *, where: str) 
     schema = _schema_for(preprocessor.schema, table.column_names, where)
     raw, faults = parse_table(table, schema, path=where)
     if faults.total:
-        others = f" ({faults.total:,} of {table.num_rows:,} rows are faulty)" if faults.total > 1 else ""
-        raise InputError(f"{faults.first[0]}{others}; correct or remove it, since transform leaves out no rows")
+        others = f" ({faults.total:,} of {table.num_rows:,} rows are invalid)" if faults.total > 1 else ""
+        raise InputError(f"{faults.first[0]}{others}; fix or remove it, since transform drops no rows")
     return named_columns(preprocessor.encode(raw), preprocessor.inputs)
 
 

@@ -59,7 +59,7 @@ class JobFolder:
         """Check that the task can see the folder. Raises InputError."""
         if not storage.exists(self.aid(_MADE_OF)):
             raise InputError(
-                f"{self.path}: not visible from a data task on {os.uname().nodename}; give an --out that all nodes share"
+                f"{self.path}: not visible from a data task on {os.uname().nodename}; choose an --out that all nodes share"
             )
 
     @contextmanager
@@ -70,7 +70,7 @@ class JobFolder:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise InputError(f"{self.path}: {error.strerror}; make room there and give the same command again to go on") from None
+            raise InputError(f"{self.path}: {error.strerror}; make room there and run the same command again to resume") from None
 
     def done(self, kind: str, number: int, found: dict[str, Any]) -> pa.Table:
         """Mark a task as finished, and return its result, a small JSON value, as the task's table."""
@@ -161,7 +161,7 @@ def _remove(path: str) -> None:
             time.sleep(_REMOVAL_WAIT_S)
         else:
             return
-    _logger.warning("%s: cannot be removed (%s); remove it", path, refused)
+    _logger.warning("Cannot remove %s (%s), remove it", path, refused)
 
 
 @contextmanager
@@ -178,16 +178,14 @@ def _begin(folder: JobFolder, made_of: dict[str, Any]) -> bool:
     """Return whether to resume a job with the same inputs; otherwise clear the folder and record them."""
     known = storage.exists(folder.aid(_MADE_OF))
     if not known and set(storage.list_folder(folder.path)) - {_AIDS}:
-        raise InputError(
-            f"{folder.path}: holds files, but no {_AIDS}/{_MADE_OF} that says of what they were made; remove that folder"
-        )
+        raise InputError(f"{folder.path}: has files, but no {_AIDS}/{_MADE_OF}, so their source is unknown; remove that folder")
     if known and folder.is_begun():
         before = storage.read_json(folder.aid(_MADE_OF))
         others = [name for name, value in made_of.items() if before.get(name) != value]
         if others:
             raise InputError(
-                f"{folder.path}: left by an unfinished call with another {', '.join(others)}; give the same to go on with "
-                "it, or remove that folder to start over"
+                f"{folder.path}: incomplete output of a call with a different {', '.join(others)}; use the same values to "
+                "resume, or remove that folder to start over"
             )
         return True
     for place, kept in ((folder.path, _AIDS), (folder.aid(), _LOCK)):

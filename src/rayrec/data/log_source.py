@@ -49,7 +49,7 @@ def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[sto
     new = [file for file in packed if targets[file] not in there]
     if new:
         names = ", ".join(file.path for file in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
-        context.note(f"gzip cannot be split: unpacking {names} to {folder} (once; give plain files to skip this)")
+        context.note(f"Unpacking {names} to {folder} (once, because gzip cannot be split)")
         for _ in context.engine.run("unpack", functools.partial(_unpack_task, folder=folder), new):
             pass
         there |= storage.find_files([targets[file] for file in new])
@@ -245,7 +245,7 @@ class LogSource:
         if max_bad_fraction is not None:
             index.check(max_bad_fraction, self.path)
             if index.faults.total:
-                context.note(f"{self.path}: {index.faults.describe()}; they are left out")
+                context.note(f"{self.path}: skipping {index.faults.describe()}")
         return index
 
     def _index(self, schema: Schema, segment_bytes: int, context: TaskContext, index_text: TextIndexer) -> LogIndex:
@@ -271,14 +271,14 @@ def _refuse_foreign(path: str, files: Sequence[storage.File]) -> None:
     if arrays:
         folder = storage.folder_of(files[0].path)
         raise InputError(
-            f"{path}: holds {arrays[0]}, an array as TorchRec's scripts write them; `rayrec adopt {folder}` checks such arrays "
+            f"{path}: has {arrays[0]}, an array of TorchRec's scripts; `rayrec adopt {folder}` checks such arrays "
             "once and makes the folder usable, without copying them"
         )
     shards = [name for name in names if re.search(r"\.mds(\.\w+)?$", name)]
     if shards:
         raise InputError(
-            f"{path}: holds {shards[0]}, an MDS shard; click logs are read from text, CSV, Parquet or what `rayrec preprocess` "
-            "wrote; export the rows to Parquet"
+            f"{path}: has {shards[0]}, an MDS shard; click logs must be text, CSV, Parquet or written by `rayrec preprocess`; "
+            "export the rows to Parquet"
         )
 
 
@@ -315,7 +315,7 @@ def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
         cause = likely_cause(head_of(file.path, HEAD_BYTES))
         if cause or not faults.wrong_labels():
             why = f"{faults.describe()}; {cause}" if cause else faults.describe()
-            raise InputError(f"{file.path}: no line at its beginning can be read; {why}")
+            raise InputError(f"{file.path}: its first lines cannot be parsed; {why}")
     return rows, faults
 
 

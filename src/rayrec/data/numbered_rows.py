@@ -86,16 +86,16 @@ def read_idx(path: str) -> np.ndarray:
     if len(data) < 4 or data[:2] != b"\0\0" or not 1 <= data[3] <= 4:
         raise InputError(f"{path}: not an idx file (it begins with {data[:4].hex(' ') or 'nothing'}); {_again(path)}")
     if data[2] != _UINT8:
-        raise InputError(f"{path}: holds values of idx type 0x{data[2]:02x}; images and labels are bytes, type 0x08")
+        raise InputError(f"{path}: idx type of images and labels must be bytes, 0x08, got 0x{data[2]:02x}")
     head_bytes = 4 + 4 * data[3]
     if len(data) < head_bytes:
-        raise InputError(f"{path}: cut short, ends inside its head of {head_bytes} bytes; {_again(path)}")
+        raise InputError(f"{path}: cut short within its header of {head_bytes} bytes; {_again(path)}")
     shape = tuple(int(size) for size in np.frombuffer(data, ">u4", count=data[3], offset=4))
     wanted = head_bytes + math.prod(shape)
     if len(data) != wanted:
         what = "cut short" if len(data) < wanted else "too long"
         sizes = " x ".join(f"{size:,}" for size in shape)
-        raise InputError(f"{path}: {what}, has {len(data):,} bytes, {wanted:,} hold its {sizes} values; {_again(path)}")
+        raise InputError(f"{path}: {what}, has {len(data):,} bytes, but its {sizes} values need {wanted:,}; {_again(path)}")
     return np.frombuffer(data, np.uint8, offset=head_bytes).reshape(shape)
 
 
@@ -111,7 +111,7 @@ def _unpacked(data: bytes, path: str) -> bytes:
                 break  # Too long, or not an idx file: the caller raises the error
         return bytes(content)
     except EOFError:
-        raise InputError(f"{path}: cut short, not a whole gzip file; {_again(path)}") from None
+        raise InputError(f"{path}: cut short, not a complete gzip file; {_again(path)}") from None
     except zlib.error as error:
         raise InputError(f"{path}: damaged, not a gzip file to its end ({error}); {_again(path)}") from None
 
@@ -124,7 +124,7 @@ def read_images(path: str) -> np.ndarray:
     """Read an idx file as uint8 [rows, height, width]. Raises InputError if it is missing, damaged, or not images."""
     images = read_idx(path)
     if images.ndim != 3 or 0 in images.shape:
-        raise InputError(f"{path}: has shape {images.shape}, not (rows, height, width); name the file of the images")
+        raise InputError(f"{path}: must have shape (rows, height, width), got {images.shape}; name the file of the images")
     return images
 
 
@@ -132,12 +132,12 @@ def read_labels(path: str, *, num_classes: int) -> np.ndarray:
     """Read an idx file as uint8 [rows]. Raises InputError if it is missing, damaged, or has values other than class numbers."""
     labels = read_idx(path)
     if labels.ndim != 1:
-        raise InputError(f"{path}: has shape {labels.shape}, not (rows,); name the file of the labels")
+        raise InputError(f"{path}: must have shape (rows,), got {labels.shape}; name the file of the labels")
     if len(labels) and (most := int(labels.max())) >= num_classes:
         row = int(np.argmax(labels >= num_classes))
         raise InputError(
-            f"{path}: row {row} has label {labels[row]}, not 0 to {num_classes - 1}; set num_classes to {most + 1} or more, "
-            f"or fix the file"
+            f"{path}: label of row {row} must be 0 to {num_classes - 1}, got {labels[row]}; set num_classes to {most + 1} or "
+            "more, or fix the file"
         )
     return labels
 
@@ -152,7 +152,7 @@ def find(folder: str, part: str, what: str) -> str | None:
     ]
     paths = [path for path in found if path is not None]
     if len(paths) > 1:
-        raise InputError(f"{folder}: holds {' and '.join(posixpath.basename(path) for path in paths)}; keep one of them")
+        raise InputError(f"{folder}: has {' and '.join(posixpath.basename(path) for path in paths)}; keep one of them")
     return paths[0] if paths else None
 
 
@@ -168,7 +168,7 @@ def read_part(folder: str, part: str, *, num_classes: int) -> LabelledImages:
 def missing(folder: str, part: str, what: str) -> InputError:
     """Return the error for a folder without the file of `part` and kind `what`."""
     dimensions = 3 if what == "images" else 1
-    return InputError(f"{folder}: holds no {part}-{what}-idx{dimensions}-ubyte, plain or .gz; {_FETCH.format(folder=folder)}")
+    return InputError(f"{folder}: {part}-{what}-idx{dimensions}-ubyte not found, plain or .gz; {_FETCH.format(folder=folder)}")
 
 
 def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> LabelledImages:

@@ -145,7 +145,7 @@ class _NewFiles:
             path = os.path.join(self._folder, name)
             self._folders.add(os.path.dirname(path))
             if os.path.lexists(path):  # Appeared while this log was written
-                raise InputError(f"{path}: is there already and is never overwritten; name another folder")
+                raise InputError(f"{path}: exists already and is never overwritten; name another folder")
             os.rename(self._temporary(name), path)
             self._named.append(path)
             del self._names[0]
@@ -181,11 +181,11 @@ class SyntheticLog:
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:
-            raise InputError(f"dialect: {self.dialect!r} is not known; choose from {', '.join(DIALECTS)}")
+            raise InputError(f"dialect: must be one of {', '.join(DIALECTS)}, got {self.dialect!r}")
         for name, least in (("rows", 1), ("days", 1), ("seed", 0), ("drift", 0)):
             _check_number(name, getattr(self, name), least)
         if self.days > self.rows:
-            raise InputError(f"days: {self.days} days need at least as many rows, not {self.rows}")
+            raise InputError(f"days: must be at most the number of rows, {self.rows}, got {self.days}")
 
     def file_names(self) -> list[str]:
         """Return the file names, one per day or a single one. Raises InputError for invalid dates."""
@@ -196,14 +196,14 @@ class SyntheticLog:
             dates = [first + datetime.timedelta(day) for day in range(self.days)]
         except (ValueError, OverflowError):
             raise InputError(
-                f"first_date: {self.first_date!r} is no date such as 2026-01-31, or too late for {self.days} days"
+                f"first_date: must be a date such as 2026-01-31 with {self.days} days to follow, got {self.first_date!r}"
             ) from None
         return [f"dt={date.isoformat()}/train.txt" for date in dates]
 
 
 def _check_number(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name}: {value!r} is not a whole number of at least {least}")
+        raise InputError(f"{name}: must be an integer of at least {least}, got {value!r}")
 
 
 def _write_full(file: BinaryIO, text: memoryview) -> None:
@@ -235,11 +235,11 @@ def generate(
     """
     out = os.fspath(out)
     if "://" in out:
-        raise InputError(f"{out}: the log is written to a local folder; generate it there, then copy it")
+        raise InputError(f"{out}: must be a local folder; generate the log there, then copy it")
     log = SyntheticLog(**settings)
     _check_number("parallelism", num_threads := parallelism if parallelism is not None else usable_cpus(), 1)
     if os.path.exists(out) and not os.path.isdir(out):
-        raise InputError(f"{out}: is a file; name a folder to write the log into")
+        raise InputError(f"{out}: must be a folder, got a file; name another folder")
     names = log.file_names()
     for name in [*names, "truth.json"]:
         if os.path.lexists(os.path.join(out, name)):
@@ -304,12 +304,12 @@ def format_rows(labels: np.ndarray, *, dense: np.ndarray, tokens: np.ndarray, mi
     )
     for name, array, kind, shape in wanted:
         if array.dtype != kind or array.shape != shape or not array.flags.c_contiguous:
-            raise ValueError(f"{name}: needs C-contiguous {np.dtype(kind)} {shape}, not {array.dtype} {array.shape}")
+            raise ValueError(f"{name}: must be C-contiguous {np.dtype(kind)} {shape}, got {array.dtype} {array.shape}")
     if not out.flags.writeable:
         raise ValueError("out: is read-only")
     columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
     written = call("rayrec_format_rows", labels, dense, tokens, missing, rows, rows, *columns, out, out.size)
     if written < 0:
         most = max_row_bytes(num_dense, num_sparse)
-        raise ValueError(f"{rows} rows do not fit {out.size} bytes (a row takes up to {most}), or a label exceeds 9")
+        raise ValueError(f"out: must have room for {rows} rows of up to {most} bytes, got {out.size}, or a label exceeds 9")
     return written

@@ -89,15 +89,15 @@ def test_yaml_declares_labels_and_features() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("features: [{name: other}]", "features names other, which sparse does not"),
-        ("features: [{name: item, max_length: 3}]", "only a column of lists can have"),
+        ("features: [{name: other}]", "features names other, which must be in sparse"),
+        ("features: [{name: item, max_length: 3}]", "which need a column of lists"),
         ("features: [{name: history, max_length: 0}]", "must be at least 1"),
-        ("features: [{name: history}, {name: history}]", "names a column twice"),
+        ("features: [{name: history}, {name: history}]", "must name each column once"),
         ("features: [{vocabulary: item}]", r"features\[0\].name: Feature requires a value"),
         ("features: [{name: history, vocabulry: item}]", "did you mean 'vocabulary'"),
         (
             "features: [{name: history, vocabulary: item}, {name: item, vocabulary: sku}]",
-            "has the vocabulary of item, which has another one itself",
+            "has the vocabulary of item, which itself has another one",
         ),
         ("features: [{name: history, aligned_with: item}]", "aligned_with of feature history: must be a list .*, got item"),
         ("features: [{name: history, aligned_with: history}]", "must be a list that names another column of lists"),
@@ -109,9 +109,9 @@ def test_yaml_declares_labels_and_features() -> None:
             "sparse: [a, b]\nlists: [a, b]\nfeatures: [{name: b, aligned_with: a, max_length: 3}]",
             "aligned_with of feature b: must have the max_length of a, None, got 3",
         ),
-        ("labels: [{name: item}]", "column names repeat"),
+        ("labels: [{name: item}]", "column names must be unique"),
         ("labels: [{name: like, kind: sum}]", "Label.kind: 'sum' does not fit"),
-        ("timestamp: user", "column names repeat"),
+        ("timestamp: user", "column names must be unique"),
         ('tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at', "timestamp needs tokens: any"),
     ],
 )
@@ -226,7 +226,7 @@ def test_other_types_of_time() -> None:
         pa.array([0.0, 1.0, 2.0, 3.0]),
     ):
         assert parsed(column("at", values)).times.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
-    with pytest.raises(InputError, match="a time is a date"):
+    with pytest.raises(InputError, match="a time must be a date"):
         parse_table(column("at", pa.array([True] * 4)), SCHEMA)
 
 

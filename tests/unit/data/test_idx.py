@@ -64,11 +64,11 @@ def test_names_are_those_that_are_fetched(tmp_path: Path) -> None:
         (b"<html>not found</html>", "not an idx file .it begins with 3c 68 74 6d"),
         (b"\1" + idx(LABELS)[1:], "not an idx file"),
         (bytes([0, 0, 8, 0]), "not an idx file"),
-        (idx(LABELS.astype(">f4"), code=0x0D), "holds values of idx type 0x0d; images and labels are bytes"),
-        (idx(IMAGES)[:10], "cut short, ends inside its head of 16 bytes"),
-        (idx(IMAGES)[:-1], "cut short, has 75 bytes, 76 hold its 5 x 4 x 3 values"),
+        (idx(LABELS.astype(">f4"), code=0x0D), "idx type of images and labels must be bytes, 0x08, got 0x0d"),
+        (idx(IMAGES)[:10], "cut short within its header of 16 bytes"),
+        (idx(IMAGES)[:-1], "cut short, has 75 bytes, but its 5 x 4 x 3 values need 76"),
         (idx(IMAGES) + b"\0", "too long, has 77 bytes, 76 hold"),
-        (gzip.compress(idx(IMAGES), mtime=0)[:-9], "cut short, not a whole gzip file"),
+        (gzip.compress(idx(IMAGES), mtime=0)[:-9], "cut short, not a complete gzip file"),
         (gzip.compress(idx(IMAGES), mtime=0)[:-8] + bytes(8), "damaged, not a gzip file to its end"),
         (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30, "damaged, not a gzip file to its end"),
         (gzip.compress(idx(IMAGES), mtime=0) + b"more", "damaged, not a gzip file to its end"),
@@ -88,12 +88,12 @@ def test_damaged_files_are_refused(tmp_path: Path, content: bytes, message: str)
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
-    with pytest.raises(InputError, match=r"holds no train-images-idx3-ubyte.* rayrec fetch mnist --out "):
+    with pytest.raises(InputError, match=r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out "):
         read_part(str(tmp_path), "train", num_classes=10)
     images.write_bytes(idx(IMAGES))
-    with pytest.raises(InputError, match=r"holds no train-labels-idx1-ubyte.* rayrec fetch mnist --out "):
+    with pytest.raises(InputError, match=r"train-labels-idx1-ubyte not found.* rayrec fetch mnist --out "):
         read_part(str(tmp_path), "train", num_classes=10)
-    with pytest.raises(InputError, match=r"nowhere: holds no train-images"):
+    with pytest.raises(InputError, match=r"nowhere: train-images-idx3-ubyte not found"):
         read_part(str(tmp_path / "nowhere"), "train", num_classes=10)
     with pytest.raises(InputError, match=r"nowhere: no such file; get it again .rayrec fetch mnist"):
         read_images(str(tmp_path / "nowhere"))
@@ -101,10 +101,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels"):
         read_pair(str(images), str(labels), num_classes=10)
     labels.write_bytes(idx(np.array([3, 0, 10, 1, 200], np.uint8)))
-    with pytest.raises(InputError, match=r"row 2 has label 10, not 0 to 9; set num_classes to 201"):
+    with pytest.raises(InputError, match=r"label of row 2 must be 0 to 9, got 10; set num_classes to 201"):
         read_part(str(tmp_path), "train", num_classes=10)
     assert read_labels(str(labels), num_classes=201).tolist() == [3, 0, 10, 1, 200]
-    with pytest.raises(InputError, match=r"has shape \(5,\), not \(rows, height, width\); name the file of the images"):
+    with pytest.raises(InputError, match=r"must have shape \(rows, height, width\), got \(5,\); name the file of the images"):
         read_images(str(labels))
-    with pytest.raises(InputError, match=r"has shape \(5, 4, 3\), not \(rows,\); name the file of the labels"):
+    with pytest.raises(InputError, match=r"must have shape \(rows,\), got \(5, 4, 3\); name the file of the labels"):
         read_labels(str(images), num_classes=10)

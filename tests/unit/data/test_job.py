@@ -103,7 +103,7 @@ def test_folder_stays_only_if_begun(tmp_path: Path) -> None:
     killed = _begun(out)
     assert not killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     other = {**MADE_OF, "input": ["log", 4]}
-    with pytest.raises(InputError, match=r"left by an unfinished call with another input; give the same .* remove that"):
+    with pytest.raises(InputError, match=r"incomplete output of a call with a different input; use the same .* remove that"):
         resumable_job(out, other, last_file=None).__enter__()
     with resumable_job(out, MADE_OF, last_file=None) as job:
         assert Path(job.folder.path, "a").read_text() == "a"
@@ -130,7 +130,7 @@ def test_foreign_folder_is_refused_and_kept(tmp_path: Path, place: str) -> None:
     work = tmp_path / ("out" if place else "out.partial")
     work.mkdir()
     (work / "a").write_text("1")
-    with pytest.raises(InputError, match=r"out(\.partial)?: holds files, but no _job/made_of\.json"):
+    with pytest.raises(InputError, match=r"out(\.partial)?: has files, but no _job/made_of\.json"):
         resumable_job(f"{place}{tmp_path}/out", MADE_OF, last_file="last").__enter__()
     assert (work / "a").read_text() == "1"
 
@@ -187,7 +187,7 @@ def test_kill_while_the_copied_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(InputError, match="exists already"):
         resumable_job(url, MADE_OF, last_file=None).__enter__()
     storage.remove_folder(url)
-    with pytest.raises(InputError, match=r"out\.partial: holds files, but no _job/made_of\.json"):
+    with pytest.raises(InputError, match=r"out\.partial: has files, but no _job/made_of\.json"):
         resumable_job(url, MADE_OF, last_file=None).__enter__()
 
 
@@ -203,9 +203,9 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 
 def test_task_errors_say_what_to_do(tmp_path: Path) -> None:
     folder = JobFolder(str(tmp_path / "gone"))
-    with pytest.raises(InputError, match=r"gone: not visible from a data task on .*give an --out that all nodes share"):
+    with pytest.raises(InputError, match=r"gone: not visible from a data task on .*choose an --out that all nodes share"):
         folder.require()
-    full = r"gone: No space left .*make room there and give the same command"
+    full = r"gone: No space left .*make room there and run the same command"
     with pytest.raises(InputError, match=full), folder.disk_errors():
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), folder.disk_errors():

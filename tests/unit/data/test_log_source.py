@@ -117,11 +117,11 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
 
 def test_partitions_that_cannot_be_columns(tmp_path: Path) -> None:
     hive(tmp_path / "log")
-    with pytest.raises(InputError, match=r"column dt is the partition dt=2026-01-01, which is no number; name it among"):
+    with pytest.raises(InputError, match=r"column dt is the partition dt=2026-01-01, which is not a number; add it to"):
         open_index(f"{tmp_path}/log", CLICKS.replace(dense=("dt",)))
     pq.write_table(table(5), tmp_path / "flat.parquet")
     flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, cache=tmp_path / "cache")
-    with pytest.raises(InputError, match=r"split last_partition: .*flat\.parquet is in no folder named KEY=VALUE"):
+    with pytest.raises(InputError, match=r"split last_partition: .*flat.parquet must be in a folder named KEY=VALUE"):
         Split(kind="last_partition").rows(flat)
 
 
@@ -138,7 +138,7 @@ def test_an_edited_log_is_reported_and_its_old_caches_go(tmp_path: Path) -> None
     assert second.rows == first.rows == 100
     size = len(line(0)) * 50
     assert [note for note in notes if "changed" in note] == [
-        f"{log}/b.txt: bytes 0-{size} changed since the log was indexed before; runs that began with the old rows cannot resume"
+        f"{log}/b.txt: bytes 0-{size} changed since the log was last indexed; runs on the old rows cannot resume"
     ]
     (log / "a.txt.gz").write_bytes(gzip.compress(line(1) * 51))
     assert open_index(str(log), SCHEMA, cache=cache).rows == 101
@@ -161,8 +161,8 @@ def test_tables_written_from_older_versions_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("day_0_sparse.npy", "holds day_0_sparse.npy, an array as TorchRec's scripts write them; `rayrec adopt "),
-        ("shard.00000.mds.zstd", "holds shard.00000.mds.zstd, an MDS shard; click logs are read from"),
+        ("day_0_sparse.npy", "has day_0_sparse.npy, an array of TorchRec's scripts; `rayrec adopt "),
+        ("shard.00000.mds.zstd", "has shard.00000.mds.zstd, an MDS shard; click logs must be"),
     ],
 )
 def test_folders_of_other_programs_are_refused(tmp_path: Path, name: str, message: str) -> None:

@@ -142,7 +142,7 @@ def test_other_inputs_are_told(log: Path, tmp_path: Path) -> None:
         ({"segments_per_task": 3, "shuffle": "full"}, "shuffle, seed, segments_per_task"),
         ({"preprocessor": make(MultiHot(sizes=(1,) * 26))}, "preprocessor"),
     ):
-        told = rf"out\.partial: left by an unfinished call with another {named}; give the same .* remove"
+        told = rf"out\.partial: incomplete output of a call with a different {named}; use the same .* remove"
         with pytest.raises(InputError, match=told):
             run(log, out, **changes)
     day = log / "day_1"
@@ -205,7 +205,7 @@ def test_a_small_disk(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_disk_that_fills_up(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = r"out\.partial: No space left on device; make room there and give the same"
+    told = r"out\.partial: No space left on device; make room there and run the same"
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(InputError, match=told):
@@ -227,7 +227,7 @@ def test_a_folder_that_tasks_do_not_see(log: Path, tmp_path: Path) -> None:
             (tmp_path / "out.partial").rename(tmp_path / "away")
             return super().run(name, function, items)
 
-    with pytest.raises(InputError, match=r"out\.partial: not visible from a data task on .*; give an --out that all"):
+    with pytest.raises(InputError, match=r"out\.partial: not visible from a data task on .*; choose an --out that all"):
         run(log, tmp_path / "out", engine=Elsewhere())
 
 

@@ -154,7 +154,7 @@ def test_dated_folders_hold_a_day_each_of_a_law_that_moves_faster(tmp_path: Path
     parts = sorted((tmp_path / "split").glob("dt=*/train.txt"))
     assert b"".join(part.read_bytes() for part in parts) == (tmp_path / "plain" / "train.txt").read_bytes()
     for wrong in ("2026-02-30", "today", "9999-12-30"):
-        with pytest.raises(InputError, match="is no date such as 2026-01-31"):
+        with pytest.raises(InputError, match="must be a date such as 2026-01-31"):
             synthetic.generate(str(tmp_path / "wrong"), first_date=wrong, **arguments)
 
 
@@ -220,7 +220,7 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
     [
         *(({"rows": rows}, "rows") for rows in (0, 2.5, True)),
         ({"days": 0}, "days"),
-        ({"days": 101}, "at least as many rows"),
+        ({"days": 101}, "must be at most the number of rows"),
         ({"seed": -1}, "seed"),
         ({"parallelism": 0}, "parallelism"),
         ({"dialect": "avazu"}, "kaggle, terabyte"),

@@ -334,7 +334,7 @@ def test_adopt_skips_invalid_rows(arrays: Path, tmp_path: Path) -> None:
     dense[[0, 131, 132], 2], labels[[200, 0]] = (-np.inf, np.nan, np.inf), 2
     np.save(folder / "day_0_dense.npy", dense)
     np.save(folder / "day_0_labels.npy", labels)
-    told = r"4 faulty rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0"
+    told = r"4 invalid rows \(3 x a number is not finite, 1 x label is not 0 or 1\); first: .*at row 0"
     with pytest.raises(InputError, match=told):
         adopt(str(folder))
     made = adopt(str(folder), max_bad_fraction=0.01, rows_per_segment=100)
@@ -401,12 +401,12 @@ def test_training_rejects_changed_array(arrays: Path, tmp_path: Path) -> None:
 
 
 def test_unadopted_arrays_error_names_command(npy: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"as TorchRec's scripts write them; `rayrec adopt [^`]*npy` checks"):
+    with pytest.raises(InputError, match=r"of TorchRec's scripts; `rayrec adopt [^`]*npy` checks"):
         train(config_of(npy, tmp_path, "run"))
 
 
 def test_extend_rejects_adopted_preprocessor(adopted: Path) -> None:
-    with pytest.raises(InputError, match="there is no vocabulary to extend"):
+    with pytest.raises(InputError, match="so it has no vocabulary to extend"):
         rules_of(Preprocessor.load(str(adopted / "preprocessor")), "here")
 
 

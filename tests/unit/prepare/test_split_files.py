@@ -335,7 +335,7 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="killed"):
         split(path, tmp_path / "out", "last-out", schema=SCHEMA)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(InputError, match=r"left by an unfinished .* another by"):
+    with pytest.raises(InputError, match=r"incomplete output of a call with a different .*by"):
         split(path, tmp_path / "out", "rows", schema=SCHEMA)
     found = split(path, tmp_path / "out", "last-out", schema=SCHEMA)
     assert len(calls) < 3 + len(set(calls))

@@ -202,11 +202,11 @@ def test_a_run_goes_on_with_the_images_it_began_with(without_ray: None, folder: 
     ("change", "message"),
     [
         ({"train_data": {"path": None}}, "must be a folder of images, .*rayrec fetch mnist --out DIR"),
-        ({"train_data": {"path": "nowhere"}}, "nowhere: holds no train-images-idx3-ubyte, .* rayrec fetch mnist --out nowhere"),
-        ({"eval_data": {"path": "nowhere"}}, "nowhere: holds no t10k-images-idx3-ubyte"),
+        ({"train_data": {"path": "nowhere"}}, "nowhere: train-images-idx3-ubyte not found, .* rayrec fetch mnist --out nowhere"),
+        ({"eval_data": {"path": "nowhere"}}, "nowhere: t10k-images-idx3-ubyte not found"),
         ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
         ({"workload": {"validation_rows": 60}}, r"has 60 training and 30 test rows; .* validation_rows \(60\)"),
-        ({"workload": {"model": {"num_classes": 9}}}, "has label 9, not 0 to 8; set num_classes to 10"),
+        ({"workload": {"model": {"num_classes": 9}}}, "must be 0 to 8, got 9; set num_classes to 10"),
     ],
 )
 def test_unusable_input_is_refused(without_ray: None, folder: Path, change: dict[str, Any], message: str) -> None:
@@ -345,7 +345,7 @@ def test_what_a_path_means(folder: Path, tmp_path: Path) -> None:
     assert inputs(tmp_path / "mine") == (3, ["images"])
     with pytest.raises(InputError, match="mine: label file not found"):
         labelled(tmp_path / "mine")
-    with pytest.raises(InputError, match=r"nowhere: holds no t10k-images-idx3-ubyte, .*; rayrec fetch mnist"):
+    with pytest.raises(InputError, match=r"nowhere: t10k-images-idx3-ubyte not found, .*; rayrec fetch mnist"):
         inputs(tmp_path / "nowhere")
 
 

@@ -198,7 +198,7 @@ class Spill:
 
     def __init__(self, folder: str | None, memory_bytes: int) -> None:
         if folder is not None and storage.is_url(folder):
-            raise InputError(f"{folder}: counts are spilled to a local folder only")
+            raise InputError(f"{folder}: spill folder must be local")
         self.folder = storage.absolute(folder or tempfile.gettempdir())
         self.memory_bytes = memory_bytes
         # The other half is for a growing table and for a column's items while they are written.
@@ -229,7 +229,7 @@ class Spill:
                     self._write(array)
         except OSError as error:
             raise InputError(
-                f"{self.folder}: counts that outgrew memory cannot be written there ({error.strerror}); make room, "
+                f"{self.folder}: cannot write spilled counts ({error.strerror}); make room, "
                 "name another spill_folder or raise memory_bytes"
             ) from None
 

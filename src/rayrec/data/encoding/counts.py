@@ -121,7 +121,7 @@ class Counts:
         if self.spill is None or not self.spill.begun:
             return ""
         limit, written = self.spill.memory_bytes >> 20, self.spill.written_bytes >> 20
-        return f"counts of categories outgrew {limit:,} MiB of memory, and {written:,} MiB were spilled to {self.spill.folder}"
+        return f"spilled {written:,} MiB of category counts beyond {limit:,} MiB of memory to {self.spill.folder}"
 
     def close(self) -> None:
         """Free the spilled counts. `kept` must not be called afterwards."""
@@ -273,8 +273,8 @@ def problems_of(counts: Counts, inputs: Schema) -> list[str]:
     if counts.rows and counts.labels.sum() and not counts.labels.all():
         only = int(np.flatnonzero(counts.labels)[0])
         problems.append(
-            f"all {counts.rows:,} training rows have label {only}, so there is nothing to tell apart and no AUROC; check the "
-            "label column"
+            f"all {counts.rows:,} training rows have label {only}, so nothing can be learned and AUROC is undefined; "
+            "check the label column"
         )
     present = [*counts.dense_moments[:, 0], *(counts.rows - counts.missing[:, 0])]
     empty = [name for name, values in zip((*inputs.dense, *inputs.sparse), present, strict=True) if not values]

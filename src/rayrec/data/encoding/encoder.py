@@ -40,7 +40,7 @@ class MultiHot(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.sizes or min(self.sizes) < 1:
-            raise InputError(f"multi_hot.sizes: {self.sizes} must be 1 or more each")
+            raise InputError(f"multi_hot.sizes: must be 1 or more each, got {self.sizes}")
 
     def expand(self, ids: Sequence[np.ndarray], num_embeddings: Sequence[int]) -> list[np.ndarray]:
         """Expand each column's ids [rows] to [rows, size], unchanged if the size is 1; the dtype stays."""

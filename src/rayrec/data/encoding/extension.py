@@ -23,7 +23,7 @@ def preprocessor_folder(path: str) -> str:
     for folder in (path, storage.join(path, PREPROCESSOR_FOLDER)):
         if storage.exists(storage.join(folder, "preprocessor.json")):
             return folder
-    raise InputError(f"{path}: has no Preprocessor; give the folder that `rayrec vocabulary --out` wrote, a run or a checkpoint")
+    raise InputError(f"{path}: has no Preprocessor; use the --out folder of `rayrec vocabulary`, a run or a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,9 @@ class Extension:
 def rules_of(old: Preprocessor, where: str) -> Preset:
     """Return the rules of a Preprocessor. Raises InputError if it cannot be extended."""
     if old.multi_hot is not None:
-        raise InputError(
-            f"{where}: makes a bag of every id, which depends on the number of rows of its tables (multi_hot); it cannot be "
-            "extended, count all days again"
-        )
+        raise InputError(f"{where}: cannot be extended, because multi_hot bags depend on the table sizes; count all days again")
     if "rules" not in old.constants:
-        raise InputError(f"{where}: its categories are ids of data that was adopted; there is no vocabulary to extend")
+        raise InputError(f"{where}: adopted data has ids instead of categories, so it has no vocabulary to extend")
     return Preset().updated(old.constants["rules"], where=f"{where}: ")
 
 

@@ -63,12 +63,12 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
     if column not in preprocessor.inputs.sparse:
         raise InputError(f"slice_by: frequency:{column}: the model takes {column} as a number; choose a sparse column")
     if preprocessor.multi_hot:
-        raise InputError(f"slice_by: frequency:{column}: every row has many ids in {column}; tell metrics by its values")
+        raise InputError(f"slice_by: frequency:{column}: every row has many ids in {column}; slice by its values")
     found: dict[str, Any] = preprocessor.constants.get(ENDS, {})
     if column not in found:
         raise InputError(
-            f"slice_by: frequency:{column}: the Preprocessor does not know how often its tokens were counted (none does of "
-            "hashed columns, or where ids go by first appearance; nor one made by an earlier version); choose another column"
+            f"slice_by: frequency:{column}: token counts are unknown (hashed columns, ids by first appearance, and "
+            "Preprocessors of earlier versions have none); choose another column"
         )
     ends: list[int] = found[column]
     return ends
@@ -82,7 +82,7 @@ def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
     number = preprocessor.inputs.sparse.index(column)
     rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
     if not rule.has_own_ids:
-        raise InputError(f"column {column}: an id stands for several categories. Give it a vocabulary without a limit.")
+        raise InputError(f"column {column}: ids must belong to one category each. Use a vocabulary without a limit.")
     found = np.full(rule.num_embeddings, -1, np.int64)
     found[rule.ids()] = tokens.astype(np.uint64).view(np.int64)
     return found

@@ -57,7 +57,7 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
     for limited, (value, least, most) in limits.items():
         if type(value) is not int or not least <= value <= most:
             raise InputError(
-                f"preprocessor: column {name} has {limited} {value!r}, not an integer from {least} to {most}; it is damaged"
+                f"preprocessor: {limited} of column {name} must be an integer from {least} to {most}, got {value!r}; damaged"
             )
     if not type(column.murmur3) is type(column.mixed) is bool:
         raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
@@ -87,17 +87,17 @@ class Preprocessor:
 
     def __post_init__(self) -> None:
         if (len(self.dense), len(self.sparse)) != (len(self.inputs.dense), len(self.inputs.sparse)):
-            raise InputError("preprocessor: its columns are not those of its schema; build it again")
+            raise InputError("preprocessor: its columns do not match its schema; build it again")
         dtype = category_type(self.schema)
         if self.tokens.dtype != dtype or self.tokens.ndim != 1:
             raise InputError(
-                f"preprocessor: its tokens are {self.tokens.dtype} {self.tokens.shape}, not a row of {dtype}; build it again"
+                f"preprocessor: tokens must be {dtype} [tokens], got {self.tokens.dtype} {self.tokens.shape}; build it again"
             )
         if dtype == np.uint64 and any(column.murmur3 for column in self.sparse):
             raise InputError("preprocessor: murmur3 needs categories of 8 hexadecimal digits; build it again")
         known = sum(self._stored_tokens)
         if known != len(self.tokens):
-            raise InputError(f"preprocessor: {len(self.tokens)} tokens where its columns have {known}; build it again")
+            raise InputError(f"preprocessor: has {len(self.tokens)} tokens, but its columns need {known}; build it again")
 
     def check(self) -> None:
         """Check for values that `rayrec vocabulary` never writes and that break the kernels. Raises InputError."""
@@ -106,7 +106,7 @@ class Preprocessor:
         for name, dense in zip(self.inputs.dense, self.dense, strict=True):
             _check_dense(name, dense)
         if self.multi_hot is not None and len(self.multi_hot.sizes) != len(self.sparse):
-            raise InputError("preprocessor: multi_hot.sizes are not as many as its sparse columns; it is damaged")
+            raise InputError("preprocessor: multi_hot.sizes do not match its sparse columns; it is damaged")
         for column, owner in zip(self.sparse, self.inputs.vocabulary_owners, strict=True):
             if column != self.sparse[owner]:
                 raise InputError(
@@ -114,7 +114,7 @@ class Preprocessor:
                 )
         least = self.file_minimum
         if least is not None and ("" not in least or any(type(value) is not int for value in least.values())):
-            raise InputError("preprocessor: file_minimum is not a table of integers; it is damaged")
+            raise InputError("preprocessor: file_minimum must be a table of integers; it is damaged")
 
     @cached_property
     def inputs(self) -> Schema:
@@ -161,7 +161,7 @@ class Preprocessor:
             if not len(out):
                 continue
             if not build_slots(np.ascontiguousarray(self.vocabulary(number)), column.ids(), out):
-                raise InputError(f"preprocessor: column {name} holds a token twice; build it again with `rayrec vocabulary`")
+                raise InputError(f"preprocessor: column {name} has a repeated token; build it again with `rayrec vocabulary`")
         return slots
 
     @cached_property
@@ -224,7 +224,7 @@ class Preprocessor:
         """Load a saved Preprocessor. Raises InputError if it is absent, damaged, or of another version."""
         path = storage.join(folder, "preprocessor.json")
         if not storage.exists(path):
-            raise InputError(f"{folder}: holds no preprocessor.json; build one with `rayrec vocabulary PATH --out {folder}`")
+            raise InputError(f"{folder}: preprocessor.json not found; build one with `rayrec vocabulary PATH --out {folder}`")
         stored = storage.read_json(path)
         if not isinstance(stored, dict):
             raise InputError(f"{path}: damaged, not a mapping; build it again")
@@ -249,7 +249,9 @@ class Preprocessor:
         except (AttributeError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
             raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it again") from None
         if self.hash() != stored.get("hash"):
-            raise InputError(f"{folder}: its hash is {self.hash()}, not {stored.get('hash')} as written; the files are damaged")
+            raise InputError(
+                f"{folder}: hash {self.hash()} does not match the stored {stored.get('hash')}; the files are damaged"
+            )
         _ = self.slots  # Built here, for all users of this object
         return self
 

@@ -71,18 +71,18 @@ class Preset(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_count < 1:
-            raise InputError(f"min_count: {self.min_count} must be at least 1")
+            raise InputError(f"min_count: must be at least 1, got {self.min_count}")
         if self.max_num_embeddings is not None and self.max_num_embeddings <= self.first_id:
-            raise InputError(f"max_num_embeddings: {self.max_num_embeddings} must be above {self.first_id}")
+            raise InputError(f"max_num_embeddings: must be above {self.first_id}, got {self.max_num_embeddings}")
         if self.dense_lowest is not None and abs(self.dense_lowest) > -LOWEST_INTEGER:
-            raise InputError(f"dense_lowest: {self.dense_lowest} must lie between -2^62 and 2^62")
+            raise InputError(f"dense_lowest: must be between -2^62 and 2^62, got {self.dense_lowest}")
         if self.token_modulo is not None and not 1 <= self.token_modulo < 2**32:
-            raise InputError(f"token_modulo: {self.token_modulo} must lie between 1 and 2^32 - 1")
+            raise InputError(f"token_modulo: must be between 1 and 2^32 - 1, got {self.token_modulo}")
         if self.ids == "murmur3" and self.num_embeddings is None:
             raise InputError("preset: ids murmur3 need num_embeddings, the rows of each table")
         reserved = {self.unknown_id, self.missing if isinstance(self.missing, int) else None} - {None}
         if self.first_id < 0 or any(not 0 <= name < self.first_id for name in reserved if name is not None):
-            raise InputError(f"preset: unknown_id and missing must lie below first_id {self.first_id}")
+            raise InputError(f"preset: unknown_id and missing must be below first_id {self.first_id}")
 
     @property
     def first_rows(self) -> bool:
@@ -366,5 +366,7 @@ def by_name(name: str) -> Preset:
     """Return the preset with this name. Raises InputError for an unknown name, with the nearest one."""
     if name not in ALL:
         near = difflib.get_close_matches(name, ALL, n=1)
-        raise InputError(f"no preset '{name}'; " + (f"did you mean '{near[0]}'?" if near else f"there are {', '.join(ALL)}"))
+        raise InputError(
+            f"preset '{name}' not found; " + (f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(ALL)}")
+        )
     return ALL[name]

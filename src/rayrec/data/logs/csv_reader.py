@@ -53,7 +53,7 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
     try:
         columns = next((row for row in csv.reader(text, delimiter=delimiter) if row), [])
     except csv.Error as error:
-        raise InputError(f"{path}: its first row is no header ({error}); a CSV file needs one") from None
+        raise InputError(f"{path}: first row must be a header ({error})") from None
     return Header(delimiter, tuple(columns))
 
 
@@ -238,7 +238,9 @@ class _Splitter:
     def check_length(self, text: bytes) -> None:
         """Check that the text, an incomplete row, is not too long. Raises InputError."""
         if len(text) > MAX_ROW_BYTES:
-            raise InputError(f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB; it is no CSV file")
+            raise InputError(
+                f"{self.path}: row {max(self.row, 0)} is longer than {MAX_ROW_BYTES >> 20} MiB, so it is not a CSV file"
+            )
 
     def nothing(self) -> pa.Table:
         """Return a table without rows."""
@@ -257,7 +259,7 @@ class _Splitter:
         rows = call("rayrec_split_csv", data, len(data), *how, MAX_QUOTED_BYTES, MAX_QUOTED_LINES, *columns, *out)
         skip = 1 if rows and self.row < 0 else 0
         if skip and kinds[0]:
-            raise InputError(f"{self.path}: its first row is no header (an unmatched quote); a CSV file needs one")
+            raise InputError(f"{self.path}: first row must be a header (an unmatched quote)")
         self.row += rows
         arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], place) for place in range(kept)]
         return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), int(consumed[0])

@@ -75,9 +75,9 @@ class Faults:
     def describe(self) -> str:
         """Return one line: each kind with its count, and the first occurrence."""
         if not self.total:
-            return "no faulty rows"
+            return "no invalid rows"
         kinds = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(self.counts.items()))
-        return f"{self.total:,} faulty rows ({kinds}); first: {self.first[0]}"
+        return f"{self.total:,} invalid rows ({kinds}); first: {self.first[0]}"
 
     def wrong_labels(self) -> str | None:
         """Return the problem and its fix if most faults are labels other than 0 and 1, else None."""

@@ -151,7 +151,7 @@ class LogIndex:
             raise InputError(f"{path}: no usable rows; {why}")
         fix = "" if wrong_labels else "; fix the log or raise --max-bad-fraction"
         raise InputError(
-            f"{path}: {self.bad_fraction:.2%} of its lines are faulty, more than max_bad_fraction {max_bad_fraction:.2%}; "
+            f"{path}: {self.bad_fraction:.2%} of its lines are invalid, more than max_bad_fraction {max_bad_fraction:.2%}; "
             f"{why}{fix}"
         )
 
@@ -287,7 +287,7 @@ class CachedIndex:
         """Write the index, and report if the log was edited since it was last indexed."""
         edited = self.write(index)
         if edited:
-            note(f"{edited} changed since the log was indexed before; runs that began with the old rows cannot resume")
+            note(f"{edited} changed since the log was last indexed; runs on the old rows cannot resume")
         return index
 
     def _stored(self) -> tuple[str | None, LogIndex | None]:

@@ -152,7 +152,7 @@ def _partition_value(key: str, value: str | None, schema: Schema, path: str) -> 
         number = None if value is None else float(value)
     except ValueError:
         raise InputError(
-            f"{path}: column {key} is the partition {key}={value}, which is no number; name it among the sparse columns"
+            f"{path}: column {key} is the partition {key}={value}, which is not a number; add it to the sparse columns"
         ) from None
     if number is not None and number.is_integer():
         return pa.scalar(int(number), pa.int64())

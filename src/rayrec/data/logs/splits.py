@@ -50,8 +50,8 @@ class SplitParts(Config):
         super().__post_init__()
         if not (0 < self.validation < 1 and 0 <= self.test < 1 and self.validation + self.test < 1):
             raise InputError(
-                f"split fraction: validation {self.validation} must be above 0, test {self.test} at least 0, and both together "
-                "below 1"
+                f"split fraction: validation must be above 0, test at least 0, and their sum below 1, got {self.validation} "
+                f"and {self.test}"
             )
         if self.validation_days < 1 or self.test_days < 0 or (self.train_days is not None and self.train_days < 1):
             raise InputError("split days: train_days and validation_days must be at least 1, and test_days at least 0")
@@ -70,7 +70,7 @@ def check_parts(kind: str, parts: SplitParts) -> None:
     for owner, names in _OWN_FIELDS.items():
         for name in names:
             if kind != owner and getattr(parts, name) != getattr(SplitParts(), name):
-                raise InputError(f"split {kind}: has no {name}, which is for kind {owner}; leave it out or choose {owner}")
+                raise InputError(f"split {kind}: {name} applies to kind {owner} only; remove it or choose {owner}")
     if kind == "named_days" and not parts.validation_names:
         raise InputError("split named_days: validation_names is empty; name the days for validation")
 
@@ -112,7 +112,7 @@ class Split(SplitParts):
             num_files = len({source_of(segment.path) for segment in index.segments})
             raise InputError(
                 f"split {self.kind}: {index.rows} rows in {num_files} files leave no rows for "
-                f"{' and '.join(empty)}; give more data, or an evaluation log with --eval-data.path"
+                f"{' and '.join(empty)}; add data, or an evaluation log with --eval-data.path"
             )
         return split
 
@@ -158,8 +158,8 @@ class Split(SplitParts):
         first, second = (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
         if len(days) < first + second + 1:
             raise InputError(
-                f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; give "
-                "more files or hold out fewer"
+                f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; add "
+                "files or hold out fewer"
             )
         rows = [day.stop - day.start for day in days]
         of_second = sum(rows[len(rows) - second :])
@@ -187,8 +187,8 @@ class Split(SplitParts):
             start, stop = split.get(part, (day.start, day.start))
             if stop != day.start:
                 raise InputError(
-                    f"split named_days: the days of {part} do not follow each other at {day.name}; name days that do, or give "
-                    "the days in another order with --train-data.files"
+                    f"split named_days: the days of {part} are not adjacent at {day.name}; name adjacent days, or reorder "
+                    "them with --train-data.files"
                 )
             split[part] = (start, day.stop)
         empty = [name for name in NAMES if (name == "train" or patterns[name]) and not _length(split.get(name))]
@@ -232,7 +232,7 @@ def _partition(path: str) -> str:
     """Return the partition path of a file. Raises InputError if it has none."""
     partition = source_of(path)[1].rpartition("/")[0]
     if not partition:
-        raise InputError(f"split last_partition: {path} is in no folder named KEY=VALUE; choose last_file or sevenths")
+        raise InputError(f"split last_partition: {path} must be in a folder named KEY=VALUE; choose last_file or sevenths")
     return partition
 
 
@@ -242,10 +242,10 @@ def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
         base = source_of(segment.path)[1].rpartition("/")[2].lower()
         name = next((name for name in NAMES if base.startswith(name[:5])), None)
         if name is None:
-            raise InputError(f"split named_files: {segment.path} begins with none of train, valid, test; rename it")
+            raise InputError(f"split named_files: {segment.path} must begin with train, valid or test; rename it")
         start, stop = split.get(name, (segment.first_row, segment.first_row))
         if stop != segment.first_row:
-            raise InputError(f"split named_files: the files of {name} do not follow each other at {segment.path}; join them")
+            raise InputError(f"split named_files: the files of {name} are not adjacent at {segment.path}; join them")
         split[name] = (start, segment.first_row + segment.rows)
     missing = [name for name in NAMES[:2] if name not in split]
     if missing:

@@ -39,7 +39,7 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
         return True
     if len(others) < len(files):
         tables = [file.path for file in files if file.path not in others]
-        raise InputError(f"{tables[0]} is a table and {others[0]} is not; give the files of one log only")
+        raise InputError(f"{tables[0]} is a table and {others[0]} is not; select the files of one log")
     if schema.tokens == "any":
         raise InputError(f"{others[0]}: a schema with tokens: any needs files that end in {', '.join(SUFFIXES)}")
     return False
@@ -61,7 +61,7 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
     folder = storage.absolute(storage.join(context.cache_folder, "tables"))
     csv_files = [file for file in files if not is_parquet(file.path)]
     if csv_files:
-        context.note(f"CSV cannot be split: {len(csv_files)} files are written as Parquet to {folder} (once)")
+        context.note(f"Writing {len(csv_files)} CSV files as Parquet to {folder} (once)")
     prepare = functools.partial(_prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder)
     parts: list[Part] = []
     total = 0
@@ -75,8 +75,8 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
     again = {part.source for part in written if is_parquet(part.source)}
     if again:
         context.note(
-            f"{len(again)} Parquet files have row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to be shuffled: "
-            f"they were written again to {folder} (once)"
+            f"Rewrote {len(again)} Parquet files with row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to "
+            f"shuffle, to {folder} (once)"
         )
     if written:
         remove_older(folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in written})

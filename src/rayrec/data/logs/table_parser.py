@@ -187,7 +187,7 @@ class _TableParser:
             values, status = times_of(array)
         else:
             if types.is_boolean(array.type):
-                raise self.type_error(name, "a time is a date, a timestamp, its text in ISO 8601, or seconds since 1970")
+                raise self.type_error(name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970")
             seconds, status = self._numbers(name, times=True)
             good = np.isfinite(seconds) & (np.abs(seconds) < MOST_SECONDS) & (status == VALUE)
             values, status = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64), np.where(good, VALUE, REFUSED)
@@ -246,7 +246,7 @@ class _TableParser:
         if types.is_timestamp(array.type):
             raise self.type_error(
                 name,
-                "text or integers are needed: convert it to text, or to the part that tells rows apart, such as the date "
+                "text or integers are needed: convert it to text, or to the part that distinguishes rows, such as the date "
                 "(pandas: .dt.date) or the hour (.dt.hour)",
             )
         raise self.type_error(name, "text or integers are needed; convert it, or leave it out of the schema")
@@ -280,7 +280,7 @@ class _TableParser:
         if is_text(array.type):
             array = pc.split_pattern(pc.cast(array, pa.large_binary()), pattern=self.schema.list_delimiter)
         elif not is_list(array.type):
-            raise self.type_error(name, "a list is needed, or text with the schema's list_delimiter; take it out of lists")
+            raise self.type_error(name, "a list is needed, or text with the schema's list_delimiter; remove it from lists")
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
         return resolved(pc.list_flatten(array)), lengths
 

@@ -230,7 +230,7 @@ def test_a_damaged_description_is_refused(tmp_path: Path, change: Callable[[dict
 
 
 def test_a_folder_without_a_description_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no preprocessor\.json"):
+    with pytest.raises(InputError, match=r"preprocessor\.json not found"):
         Preprocessor.load(str(tmp_path))
 
 

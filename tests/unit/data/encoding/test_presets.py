@@ -323,8 +323,8 @@ def test_where_it_is_not_known_how_often(tmp_path: Path) -> None:
     index = index_of(tmp_path, TOY)
     shared = RAYREC.replace(min_count=1, max_num_embeddings=4, beyond_limit="modulo")
     for preset, column, why in (
-        (MLPERF_V1, "D", "does not know how often"),
-        (shared, "C", "does not know how often"),  # several tokens have one id
+        (MLPERF_V1, "D", "token counts are unknown"),
+        (shared, "C", "token counts are unknown"),  # several tokens have one id
         (shared, "A", "takes A as a number; choose a sparse column"),
     ):
         with pytest.raises(InputError, match=why):

@@ -103,7 +103,7 @@ def test_days_are_named(names: dict[str, tuple[str, ...]], expected: dict[str, t
     if expected is not None:
         assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
     else:
-        with pytest.raises(InputError, match=r"days of train do not follow each other at day_10|no day is named day_10\.gz"):
+        with pytest.raises(InputError, match=r"days of train are not adjacent at day_10|no day is named day_10\.gz"):
             split.rows(days_of(2, 3, 5, 4, 5))
 
 
@@ -120,10 +120,10 @@ def test_a_day_is_a_folder_if_the_log_has_them_or_a_file_with_or_without_its_end
     ("options", "message"),
     [
         ({"kind": "fraction", "validation": 0.0}, "validation 0.0 must be above 0"),
-        ({"kind": "fraction", "validation": 0.6, "test": 0.5}, "both together below 1"),
+        ({"kind": "fraction", "validation": 0.6, "test": 0.5}, "their sum below 1"),
         ({"kind": "days", "validation_days": 0}, "must be at least 1"),
-        ({"kind": "sevenths", "test": 0.2}, "split sevenths: has no test, which is for kind fraction"),
-        ({"kind": "fraction", "test_days": 2}, "split fraction: has no test_days, which is for kind days"),
+        ({"kind": "sevenths", "test": 0.2}, "split sevenths: test applies to kind fraction only"),
+        ({"kind": "fraction", "test_days": 2}, "split fraction: test_days applies to kind days only"),
         ({"kind": "named_days"}, "validation_names is empty"),
         ({"kind": "days", "test_days": 4}, "the log has 5 days, and 5 held-out ones leave none"),
         ({"kind": "days", "train_days": 4}, "train_days 4 and the held-out days overlap; 3 days are left"),

@@ -734,7 +734,7 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
     assert raw.lists[0].lengths.tolist() == [0, 0, 2, 0]
     with pytest.raises(InputError, match=r"a\.csv: has no column named s"):
         index_of([tmp_path / "a.csv"], schema.replace(optional=("e",)), tmp_path)
-    with pytest.raises(InputError, match="optional names z, which dense and sparse do not"):
+    with pytest.raises(InputError, match="optional names z, which must be in dense or sparse"):
         schema.replace(optional=("z",))
 
 
@@ -792,7 +792,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ("a.parquet", b"y,s\n1,2\n", "cannot be read as Parquet"),
         ("a.csv.gz", packed[: len(packed) // 2], "cannot be read to its end"),
         ("a.csv", "y,s\n1,2\n".encode("utf-16"), "is UTF-16"),
-        ("a.csv", b"y,s\n1,2" + b"2" * (65 << 20), "row 0 is longer than 64 MiB; it is no CSV file"),
+        ("a.csv", b"y,s\n1,2" + b"2" * (65 << 20), "row 0 is longer than 64 MiB, so it is not a CSV file"),
         ("a.csv", b'"y,s\n1,2\n1,2\n', "no column named y"),
         ("a.csv", b"\0" * 5000, "no column named y"),
     ]:
@@ -863,7 +863,7 @@ def check_split(path: Path, text: bytes, read_bytes: int, *, max_bytes: int, max
     schema = Schema(label=None, sparse=("a", "c"), tokens="any", delimiter=",", category_rules=rules)
     with mock.patch.multiple(csv_reader, MAX_QUOTED_BYTES=max_bytes, MAX_QUOTED_LINES=max_lines):
         if split[0][0]:
-            with pytest.raises(InputError, match="its first row is no header"):
+            with pytest.raises(InputError, match="first row must be a header"):
                 list(read_csv(str(path), schema, read_bytes=read_bytes))
             return
         tables = list(read_csv(str(path), schema, read_bytes=read_bytes))

@@ -235,7 +235,7 @@ def test_only_the_first_faults_are_described() -> None:
     more = Faults.merged([faults, faults])
     assert (more.total, len(more.first)) == (50, 10)
     assert "50 x too few columns" in more.describe()
-    assert Faults().describe() == "no faulty rows"
+    assert Faults().describe() == "no invalid rows"
 
 
 def test_a_binary_file_gives_no_rows() -> None:
