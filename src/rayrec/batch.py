@@ -74,8 +74,8 @@ class Batch:
         assert self.sparse_features is None
         if count == 1:
             return [self]
-        pieces = {name: tensor.tensor_split(count) for name, tensor in self.tensors.items()}
-        parts = [Batch({name: pieces[name][number] for name in pieces}, self.loss_weight) for number in range(count)]
+        split = {name: tensor.tensor_split(count) for name, tensor in self.tensors.items()}
+        parts = [Batch({name: split[name][number] for name in split}, self.loss_weight) for number in range(count)]
         filler = Batch({name: tensor[:1] for name, tensor in self.tensors.items()}, 0.0)
         return [part if len(part) else filler for part in parts]
 

@@ -30,25 +30,25 @@ def murmur3(tokens: np.ndarray) -> np.ndarray:
 
 def xxh64(data: bytes) -> int:
     """Return XXH64 with seed 0 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md)."""
-    place, length = 0, len(data)
+    position, length = 0, len(data)
     value = _PRIME5
     if length >= 32:
         lanes = [(_PRIME1 + _PRIME2) & _MASK, _PRIME2, 0, -_PRIME1 & _MASK]
-        while length - place >= 32:
+        while length - position >= 32:
             for number in range(4):
-                lanes[number] = _lane(lanes[number], _word(data, place + 8 * number, 8))
-            place += 32
+                lanes[number] = _lane(lanes[number], _word(data, position + 8 * number, 8))
+            position += 32
         value = sum(map(_rotate, lanes, (1, 7, 12, 18))) & _MASK
         for lane in lanes:
             value = ((value ^ _lane(0, lane)) * _PRIME1 + _PRIME4) & _MASK
     value = (value + length) & _MASK
-    while length - place >= 8:
-        value = (_rotate(value ^ _lane(0, _word(data, place, 8)), 27) * _PRIME1 + _PRIME4) & _MASK
-        place += 8
-    if length - place >= 4:
-        value = (_rotate(value ^ _word(data, place, 4) * _PRIME1 & _MASK, 23) * _PRIME2 + _PRIME3) & _MASK
-        place += 4
-    for byte in data[place:]:
+    while length - position >= 8:
+        value = (_rotate(value ^ _lane(0, _word(data, position, 8)), 27) * _PRIME1 + _PRIME4) & _MASK
+        position += 8
+    if length - position >= 4:
+        value = (_rotate(value ^ _word(data, position, 4) * _PRIME1 & _MASK, 23) * _PRIME2 + _PRIME3) & _MASK
+        position += 4
+    for byte in data[position:]:
         value = _rotate(value ^ byte * _PRIME5 & _MASK, 11) * _PRIME1 & _MASK
     value = (value ^ value >> 33) * _PRIME2 & _MASK
     value = (value ^ value >> 29) * _PRIME3 & _MASK
@@ -63,5 +63,5 @@ def _lane(accumulator: int, lane: int) -> int:
     return _rotate((accumulator + lane * _PRIME2) & _MASK, 31) * _PRIME1 & _MASK
 
 
-def _word(data: bytes, place: int, size: int) -> int:
-    return int.from_bytes(data[place : place + size], "little")
+def _word(data: bytes, position: int, size: int) -> int:
+    return int.from_bytes(data[position : position + size], "little")

@@ -119,10 +119,10 @@ class Schema(Config):
 
     def _check_features(self) -> None:
         """Check the settings of all features. Raises InputError."""
-        given = [feature.name for feature in self.features]
-        if len(set(given)) != len(given):
-            raise InputError(f"schema: features must name each column once, got {', '.join(given)}")
-        own = {feature.name for feature in self.features if feature.vocabulary not in (None, feature.name)}
+        names = [feature.name for feature in self.features]
+        if len(set(names)) != len(names):
+            raise InputError(f"schema: features must name each column once, got {', '.join(names)}")
+        separate = {feature.name for feature in self.features if feature.vocabulary not in (None, feature.name)}
         for feature in self.features:
             if feature.name not in self.sparse:
                 raise InputError(f"schema: features names {feature.name}, which must be in sparse")
@@ -130,7 +130,7 @@ class Schema(Config):
                 raise InputError(f"schema: feature {feature.name} has max_length or weights, which need a column of lists")
             if feature.aligned_with is not None:
                 self._check_aligned(feature, self.feature(feature.aligned_with))
-            if feature.vocabulary in own:
+            if feature.vocabulary in separate:
                 raise InputError(
                     f"schema: feature {feature.name} has the vocabulary of {feature.vocabulary}, which itself has another one; "
                     "name that one in both"
@@ -140,16 +140,16 @@ class Schema(Config):
             raise InputError("schema: features must have different columns of weights")
 
     def _check_aligned(self, feature: Feature, first: Feature) -> None:
-        where = f"schema: aligned_with of feature {feature.name}"
+        field_name = f"schema: aligned_with of feature {feature.name}"
         if feature.name not in self.lists or first.name not in self.lists or first.name == feature.name:
-            raise InputError(f"{where}: must be a list that names another column of lists, got {first.name}. Name one.")
+            raise InputError(f"{field_name}: must be a list that names another column of lists, got {first.name}. Name one.")
         if first.aligned_with is not None:
             raise InputError(
-                f"{where}: must be a list without aligned_with, got {first.name}. Name {first.aligned_with} in both."
+                f"{field_name}: must be a list without aligned_with, got {first.name}. Name {first.aligned_with} in both."
             )
         if first.max_length != feature.max_length:
             raise InputError(
-                f"{where}: must have the max_length of {first.name}, {first.max_length}, got {feature.max_length}. Set the same."
+                f"{field_name}: must have max_length {first.max_length} of {first.name}, got {feature.max_length}. Set the same."
             )
 
     def _check_named_columns(self) -> None:
@@ -181,7 +181,7 @@ class Schema(Config):
     @cached_property
     def places(self) -> dict[str, int]:
         """Index of each column with at most one value per row: `dense` first, then `singles`."""
-        return {name: place for place, name in enumerate((*self.dense, *self.singles))}
+        return {name: index for index, name in enumerate((*self.dense, *self.singles))}
 
     @property
     def list_weights(self) -> tuple[str, ...]:

@@ -24,9 +24,9 @@ class Bags:
 
     def take(self, start: int, stop: int, offsets: np.ndarray) -> Bags:
         """Return rows [start, stop). `offsets` is the result of `self.offsets()`."""
-        places = slice(offsets[start], offsets[stop])
-        weights = None if self.weights is None else self.weights[places]
-        return Bags(self.values[places], self.lengths[start:stop], weights)
+        ids = slice(offsets[start], offsets[stop])
+        weights = None if self.weights is None else self.weights[ids]
+        return Bags(self.values[ids], self.lengths[start:stop], weights)
 
     def offsets(self) -> np.ndarray:
         """Return the first id of each row and the total, int64 [rows + 1]."""
@@ -113,8 +113,8 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
     dense = numpy_rows(columns["dense"]) if "dense" in columns else np.empty((batch.num_rows, 0), np.float32)
     ids = [ids_from_arrow(column, columns.get(f"of_{name[3:]}")) for name, column in columns.items() if name.startswith("id_")]
     labels = {name[6:]: numpy_of(column) for name, column in columns.items() if name.startswith("label:")}
-    others = (numpy_of(columns[name]) if name in columns else None for name in ("weight", "row", "group", "time"))
-    return EncodedRows(dense, ids, labels, *others)
+    optional = (numpy_of(columns[name]) if name in columns else None for name in ("weight", "row", "group", "time"))
+    return EncodedRows(dense, ids, labels, *optional)
 
 
 def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:

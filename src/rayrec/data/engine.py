@@ -142,14 +142,14 @@ class ThreadEngine:
 def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, most_bytes: int, most_items: int) -> list[list[_Item]]:
     """Combine consecutive items into groups of up to `most_items` items and `most_bytes` in total."""
     groups: list[list[_Item]] = []
-    room = 0
+    remaining = 0
     for item in items:
         size = size_of(item)
-        if not groups or size > room or len(groups[-1]) == most_items:
+        if not groups or size > remaining or len(groups[-1]) == most_items:
             groups.append([])
-            room = most_bytes
+            remaining = most_bytes
         groups[-1].append(item)
-        room -= size
+        remaining -= size
     return groups
 
 
@@ -161,14 +161,14 @@ def in_order(
     At most `num_threads` + `ahead` values exist or are in progress, in addition to the reader's current one.
     """
     waiting = iter(items)
-    made: deque[Future[_Result]] = deque()
+    futures: deque[Future[_Result]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix=name) as pool:
         try:
             for item in waiting:
-                made.append(pool.submit(function, item))
-                if len(made) >= num_threads + ahead:
-                    yield made.popleft().result()
-            while made:
-                yield made.popleft().result()
+                futures.append(pool.submit(function, item))
+                if len(futures) >= num_threads + ahead:
+                    yield futures.popleft().result()
+            while futures:
+                yield futures.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -80,8 +80,8 @@ def transform_table(table: pa.Table, preprocessor: Preprocessor, *, where: str) 
     schema = _schema_for(preprocessor.schema, table.column_names, where)
     raw, faults = parse_table(table, schema, path=where)
     if faults.total:
-        others = f" ({faults.total:,} of {table.num_rows:,} rows are invalid)" if faults.total > 1 else ""
-        raise InputError(f"{faults.first[0]}{others}; fix or remove it, since transform drops no rows")
+        count = f" ({faults.total:,} of {table.num_rows:,} rows are invalid)" if faults.total > 1 else ""
+        raise InputError(f"{faults.first[0]}{count}; fix or remove it, since transform drops no rows")
     return named_columns(preprocessor.encode(raw), preprocessor.inputs)
 
 

@@ -72,11 +72,11 @@ class JobFolder:
                 raise
             raise InputError(f"{self.path}: {error.strerror}; make room there and run the same command again to resume") from None
 
-    def done(self, kind: str, number: int, found: dict[str, Any]) -> pa.Table:
+    def done(self, kind: str, number: int, result: dict[str, Any]) -> pa.Table:
         """Mark a task as finished, and return its result, a small JSON value, as the task's table."""
         with self.disk_errors():
-            storage.write_json(self.aid("done", _marker(kind, number)), found)
-        return json_reply(found)
+            storage.write_json(self.aid("done", _marker(kind, number)), result)
+        return json_reply(result)
 
     def is_begun(self) -> bool:
         """Return whether any task is finished."""
@@ -98,11 +98,11 @@ class ResumableJob:
 
     def finished(self, kind: str, items: Sequence[_Item]) -> dict[int, dict[str, Any]]:
         """Return the results of the finished tasks by item number."""
-        there = set(storage.list_folder(self.folder.aid("done"))) if self.resumed else set()
+        markers = set(storage.list_folder(self.folder.aid("done"))) if self.resumed else set()
         return {
             item.number: storage.read_json(self.folder.aid("done", name))
             for item in items
-            if (name := _marker(kind, item.number)) in there
+            if (name := _marker(kind, item.number)) in markers
         }
 
     def run(
@@ -115,10 +115,10 @@ class ResumableJob:
     ) -> Iterator[dict[str, Any]]:
         """Run the task, which ends with `JobFolder.done`, on the unfinished items; yield all results in order. `progress`
         receives the numbers of finished and of all items."""
-        found = self.finished(kind, items)
-        made = engine.run(kind, task, [item for item in items if item.number not in found], block_bytes=1 << 16)
+        finished = self.finished(kind, items)
+        tables = engine.run(kind, task, [item for item in items if item.number not in finished], block_bytes=1 << 16)
         for done, item in enumerate(items, start=1):
-            yield found[item.number] if item.number in found else json_of(next(made))
+            yield finished[item.number] if item.number in finished else json_of(next(tables))
             progress(done, len(items))
 
 
@@ -131,10 +131,10 @@ def resumable_job(out: str, made_of: dict[str, Any], *, last_file: str | None) -
     then COMPLETE. Raises InputError if `out` exists, is being written, or was started with a different or unknown `made_of`.
     """
     out = storage.absolute(out).rstrip("/")
-    is_url, in_place = storage.is_url(out), storage.is_url(out) and last_file is not None
-    folder = JobFolder(out if in_place else f"{out}.partial")
-    taken = storage.exists(storage.join(out, last_file) if in_place and last_file else out)
-    if taken and not (is_url and not in_place and storage.exists(folder.aid(_MADE_OF))):
+    is_url, is_direct = storage.is_url(out), storage.is_url(out) and last_file is not None
+    folder = JobFolder(out if is_direct else f"{out}.partial")
+    exists = storage.exists(storage.join(out, last_file) if is_direct and last_file else out)
+    if exists and not (is_url and not is_direct and storage.exists(folder.aid(_MADE_OF))):
         raise InputError(f"{out}: exists already; remove it or choose another place")
     with ExitStack() as locked:
         if not is_url:
@@ -157,11 +157,11 @@ def _remove(path: str) -> None:
         try:
             storage.remove_folder(path)
         except OSError as error:
-            refused = error
+            failure = error
             time.sleep(_REMOVAL_WAIT_S)
         else:
             return
-    _logger.warning("Cannot remove %s (%s), remove it", path, refused)
+    _logger.warning("Cannot remove %s (%s), remove it", path, failure)
 
 
 @contextmanager
@@ -176,22 +176,22 @@ def _locked(folder: JobFolder) -> Iterator[None]:
 
 def _begin(folder: JobFolder, made_of: dict[str, Any]) -> bool:
     """Return whether to resume a job with the same inputs; otherwise clear the folder and record them."""
-    known = storage.exists(folder.aid(_MADE_OF))
-    if not known and set(storage.list_folder(folder.path)) - {_AIDS}:
+    exists = storage.exists(folder.aid(_MADE_OF))
+    if not exists and set(storage.list_folder(folder.path)) - {_AIDS}:
         raise InputError(f"{folder.path}: has files, but no {_AIDS}/{_MADE_OF}, so their source is unknown; remove that folder")
-    if known and folder.is_begun():
+    if exists and folder.is_begun():
         before = storage.read_json(folder.aid(_MADE_OF))
-        others = [name for name, value in made_of.items() if before.get(name) != value]
-        if others:
+        changed = [name for name, value in made_of.items() if before.get(name) != value]
+        if changed:
             raise InputError(
-                f"{folder.path}: incomplete output of a call with a different {', '.join(others)}; use the same values to "
+                f"{folder.path}: incomplete output of a call with a different {', '.join(changed)}; use the same values to "
                 "resume, or remove that folder to start over"
             )
         return True
-    for place, kept in ((folder.path, _AIDS), (folder.aid(), _LOCK)):
-        for name in set(storage.list_folder(place)) - {kept}:
-            storage.remove_folder(storage.join(place, name))
-            storage.remove_file(storage.join(place, name))
+    for path, keep in ((folder.path, _AIDS), (folder.aid(), _LOCK)):
+        for name in set(storage.list_folder(path)) - {keep}:
+            storage.remove_folder(storage.join(path, name))
+            storage.remove_file(storage.join(path, name))
     with folder.disk_errors():
         storage.write_json(folder.aid(_MADE_OF), made_of)
     return False
@@ -209,9 +209,9 @@ def _finish(folder: JobFolder, out: str) -> None:
         storage.remove_file(folder.aid(_MADE_OF))  # First: no call can resume the job from now on
         storage.remove_folder(folder.path)
         return
-    for place, _, names in os.walk(folder.path):
+    for path, _, names in os.walk(folder.path):
         for name in filter(PARTIAL.search, names):  # left by a task that was killed
-            os.remove(os.path.join(place, name))
+            os.remove(os.path.join(path, name))
     os.rename(folder.path, out)
     storage.sync(os.path.dirname(out))
     storage.remove_folder(storage.join(out, _AIDS))

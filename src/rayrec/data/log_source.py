@@ -45,16 +45,16 @@ def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[sto
     assert context.cache_folder is not None
     folder = storage.absolute(storage.join(context.cache_folder, "unpacked"))
     targets = {file: unpacked_path(file, folder) for file in packed}
-    there = storage.find_files(list(targets.values()))
-    new = [file for file in packed if targets[file] not in there]
+    unpacked = storage.find_files(list(targets.values()))
+    new = [file for file in packed if targets[file] not in unpacked]
     if new:
         names = ", ".join(file.path for file in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
         context.note(f"Unpacking {names} to {folder} (once, because gzip cannot be split)")
         for _ in context.engine.run("unpack", functools.partial(_unpack_task, folder=folder), new):
             pass
-        there |= storage.find_files([targets[file] for file in new])
+        unpacked |= storage.find_files([targets[file] for file in new])
         remove_older(folder, [storage.name_of(path) for path in targets.values()])
-    return [there[targets[file]] if file in targets else file for file in files]
+    return [unpacked[targets[file]] if file in targets else file for file in files]
 
 
 def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
@@ -64,7 +64,7 @@ def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
         return list(storage.in_parallel(is_gzip, paths, of=paths[0] if paths else ""))
     groups = [paths[start : start + SNIFFED_FILES] for start in range(0, len(paths), SNIFFED_FILES)]
     tables = engine.run("open", _sniff_task, groups, block_bytes=1 << 12)
-    return [found for table in tables for found in table.column("gzip").to_pylist()]
+    return [is_packed for table in tables for is_packed in table.column("gzip").to_pylist()]
 
 
 def _sniff_task(paths: Sequence[str]) -> pa.Table:
@@ -79,8 +79,8 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     """Index some chunks: a large one, or several small files whose requests to a store run in parallel."""
     index = functools.partial(index_chunk, schema=schema, segment_bytes=segment_bytes)
     entries, total = [], Faults()
-    for found, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
-        entries += found
+    for new, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
+        entries += new
         total.add(faults)
     return json_reply({"entries": entries, "faults": total.to_dict()})
 
@@ -101,10 +101,10 @@ def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: i
     function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
     for table in context.engine.run("index", function, groups, block_bytes=1 << 16):
         result = json_of(table)
-        found = [Entry(*entry) for entry in result["entries"]]
-        entries.extend(found)
+        new = [Entry(*entry) for entry in result["entries"]]
+        entries.extend(new)
         faults.add(Faults.from_dict(result["faults"]))
-        done += sum(entry.stop - entry.start for entry in found)
+        done += sum(entry.stop - entry.start for entry in new)
         context.progress("index (bytes)", done, size)
     return cache.keep(LogIndex(numbered(entries), faults), context.note)
 
@@ -153,13 +153,13 @@ class LogSource:
         """List the files of a raw log. Raises InputError for preprocessed data, including other programs' data."""
         self.require_raw()
         try:
-            found = storage.list_files(self.path, names=self.names)
+            files = storage.list_files(self.path, names=self.names)
         except InputError:
             if os.path.isdir(self.path):  # Another program's files have other names
                 _refuse_foreign(self.path, storage.list_files(self.path))
             raise
-        _refuse_foreign(self.path, found)
-        return found
+        _refuse_foreign(self.path, files)
+        return files
 
     def schema(self, schema: Schema) -> Schema:
         """Return the schema with the data's `tokens`: hexadecimal for text without a header, the log's value for preprocessed
@@ -170,12 +170,12 @@ class LogSource:
             folder = self.preprocessor()
             if folder is not None:
                 return schema.replace(tokens=Preprocessor.load(folder).schema.tokens)
-            found = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
-            if not found or any(file.path.lower().endswith(SUFFIXES) for file in found):
+            files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
+            if not files or any(file.path.lower().endswith(SUFFIXES) for file in files):
                 return schema
             hexadecimal = schema.replace(tokens="hexadecimal")
-            if not storage.is_url(found[0].path) and not is_gzip(found[0].path):
-                _check_text(found[0], hexadecimal)
+            if not storage.is_url(files[0].path) and not is_gzip(files[0].path):
+                _check_text(files[0], hexadecimal)
             return hexadecimal
         except InputError:  # The next reader explains a wrong path or column
             return schema
@@ -251,15 +251,15 @@ class LogSource:
     def _index(self, schema: Schema, segment_bytes: int, context: TaskContext, index_text: TextIndexer) -> LogIndex:
         if self.is_preprocessed:
             return open_verified(self.path, context).index
-        found = self.raw_files()
-        if is_table(found, schema):
-            return index_tables(found, schema, segment_bytes=segment_bytes, context=context)
-        cache = CachedIndex.at(context.cache_folder, files=found, schema=schema, segment_bytes=segment_bytes)
+        files = self.raw_files()
+        if is_table(files, schema):
+            return index_tables(files, schema, segment_bytes=segment_bytes, context=context)
+        cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
         if cached := cache.read():
             return cached
-        plain = plain_files(found, context)
+        plain = plain_files(files, context)
         index = index_text(plain, schema, segment_bytes=segment_bytes, context=context)
-        if plain != found:  # The next run need not inspect the unpacked files
+        if plain != files:  # The next run need not inspect the unpacked files
             cache.write(index)
         return index
 
@@ -321,14 +321,14 @@ def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
 
 def _first_lines_of(path: str) -> list[bytes]:
     """Return the complete lines in the first 16 * MAX_LINE_BYTES of a file."""
-    most = 16 * MAX_LINE_BYTES
-    text = head_of(path, most)
-    whole = len(text) < most
+    max_bytes = 16 * MAX_LINE_BYTES
+    text = head_of(path, max_bytes)
+    is_complete = len(text) < max_bytes
     if text.startswith(GZIP_MAGIC):
         try:
-            text = zlib.decompressobj(wbits=31).decompress(text, most)
+            text = zlib.decompressobj(wbits=31).decompress(text, max_bytes)
         except zlib.error:
             return []  # Reported when the file is unpacked
-        whole = whole and len(text) < most
+        is_complete = is_complete and len(text) < max_bytes
     lines = text.split(b"\n")
-    return lines if whole else lines[:-1]
+    return lines if is_complete else lines[:-1]

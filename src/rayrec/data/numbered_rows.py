@@ -91,11 +91,11 @@ def read_idx(path: str) -> np.ndarray:
     if len(data) < head_bytes:
         raise InputError(f"{path}: cut short within its header of {head_bytes} bytes; {_again(path)}")
     shape = tuple(int(size) for size in np.frombuffer(data, ">u4", count=data[3], offset=4))
-    wanted = head_bytes + math.prod(shape)
-    if len(data) != wanted:
-        what = "cut short" if len(data) < wanted else "too long"
+    expected = head_bytes + math.prod(shape)
+    if len(data) != expected:
+        problem = "cut short" if len(data) < expected else "too long"
         sizes = " x ".join(f"{size:,}" for size in shape)
-        raise InputError(f"{path}: {what}, has {len(data):,} bytes, but its {sizes} values need {wanted:,}; {_again(path)}")
+        raise InputError(f"{path}: {problem}, has {len(data):,} bytes, but its {sizes} values need {expected:,}; {_again(path)}")
     return np.frombuffer(data, np.uint8, offset=head_bytes).reshape(shape)
 
 
@@ -103,8 +103,8 @@ def _unpacked(data: bytes, path: str) -> bytes:
     """Unpack gzip, at most one piece more than the content's header declares, however well it was compressed."""
     content = bytearray()
     try:
-        for piece in gunzip([data]):
-            content += piece
+        for chunk in gunzip([data]):
+            content += chunk
             dimensions = content[3] if len(content) > 3 else 0
             sizes = np.frombuffer(bytes(content[4 : 4 + 4 * dimensions]), ">u4")
             if dimensions > 4 or len(content) > 4 + 4 * dimensions + math.prod(map(int, sizes)):
@@ -133,24 +133,24 @@ def read_labels(path: str, *, num_classes: int) -> np.ndarray:
     labels = read_idx(path)
     if labels.ndim != 1:
         raise InputError(f"{path}: must have shape (rows,), got {labels.shape}; name the file of the labels")
-    if len(labels) and (most := int(labels.max())) >= num_classes:
+    if len(labels) and (largest := int(labels.max())) >= num_classes:
         row = int(np.argmax(labels >= num_classes))
         raise InputError(
-            f"{path}: label of row {row} must be 0 to {num_classes - 1}, got {labels[row]}; set num_classes to {most + 1} or "
+            f"{path}: label of row {row} must be 0 to {num_classes - 1}, got {labels[row]}; set num_classes to {largest + 1} or "
             "more, or fix the file"
         )
     return labels
 
 
-def find(folder: str, part: str, what: str) -> str | None:
-    """Return the path of the `part` (train or t10k) and kind (`what`: images or labels) in a folder, plain before gzip, with
+def find(folder: str, part: str, kind: str) -> str | None:
+    """Return the path of the `part` (train or t10k) and kind (`kind`: images or labels) in a folder, plain before gzip, with
     either spelling of the name; None if absent. Raises InputError if both spellings exist."""
-    dimensions = 3 if what == "images" else 1
-    names = [f"{part}-{what}{separator}idx{dimensions}-ubyte" for separator in "-."]
-    found = [
+    dimensions = 3 if kind == "images" else 1
+    names = [f"{part}-{kind}{separator}idx{dimensions}-ubyte" for separator in "-."]
+    candidates = [
         next((path for end in ("", ".gz") if storage.exists(path := storage.join(folder, name + end))), None) for name in names
     ]
-    paths = [path for path in found if path is not None]
+    paths = [path for path in candidates if path is not None]
     if len(paths) > 1:
         raise InputError(f"{folder}: has {' and '.join(posixpath.basename(path) for path in paths)}; keep one of them")
     return paths[0] if paths else None
@@ -158,17 +158,17 @@ def find(folder: str, part: str, what: str) -> str | None:
 
 def read_part(folder: str, part: str, *, num_classes: int) -> LabelledImages:
     """Read the images and labels of `train` or `t10k` in a folder with MNIST's file names. Raises InputError like `read_pair`."""
-    paths = {what: find(folder, part, what) for what in ("images", "labels")}
-    for what, path in paths.items():
+    paths = {kind: find(folder, part, kind) for kind in ("images", "labels")}
+    for kind, path in paths.items():
         if path is None:
-            raise missing(folder, part, what)
+            raise missing(folder, part, kind)
     return read_pair(str(paths["images"]), str(paths["labels"]), num_classes=num_classes)
 
 
-def missing(folder: str, part: str, what: str) -> InputError:
-    """Return the error for a folder without the file of `part` and kind `what`."""
-    dimensions = 3 if what == "images" else 1
-    return InputError(f"{folder}: {part}-{what}-idx{dimensions}-ubyte not found, plain or .gz; {_FETCH.format(folder=folder)}")
+def missing(folder: str, part: str, kind: str) -> InputError:
+    """Return the error for a folder without the file of `part` and kind `kind`."""
+    dimensions = 3 if kind == "images" else 1
+    return InputError(f"{folder}: {part}-{kind}-idx{dimensions}-ubyte not found, plain or .gz; {_FETCH.format(folder=folder)}")
 
 
 def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> LabelledImages:

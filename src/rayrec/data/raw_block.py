@@ -42,16 +42,16 @@ class RawList:
         lengths = self.lengths[rows]
         return self._of_places(places_of(starts[rows], lengths), lengths)
 
-    def last(self, most: int) -> RawList:
-        """Return the last `most` categories of each row."""
-        if not len(self.lengths) or self.lengths.max() <= most:
+    def last(self, length: int) -> RawList:
+        """Return the last `length` categories of each row."""
+        if not len(self.lengths) or self.lengths.max() <= length:
             return self
-        ends, lengths = np.cumsum(self.lengths, dtype=np.int64), np.minimum(self.lengths, np.int32(most))
+        ends, lengths = np.cumsum(self.lengths, dtype=np.int64), np.minimum(self.lengths, np.int32(length))
         return self._of_places(places_of(ends - lengths, lengths), lengths)
 
-    def _of_places(self, places: np.ndarray, lengths: np.ndarray) -> RawList:
-        weights = None if self.weights is None else self.weights[places]
-        return RawList(self.categories[places], lengths, weights)
+    def _of_places(self, indices: np.ndarray, lengths: np.ndarray) -> RawList:
+        weights = None if self.weights is None else self.weights[indices]
+        return RawList(self.categories[indices], lengths, weights)
 
 
 def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -113,21 +113,21 @@ class RawBlock:
 
     def column(self, name: str) -> np.ndarray | RawList:
         """Return the values of a column of schema.dense or schema.sparse, 0 if missing: [rows], or lists."""
-        place, first = self.schema.places.get(name), len(self.schema.dense)
-        if place is None:
+        index, first = self.schema.places.get(name), len(self.schema.dense)
+        if index is None:
             return self.lists[[each for each in self.schema.sparse if each in self.schema.lists].index(name)]
-        return self.numbers[:, place] if place < first else self.categories[:, place - first]
+        return self.numbers[:, index] if index < first else self.categories[:, index - first]
 
     def is_missing(self, name: str) -> np.ndarray:
         """Return which rows lack a value in a column of schema.dense or schema.sparse, bool [rows]."""
-        place = self.schema.places.get(name)
-        if place is None:
+        index = self.schema.places.get(name)
+        if index is None:
             column = self.column(name)
             assert isinstance(column, RawList)
             return column.lengths == 0
         if self.missing.ndim == 2:
-            return self.missing[:, place]
-        return self.missing & np.uint64(1 << place) != 0
+            return self.missing[:, index]
+        return self.missing & np.uint64(1 << index) != 0
 
     def singles_missing(self) -> np.ndarray:
         """Return which rows lack a value in each column of schema.singles, bool [rows, columns]."""
@@ -216,6 +216,6 @@ def _joined_lists(columns: Sequence[RawList]) -> RawList:
 
 
 def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    there = [array for array in arrays if array is not None]
-    assert len(there) in (0, len(arrays))
-    return np.concatenate(there) if there else None
+    present = [array for array in arrays if array is not None]
+    assert len(present) in (0, len(arrays))
+    return np.concatenate(present) if present else None

@@ -74,12 +74,12 @@ def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) 
     """Call `make` and return its result with the times of its stages."""
     _local.clock = clock = _Clock()
     try:
-        made = make()
+        result = make()
     finally:
         del _local.clock
         clock.close()
     wall_s, cpu_s, queue_s = ({name: seconds[which] for name, seconds in clock.times.items()} for which in range(3))
-    return made, BlockTimes(rows_of(made), wall_s, cpu_s, queue_s, time.time())
+    return result, BlockTimes(rows_of(result), wall_s, cpu_s, queue_s, time.time())
 
 
 def with_times(table: pa.Table, times: BlockTimes) -> pa.Table:

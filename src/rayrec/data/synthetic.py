@@ -182,8 +182,8 @@ class SyntheticLog:
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:
             raise InputError(f"dialect: must be one of {', '.join(DIALECTS)}, got {self.dialect!r}")
-        for name, least in (("rows", 1), ("days", 1), ("seed", 0), ("drift", 0)):
-            _check_number(name, getattr(self, name), least)
+        for name, minimum in (("rows", 1), ("days", 1), ("seed", 0), ("drift", 0)):
+            _check_number(name, getattr(self, name), minimum)
         if self.days > self.rows:
             raise InputError(f"days: must be at most the number of rows, {self.rows}, got {self.days}")
 
@@ -201,9 +201,9 @@ class SyntheticLog:
         return [f"dt={date.isoformat()}/train.txt" for date in dates]
 
 
-def _check_number(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name}: must be an integer of at least {least}, got {value!r}")
+def _check_number(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InputError(f"{name}: must be an integer of at least {minimum}, got {value!r}")
 
 
 def _write_full(file: BinaryIO, text: memoryview) -> None:
@@ -214,14 +214,14 @@ def _write_full(file: BinaryIO, text: memoryview) -> None:
 def _block_text(plan: Plant, block: int, spans: list[tuple[int, int]], logits: np.ndarray, labels: np.ndarray) -> Any:
     """Return the text of a block as (day, bytes) pairs, and fill the block's range of `logits` and `labels`."""
     buffer = np.empty(sum(count for _, count in spans) * max_row_bytes(NUM_DENSE, NUM_SPARSE), dtype=np.uint8)
-    pieces, at, row = [], 0, block * BLOCK_ROWS
+    texts, at, row = [], 0, block * BLOCK_ROWS
     for day, rows in plan.rows(block, spans=spans):
         end = row + len(rows.labels)
         logits[row:end], labels[row:end] = rows.logits, rows.labels
         size = format_rows(rows.labels, dense=rows.dense, tokens=rows.tokens, missing=rows.missing, out=buffer[at:])
-        pieces.append((day, memoryview(buffer[at : at + size])))  # type: ignore[arg-type]
+        texts.append((day, memoryview(buffer[at : at + size])))  # type: ignore[arg-type]
         at, row = at + size, end
-    return pieces
+    return texts
 
 
 def generate(
@@ -258,8 +258,8 @@ def generate(
         blocks = in_order(make, numbers, name="generate", num_threads=num_threads, ahead=num_threads)
         with contextlib.closing(blocks), contextlib.ExitStack() as stack:
             current, file = -1, None
-            for block, pieces in enumerate(blocks):
-                for day, text in pieces:
+            for block, texts in enumerate(blocks):
+                for day, text in texts:
                     index = min(day, len(names) - 1)
                     if index != current:
                         stack.close()
@@ -295,21 +295,21 @@ def format_rows(labels: np.ndarray, *, dense: np.ndarray, tokens: np.ndarray, mi
     ValueError for an array of another type or shape, and if the text exceeds `out`.
     """
     rows, num_dense, num_sparse = len(labels), len(dense), len(tokens)
-    wanted = (
+    expected = (
         ("labels", labels, np.uint8, (rows,)),
         ("dense", dense, np.int32, (num_dense, rows)),
         ("tokens", tokens, np.uint32, (num_sparse, rows)),
         ("missing", missing, np.uint64, (rows,)),
         ("out", out, np.uint8, (out.size,)),
     )
-    for name, array, kind, shape in wanted:
+    for name, array, kind, shape in expected:
         if array.dtype != kind or array.shape != shape or not array.flags.c_contiguous:
             raise ValueError(f"{name}: must be C-contiguous {np.dtype(kind)} {shape}, got {array.dtype} {array.shape}")
     if not out.flags.writeable:
         raise ValueError("out: is read-only")
     columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
-    written = call("rayrec_format_rows", labels, dense, tokens, missing, rows, rows, *columns, out, out.size)
-    if written < 0:
-        most = max_row_bytes(num_dense, num_sparse)
-        raise ValueError(f"out: must have room for {rows} rows of up to {most} bytes, got {out.size}, or a label exceeds 9")
-    return written
+    size = call("rayrec_format_rows", labels, dense, tokens, missing, rows, rows, *columns, out, out.size)
+    if size < 0:
+        row_bytes = max_row_bytes(num_dense, num_sparse)
+        raise ValueError(f"out: must have room for {rows} rows of up to {row_bytes} bytes, got {out.size}, or a label exceeds 9")
+    return size

@@ -264,9 +264,9 @@ def _dense_column(dialect: Dialect, column: int, strength: float, rng: np.random
     points = np.arange(_SLOTS + 1) / _SLOTS
     below = 0.0
     values = np.zeros(_SLOTS + 1, dtype=np.int64)
-    for value, share in dialect.negative.get(column, ()):
-        values[(points >= below) & (points < below + share)] = value
-        below += share
+    for value, fraction in dialect.negative.get(column, ()):
+        values[(points >= below) & (points < below + fraction)] = value
+        below += fraction
     rest = points >= below
     logarithms = np.interp((points[rest] - below) / (1 - below), _QUANTILES, np.log1p(dialect.dense[column]))
     values[rest] = np.floor(np.expm1(logarithms) + 0.5)
@@ -284,8 +284,8 @@ def _sparse_column(
 ) -> _SparseColumn:
     cardinality, top, exponent, offset = law
     tail = (np.arange(len(top), cardinality) + 1.0 + offset) ** -exponent
-    shares = np.sort(np.concatenate([top, tail * ((1 - sum(top)) / tail.sum())]))[::-1]
-    edges = np.searchsorted(np.cumsum(shares), np.arange(_SLOTS + 1) / _SLOTS, side="right")
+    fractions = np.sort(np.concatenate([top, tail * ((1 - sum(top)) / tail.sum())]))[::-1]
+    edges = np.searchsorted(np.cumsum(fractions), np.arange(_SLOTS + 1) / _SLOTS, side="right")
     edges = np.minimum(edges, cardinality - 1)
     edges[-1] = cardinality
     slots = _slots(edges)
@@ -369,8 +369,8 @@ class Plant:
                     for s in (left, right)
                 )
                 interaction += left_variance * right_variance
-        shares = self._law.shares
-        self._rescale((shares[0] / dense) ** 0.5, (shares[1] / sparse) ** 0.5, (shares[2] / interaction) ** 0.25)
+        fractions = self._law.shares
+        self._rescale((fractions[0] / dense) ** 0.5, (fractions[1] / sparse) ** 0.5, (fractions[2] / interaction) ** 0.25)
 
     def _rescale(self, dense: float, sparse: float, latent: float) -> None:
         self._dense = [_DenseColumn(column.slots, column.effects * np.float32(dense)) for column in self._dense]

@@ -186,8 +186,8 @@ class _Run:
             high, base, arrays = min(low + _CHUNK, int(self.offsets[stop])), self.start, []
             for dtype in self.dtypes:
                 array = np.empty(high - low, dtype)
-                got = os.preadv(file, [array.view(np.uint8).data], base + low * dtype.itemsize)
-                assert got == array.nbytes
+                num_read = os.preadv(file, [array.view(np.uint8).data], base + low * dtype.itemsize)
+                assert num_read == array.nbytes
                 arrays.append(array)
                 base += total * dtype.itemsize
             yield arrays
@@ -243,7 +243,7 @@ class Spill:
     def merged(self, column: int, like: TokenCounter, min_count: int, *, always: int | None = None) -> tuple[Items, int]:
         """Return a column's spilled tokens counted at least `min_count` times or equal to `always`, and the distinct number."""
         runs, distinct = self._runs.get(column, []), 0
-        kept = like.items(NO_ROW)
+        result = like.items(NO_ROW)
         sizes = sum((np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64))
         for first, stop, split_bits in _groups(sizes.tolist(), self.table_bytes, like):
             for part in range(1 << split_bits):
@@ -255,9 +255,9 @@ class Spill:
                             arrays = _select(arrays, _PARTITION_BITS + split_bits, (first << split_bits) + part)
                         counter.merge(*arrays)
                 distinct += counter.used
-                _extend(kept, frequent_items(counter, min_count, always))
+                _extend(result, frequent_items(counter, min_count, always))
                 del counter
-        return kept, distinct
+        return result, distinct
 
     def close(self) -> None:
         if self._file is not None:
@@ -287,8 +287,8 @@ def _select(arrays: Sequence[np.ndarray], bits: int, partition: int) -> list[np.
     counts = counts.astype(np.int64)
     item_bytes, first_rows = ctypes.c_int32(tokens.itemsize), rows[0] if rows else None
     sizes = (len(tokens), ctypes.c_int32(bits), partition)
-    kept = call("rayrec_select_partition", tokens, item_bytes, counts, first_rows, *sizes)
-    return [array[:kept] for array in (tokens, counts, *rows)]
+    count = call("rayrec_select_partition", tokens, item_bytes, counts, first_rows, *sizes)
+    return [array[:count] for array in (tokens, counts, *rows)]
 
 
 def frequent_items(counter: TokenCounter, min_count: int, always: int | None) -> Items:
@@ -296,17 +296,17 @@ def frequent_items(counter: TokenCounter, min_count: int, always: int | None) ->
     if always is None or min_count <= 1:
         return counter.items(min_count)
     tokens, counts, rows = counter.items()
-    chosen = (counts >= min_count) | (tokens == always)
-    return tokens[chosen], counts[chosen], None if rows is None else rows[chosen]
+    mask = (counts >= min_count) | (tokens == always)
+    return tokens[mask], counts[mask], None if rows is None else rows[mask]
 
 
-def _extend(kept: Items, more: Items) -> None:
+def _extend(items: Items, more: Items) -> None:
     """Append in place: the kernel moves the pages of large arrays instead of copying them, so there are never two copies."""
-    for array, piece in zip(kept, more, strict=True):
-        if array is not None and piece is not None:
+    for array, new in zip(items, more, strict=True):
+        if array is not None and new is not None:
             start = len(array)
-            array.resize(start + len(piece), refcheck=False)
-            array[start:] = piece
+            array.resize(start + len(new), refcheck=False)
+            array[start:] = new
 
 
 def narrow(counts: np.ndarray) -> np.ndarray:

@@ -120,8 +120,8 @@ class Counts:
         """Return a sentence on the counts written to disk, empty if all fit into memory."""
         if self.spill is None or not self.spill.begun:
             return ""
-        limit, written = self.spill.memory_bytes >> 20, self.spill.written_bytes >> 20
-        return f"spilled {written:,} MiB of category counts beyond {limit:,} MiB of memory to {self.spill.folder}"
+        limit, size = self.spill.memory_bytes >> 20, self.spill.written_bytes >> 20
+        return f"spilled {size:,} MiB of category counts beyond {limit:,} MiB of memory to {self.spill.folder}"
 
     def close(self) -> None:
         """Free the spilled counts. `kept` must not be called afterwards."""
@@ -374,11 +374,11 @@ def tasks_of(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> lis
 def filled(items: Sequence[Any], sizes: Sequence[int], limit: int) -> list[list[Any]]:
     """Combine neighbouring items until they reach the limit."""
     tasks: list[list[Any]] = []
-    room = 0
+    remaining = 0
     for item, size in zip(items, sizes, strict=True):
-        if room <= 0:
+        if remaining <= 0:
             tasks.append([])
-            room = limit
+            remaining = limit
         tasks[-1].append(item)
-        room -= size
+        remaining -= size
     return tasks

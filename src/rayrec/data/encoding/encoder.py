@@ -215,25 +215,25 @@ class Encoder:
     def _by_rules(self, block: RawBlock) -> tuple[np.ndarray, Sequence[Ids]]:
         schema = block.schema
         dense = np.empty((block.rows, len(self._numbers)), np.float32)
-        for place, (number, name) in enumerate(zip(self._numbers, schema.dense, strict=True)):
-            dense[:, place] = number.encode(block.numbers[:, place], block.is_missing(name))
+        for index, (number, name) in enumerate(zip(self._numbers, schema.dense, strict=True)):
+            dense[:, index] = number.encode(block.numbers[:, index], block.is_missing(name))
         ids: list[Ids] = []
-        for place, (rule, name) in enumerate(zip(self._categories, schema.sparse, strict=True)):
+        for index, (rule, name) in enumerate(zip(self._categories, schema.sparse, strict=True)):
             values = block.column(name)
             if isinstance(values, RawList):
-                ids.append(_bags(self.ids(values.categories, place), values, rule.missing_id))
+                ids.append(_bags(self.ids(values.categories, index), values, rule.missing_id))
             else:
-                ids.append(rule.encode(values, block.is_missing(name), self._look_up_in(place), self._id_type))
+                ids.append(rule.encode(values, block.is_missing(name), self._look_up_in(index), self._id_type))
         return dense, ids
 
     def _look_up_in(self, column: int) -> Callable[[np.ndarray], np.ndarray]:
         rule, slots = self._categories[column], self._slots[column]
 
-        def known(categories: np.ndarray) -> np.ndarray:
+        def ids_of(categories: np.ndarray) -> np.ndarray:
             assert slots is not None
             return look_up(categories, slots, rule.unknown_id)
 
-        return known
+        return ids_of
 
 
 def _bags(ids: np.ndarray, lists: RawList, missing_id: int) -> Bags:
@@ -242,10 +242,10 @@ def _bags(ids: np.ndarray, lists: RawList, missing_id: int) -> Bags:
     if len(ids) == lengths.sum():  # No list is empty
         return Bags(ids, lengths, lists.weights)
     values = np.full(lengths.sum(), missing_id, ids.dtype)
-    places = places_of(np.cumsum(lengths, dtype=np.int64) - lengths, lists.lengths)
-    values[places] = ids
+    indices = places_of(np.cumsum(lengths, dtype=np.int64) - lengths, lists.lengths)
+    values[indices] = ids
     if lists.weights is None:
         return Bags(values, lengths)
     weights = np.ones(len(values), np.float32)
-    weights[places] = lists.weights
+    weights[indices] = lists.weights
     return Bags(values, lengths, weights)

@@ -37,13 +37,13 @@ class Extension:
     """Categories beyond max_num_embeddings."""
 
 
-def rules_of(old: Preprocessor, where: str) -> Preset:
+def rules_of(old: Preprocessor, source: str) -> Preset:
     """Return the rules of a Preprocessor. Raises InputError if it cannot be extended."""
     if old.multi_hot is not None:
-        raise InputError(f"{where}: cannot be extended, because multi_hot bags depend on the table sizes; count all days again")
+        raise InputError(f"{source}: cannot be extended, because multi_hot bags depend on the table sizes; count all days again")
     if "rules" not in old.constants:
-        raise InputError(f"{where}: adopted data has ids instead of categories, so it has no vocabulary to extend")
-    return Preset().updated(old.constants["rules"], where=f"{where}: ")
+        raise InputError(f"{source}: adopted data has ids instead of categories, so it has no vocabulary to extend")
+    return Preset().updated(old.constants["rules"], where=f"{source}: ")
 
 
 def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
@@ -65,8 +65,8 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
             continue
         column, vocabulary = old.sparse[number], old.vocabulary(number)
         if column.num_tokens is not None:
-            known = known_tokens(preset, counts, number)
-            column, added, left_out[name] = _extended(preset, column, vocabulary, known, number, name)
+            new = known_tokens(preset, counts, number)
+            column, added, left_out[name] = _extended(preset, column, vocabulary, new, number, name)
             kept[name], appended[name] = len(vocabulary), len(added)
             vocabulary = np.concatenate([vocabulary, added])
         sparse.append(column)
@@ -86,17 +86,17 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
 
 
 def _extended(
-    preset: Preset, old: SparseColumn, vocabulary: np.ndarray, known: KnownTokens, number: int, name: str
+    preset: Preset, old: SparseColumn, vocabulary: np.ndarray, new: KnownTokens, number: int, name: str
 ) -> tuple[SparseColumn, np.ndarray, int]:
     """Return the column's new rule, the tokens to append, and the number of omitted ones."""
-    fresh = ~np.isin(known.tokens, vocabulary)
-    added = known.tokens[fresh]
+    fresh = ~np.isin(new.tokens, vocabulary)
+    added = new.tokens[fresh]
     num_old, gap, missing_id = len(vocabulary), old.gap, old.missing_id
-    if preset.missing == "token" and known.gap is not None and missing_id == old.unknown_id:
+    if preset.missing == "token" and new.gap is not None and missing_id == old.unknown_id:
         # The empty field became frequent enough to be a separate category.
         if gap is not None:
             raise _crowded(name)
-        gap = missing_id = old.first_id + num_old + int(np.count_nonzero(fresh[: known.gap]))
+        gap = missing_id = old.first_id + num_old + int(np.count_nonzero(fresh[: new.gap]))
     if old.has_own_ids and old.unknown_id == old.first_id + num_old + (old.gap is not None) and len(added):
         # The row of unknown categories followed the vocabulary; it keeps its place, now in the middle.
         if gap is not None:
@@ -104,11 +104,11 @@ def _extended(
         gap = old.unknown_id
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
     limit, left_out = fixed or preset.max_num_embeddings, 0
-    highest = old.first_id + num_old + (gap is not None)
+    end = old.first_id + num_old + (gap is not None)
     if limit is not None and fixed is None and preset.beyond_limit == "hash":
-        room = max(0, limit - highest)
-        left_out, added = max(0, len(added) - room), added[:room]
-    rows = max(old.num_embeddings, highest + len(added))
+        available = max(0, limit - end)
+        left_out, added = max(0, len(added) - available), added[:available]
+    rows = max(old.num_embeddings, end + len(added))
     rows = rows if limit is None else min(rows, limit)
     column = replace(old, num_embeddings=rows, num_tokens=num_old + len(added), gap=gap, missing_id=missing_id % rows)
     if preset.missing == "zero" and old.missing_id == old.unknown_id and len(zero := np.flatnonzero(added == 0)):

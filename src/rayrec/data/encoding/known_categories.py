@@ -55,8 +55,8 @@ def buckets_of(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.n
         numbers -= ids > rule.gap
     # The number of ends above a token's number is the number of edges that its count reaches.
     buckets = np.searchsorted(-np.array(ends, np.int64), -numbers, side="left") - 1
-    known = (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0)
-    return np.where(known, buckets, len(ends)).astype(np.int8)
+    is_known = (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0)
+    return np.where(is_known, buckets, len(ends)).astype(np.int8)
 
 
 def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
@@ -64,13 +64,13 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
         raise InputError(f"slice_by: frequency:{column}: the model takes {column} as a number; choose a sparse column")
     if preprocessor.multi_hot:
         raise InputError(f"slice_by: frequency:{column}: every row has many ids in {column}; slice by its values")
-    found: dict[str, Any] = preprocessor.constants.get(ENDS, {})
-    if column not in found:
+    ends_of: dict[str, Any] = preprocessor.constants.get(ENDS, {})
+    if column not in ends_of:
         raise InputError(
             f"slice_by: frequency:{column}: token counts are unknown (hashed columns, ids by first appearance, and "
             "Preprocessors of earlier versions have none); choose another column"
         )
-    ends: list[int] = found[column]
+    ends: list[int] = ends_of[column]
     return ends
 
 
@@ -83,9 +83,9 @@ def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
     rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
     if not rule.has_own_ids:
         raise InputError(f"column {column}: ids must belong to one category each. Use a vocabulary without a limit.")
-    found = np.full(rule.num_embeddings, -1, np.int64)
-    found[rule.ids()] = tokens.astype(np.uint64).view(np.int64)
-    return found
+    result = np.full(rule.num_embeddings, -1, np.int64)
+    result[rule.ids()] = tokens.astype(np.uint64).view(np.int64)
+    return result
 
 
 @final
@@ -95,8 +95,8 @@ class UnknownCategories:
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
         inputs, columns = preprocessor.inputs, preprocessor.sparse
-        self._singles = [place for place, name in enumerate(inputs.sparse) if name not in inputs.lists]
-        self._lists = [place for place, name in enumerate(inputs.sparse) if name in inputs.lists]
+        self._singles = [index for index, name in enumerate(inputs.sparse) if name not in inputs.lists]
+        self._lists = [index for index, name in enumerate(inputs.sparse) if name in inputs.lists]
         self._with_vocabulary = np.array([column.num_tokens is not None for column in columns], np.int32)
         self._unknown_ids = np.array([column.unknown_id for column in columns], np.int64)
         self._told_apart: Encoder | None = None
@@ -111,17 +111,17 @@ class UnknownCategories:
             block = self._preprocessor.derivation.applied(block)
         unknown = np.zeros((block.rows, len(self._unknown_ids)), np.int32)
         if self._singles:
-            first = np.stack([_one_hot(ids[place]) for place in self._singles])
-            found = (self._unknown_ids[self._singles] == first.T) & ~block.singles_missing()
+            first = np.stack([_one_hot(ids[index]) for index in self._singles])
+            is_unknown = (self._unknown_ids[self._singles] == first.T) & ~block.singles_missing()
             if not self._lists:
-                return found * self._with_vocabulary
-            unknown[:, self._singles] = found
-        for place, column in zip(self._lists, block.lists, strict=True):
-            bags = ids[place]
+                return is_unknown * self._with_vocabulary
+            unknown[:, self._singles] = is_unknown
+        for index, column in zip(self._lists, block.lists, strict=True):
+            bags = ids[index]
             assert isinstance(bags, Bags)
             rows = np.repeat(np.arange(block.rows), bags.lengths)
-            there = (bags.values == self._unknown_ids[place]) & (column.lengths > 0)[rows]
-            unknown[:, place] = np.bincount(rows[there], minlength=block.rows)
+            mask = (bags.values == self._unknown_ids[index]) & (column.lengths > 0)[rows]
+            unknown[:, index] = np.bincount(rows[mask], minlength=block.rows)
         return unknown * self._with_vocabulary
 
     def _encoder(self) -> Encoder:

@@ -32,22 +32,22 @@ class _Share:
     stop: int
 
 
-def _index_and_count(shares: Sequence[_Share], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
+def _index_and_count(chunks: Sequence[_Share], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
     """Index and count in a data task. Rows are numbered from the task's first."""
     keep_freed_memory()
     packer, entries, total, rows = Packer(counting), [], Faults(), 0
     counted = []
-    for share in shares:
-        for entry, faults, raw in parsed_segments(share.chunk, counting.schema, segment_bytes):
+    for each in chunks:
+        for entry, faults, raw in parsed_segments(each.chunk, counting.schema, segment_bytes):
             entries.append(entry)
             total.add(faults)
-            if share.start <= entry.start and entry.stop <= share.stop:
+            if each.start <= entry.start and entry.stop <= each.stop:
                 packer.add(raw, entry.path, rows)
                 counted += [rows, rows + raw.rows]
             rows += raw.rows
     table = packer.table()
-    found = {"entries": entries, "faults": total.to_dict(), "counted": [min(counted), max(counted)] if counted else None}
-    return table.append_column("index", arrow_texts([json.dumps(found), *[""] * (len(table) - 1)]))
+    result = {"entries": entries, "faults": total.to_dict(), "counted": [min(counted), max(counted)] if counted else None}
+    return table.append_column("index", arrow_texts([json.dumps(result), *[""] * (len(table) - 1)]))
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def _one_pass(
 ) -> tuple[LogIndex, _Found]:
     """Return the index of text files, and counts of the adjacent segments within each file's bytes `ranges`."""
     range_of = dict(zip([file.path for file in files], ranges, strict=True))
-    shares = [_Share(chunk, *range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
-    tasks = tasks_of(shares, [share.chunk.stop - share.chunk.start for share in shares], task_bytes)
+    chunks = [_Share(chunk, *range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
+    tasks = tasks_of(chunks, [each.chunk.stop - each.chunk.start for each in chunks], task_bytes)
     function = functools.partial(_index_and_count, counting=counting, segment_bytes=segment_bytes)
     total = counting.total(memory_bytes, None)
     entries: list[Entry] = []
@@ -81,11 +81,11 @@ def _one_pass(
     try:
         for table in context.engine.run("index and count", function, tasks):
             total.add(table, first_row=rows)
-            found = json.loads(table.column("index")[0].as_py())
-            new = [Entry(*entry) for entry in found["entries"]]
+            result = json.loads(table.column("index")[0].as_py())
+            new = [Entry(*entry) for entry in result["entries"]]
             entries.extend(new)
-            faults.add(Faults.from_dict(found["faults"]))
-            counted += [rows + row for row in found["counted"] or ()]
+            faults.add(Faults.from_dict(result["faults"]))
+            counted += [rows + row for row in result["counted"] or ()]
             rows += sum(entry.rows for entry in new)
             done += sum(entry.stop - entry.start for entry in new)
             context.progress("index (bytes)", done, size)
@@ -112,13 +112,13 @@ class CountingIndexer:
     def __init__(
         self,
         counting: CountingJob,
-        chosen: Callable[[LogIndex], tuple[int, int]],
+        chosen_rows: Callable[[LogIndex], tuple[int, int]],
         *,
         memory_bytes: int | None = None,
         task_bytes: int = TASK_BYTES,
     ) -> None:
-        """Create an indexer. `chosen` returns the rows [start, stop) of an index to count."""
-        self._counting, self._chosen = counting, chosen
+        """Create an indexer. `chosen_rows` returns the rows [start, stop) of an index to count."""
+        self._counting, self._chosen = counting, chosen_rows
         self._memory_bytes, self._task_bytes = memory_bytes, task_bytes
         self._found: _Found | None = None
 
@@ -156,11 +156,11 @@ class CountingIndexer:
     def counts(self, index: LogIndex, *, engine: Engine, progress: Callable[[int], None] | None = None) -> Counts:
         """Return counts of the chosen rows, to be closed by the caller. See `count_log` for the arguments."""
         start, stop = self._chosen(index)
-        found, self._found = self._found, None
-        if found is not None and not start <= found.start <= found.stop <= stop:  # The guess was wrong
-            found.counts.close()
-            found = None
-        missing = [(start, stop)] if found is None else [(start, found.start), (found.stop, stop)]
+        partial, self._found = self._found, None
+        if partial is not None and not start <= partial.start <= partial.stop <= stop:  # The guess was wrong
+            partial.counts.close()
+            partial = None
+        missing = [(start, stop)] if partial is None else [(start, partial.start), (partial.stop, stop)]
         parts = [part for low, high in missing for part in index.parts(low, high)]
         return count_log(
             self._counting,
@@ -169,7 +169,7 @@ class CountingIndexer:
             memory_bytes=self._memory_bytes,
             task_bytes=self._task_bytes,
             progress=progress,
-            into=None if found is None else found.counts,
+            into=None if partial is None else partial.counts,
         )
 
     def close(self) -> None:

@@ -54,10 +54,10 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
         "gap": (0 if column.gap is None else column.gap, 0, MAX_TABLE_ROWS),
         "token_modulo": (1 if column.token_modulo is None else column.token_modulo, 1, 2**32 - 1),
     }
-    for limited, (value, least, most) in limits.items():
-        if type(value) is not int or not least <= value <= most:
+    for limited, (value, minimum, maximum) in limits.items():
+        if type(value) is not int or not minimum <= value <= maximum:
             raise InputError(
-                f"preprocessor: {limited} of column {name} must be an integer from {least} to {most}, got {value!r}; damaged"
+                f"preprocessor: {limited} of column {name} must be an integer from {minimum} to {maximum}, got {value!r}; damaged"
             )
     if not type(column.murmur3) is type(column.mixed) is bool:
         raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
@@ -95,9 +95,9 @@ class Preprocessor:
             )
         if dtype == np.uint64 and any(column.murmur3 for column in self.sparse):
             raise InputError("preprocessor: murmur3 needs categories of 8 hexadecimal digits; build it again")
-        known = sum(self._stored_tokens)
-        if known != len(self.tokens):
-            raise InputError(f"preprocessor: has {len(self.tokens)} tokens, but its columns need {known}; build it again")
+        expected = sum(self._stored_tokens)
+        if expected != len(self.tokens):
+            raise InputError(f"preprocessor: has {len(self.tokens)} tokens, but its columns need {expected}; build it again")
 
     def check(self) -> None:
         """Check for values that `rayrec vocabulary` never writes and that break the kernels. Raises InputError."""
@@ -112,8 +112,8 @@ class Preprocessor:
                 raise InputError(
                     f"preprocessor: columns that share the vocabulary of {self.inputs.sparse[owner]} differ; it is damaged"
                 )
-        least = self.file_minimum
-        if least is not None and ("" not in least or any(type(value) is not int for value in least.values())):
+        minimum = self.file_minimum
+        if minimum is not None and ("" not in minimum or any(type(value) is not int for value in minimum.values())):
             raise InputError("preprocessor: file_minimum must be a table of integers; it is damaged")
 
     @cached_property
@@ -154,10 +154,10 @@ class Preprocessor:
     def slots(self) -> np.ndarray:
         """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises InputError for a repeated
         token."""
-        places = self._slot_places
-        slots = np.zeros((places[-1], 2) if self.tokens.dtype == np.uint64 else places[-1], np.uint64)
+        offsets = self._slot_places
+        slots = np.zeros((offsets[-1], 2) if self.tokens.dtype == np.uint64 else offsets[-1], np.uint64)
         for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):
-            out = slots[places[number] : places[number + 1]]
+            out = slots[offsets[number] : offsets[number + 1]]
             if not len(out):
                 continue
             if not build_slots(np.ascontiguousarray(self.vocabulary(number)), column.ids(), out):
@@ -178,8 +178,8 @@ class Preprocessor:
         """Return the lookup table of a sparse column within `slots`; None if it is hashed."""
         if self.sparse[column].num_tokens is None:
             return None
-        places, owner = self._slot_places, self.inputs.vocabulary_owners[column]
-        return self.slots[places[owner] : places[owner + 1]]
+        offsets, owner = self._slot_places, self.inputs.vocabulary_owners[column]
+        return self.slots[offsets[owner] : offsets[owner + 1]]
 
     def grouped_by(self, column: str | None) -> Preprocessor:
         """Return the same Preprocessor with another `Schema.group`, which is not stored, for group keys in encoded rows."""

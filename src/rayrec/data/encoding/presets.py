@@ -125,7 +125,7 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
     if preset.num_embeddings is not None and len(preset.num_embeddings) != len(inputs.sparse):
         raise InputError(f"preset.num_embeddings: {len(preset.num_embeddings)} tables for {len(inputs.sparse)} sparse columns")
     sparse: list[SparseColumn] = []
-    kept: list[np.ndarray] = []
+    vocabularies: list[np.ndarray] = []
     ends: dict[str, list[int]] = {}
     for number, (name, owner) in enumerate(zip(inputs.sparse, inputs.vocabulary_owners, strict=True)):
         if owner != number:
@@ -133,17 +133,17 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
             if inputs.sparse[owner] in ends:
                 ends[name] = ends[inputs.sparse[owner]]
             continue
-        column, known = _sparse_column(preset, counts, number)
+        column, vocabulary = _sparse_column(preset, counts, number)
         sparse.append(column)
-        kept.append(known.tokens)
-        if known.amounts is not None and column.has_own_ids:
-            ends[name] = frequency_ends(known.amounts)
+        vocabularies.append(vocabulary.tokens)
+        if vocabulary.amounts is not None and column.has_own_ids:
+            ends[name] = frequency_ends(vocabulary.amounts)
     return Preprocessor(
         preset=preset.name,
         schema=schema,
         dense=tuple(_dense_column(preset, moments) for moments in counts.dense_moments.tolist()),
         sparse=tuple(sparse),
-        tokens=np.concatenate(kept) if kept else np.zeros(0, np.uint32),
+        tokens=np.concatenate(vocabularies) if vocabularies else np.zeros(0, np.uint32),
         integer_buckets=preset.dense == "buckets",
         file_minimum=_file_minimum(counts) if preset.dense_from_file_minimum else None,
         multi_hot=preset.multi_hot,
@@ -158,12 +158,12 @@ def _file_minimum(counts: Counts) -> dict[str, int]:
 def _dense_column(preset: Preset, moments: list[int]) -> DenseColumn:
     """Return the rule of a dense column from its row of Counts.dense_moments."""
     assert preset.dense != "buckets"
-    lowest = LOWEST_INTEGER if preset.dense_lowest is None else preset.dense_lowest
+    minimum = LOWEST_INTEGER if preset.dense_lowest is None else preset.dense_lowest
     mean, scale = 0.0, 1.0
     if preset.dense_standardized and moments[0]:
         mean, variance = mean_and_variance(moments)
         scale = 1.0 / math.sqrt(variance) if variance > 1e-12 else 1.0
-    plain = DenseColumn(preset.dense, preset.dense_shift, lowest, mean, scale)
+    plain = DenseColumn(preset.dense, preset.dense_shift, minimum, mean, scale)
     missing_value = float(plain.apply(np.zeros(1))[0])
     if not math.isfinite(missing_value):
         raise InputError(
@@ -218,32 +218,34 @@ def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseC
         missing_id = int(murmur3(np.zeros(1, np.uint32))[0]) % fixed
         column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=missing_id, murmur3=True)
         return column, KnownTokens(np.zeros(0, np.uint32))
-    known = known_tokens(preset, counts, number)
+    vocabulary = known_tokens(preset, counts, number)
     first_id, limit = preset.first_id, fixed or preset.max_num_embeddings
-    gap = None if known.gap is None else first_id + known.gap
-    num_ids = first_id + len(known.tokens) + (gap is not None)
+    gap = None if vocabulary.gap is None else first_id + vocabulary.gap
+    num_ids = first_id + len(vocabulary.tokens) + (gap is not None)
     num_embeddings = num_ids + (preset.unknown_id is None)
     unknown_id = num_ids if preset.unknown_id is None else preset.unknown_id
-    missing_id = _missing_id(preset, known, unknown_id)
+    missing_id = _missing_id(preset, vocabulary, unknown_id)
     if fixed is None and (limit is None or num_embeddings <= limit):
-        column = SparseColumn(num_embeddings, len(known.tokens), first_id, unknown_id, missing_id, gap, preset.token_modulo)
-        return column, known
+        column = SparseColumn(num_embeddings, len(vocabulary.tokens), first_id, unknown_id, missing_id, gap, preset.token_modulo)
+        return column, vocabulary
     assert limit is not None
     if fixed is None and preset.beyond_limit == "hash":
         missing_id = missing_id if isinstance(preset.missing, int) else first_id  # The id of token 0
-        wide = known.tokens.dtype == np.uint64  # Tokens may be regular numbers; Criteo's are hashes
+        wide = vocabulary.tokens.dtype == np.uint64  # Tokens may be regular numbers; Criteo's are hashes
         column = SparseColumn(limit, None, first_id, unknown_id % limit, missing_id, mixed=wide)
-        return column, KnownTokens(known.tokens[:0])
-    column = SparseColumn(limit, len(known.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo)
-    return column, known
+        return column, KnownTokens(vocabulary.tokens[:0])
+    column = SparseColumn(
+        limit, len(vocabulary.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo
+    )
+    return column, vocabulary
 
 
-def _missing_id(preset: Preset, known: KnownTokens, unknown_id: int) -> int:
+def _missing_id(preset: Preset, vocabulary: KnownTokens, unknown_id: int) -> int:
     if isinstance(preset.missing, int):
         return preset.missing
-    if preset.missing == "token" and known.gap is not None:
-        return preset.first_id + known.gap
-    if preset.missing == "zero" and len(zero := np.flatnonzero(known.tokens == 0)):
+    if preset.missing == "token" and vocabulary.gap is not None:
+        return preset.first_id + vocabulary.gap
+    if preset.missing == "zero" and len(zero := np.flatnonzero(vocabulary.tokens == 0)):
         return preset.first_id + int(zero[0])
     return unknown_id
 
@@ -365,8 +367,8 @@ ALL: dict[str, Preset] = {
 def by_name(name: str) -> Preset:
     """Return the preset with this name. Raises InputError for an unknown name, with the nearest one."""
     if name not in ALL:
-        near = difflib.get_close_matches(name, ALL, n=1)
+        matches = difflib.get_close_matches(name, ALL, n=1)
         raise InputError(
-            f"preset '{name}' not found; " + (f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(ALL)}")
+            f"preset '{name}' not found; " + (f"did you mean '{matches[0]}'?" if matches else f"choose from {', '.join(ALL)}")
         )
     return ALL[name]

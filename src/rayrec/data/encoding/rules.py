@@ -130,10 +130,10 @@ def expand_bag(ids: np.ndarray, size: int, num_embeddings: int, *, column: int, 
     if pareto:
         v = ((bits >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
         value = 1.0 / (v * v) ** 2 - 1.0
-        drawn = np.where(value < 2.0**31, value, -(2.0**31)).astype(np.int64) % num_embeddings
+        random_ids = np.where(value < 2.0**31, value, -(2.0**31)).astype(np.int64) % num_embeddings
     else:
-        drawn = _upper_half(bits, num_embeddings).astype(np.int64)
-    return np.concatenate([ids.astype(np.int64)[:, None], drawn], axis=1)
+        random_ids = _upper_half(bits, num_embeddings).astype(np.int64)
+    return np.concatenate([ids.astype(np.int64)[:, None], random_ids], axis=1)
 
 
 def _upper_half(values: np.ndarray, factor: int) -> np.ndarray:

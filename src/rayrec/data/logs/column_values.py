@@ -94,7 +94,7 @@ RefuseType = Callable[[str, str], InputError]
 
 
 def type_error(table_schema: pa.Schema, path: str) -> RefuseType:
-    return lambda name, remedy: InputError(f"{path}: column {name} is of type {table_schema.field(name).type}; {remedy}")
+    return lambda name, fix: InputError(f"{path}: column {name} is of type {table_schema.field(name).type}; {fix}")
 
 
 MOST_SECONDS = 2.0**42
@@ -105,17 +105,17 @@ def times_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Parse text as (int64 microseconds, status): seconds since 1970, or an ISO 8601 date or time, UTC if it has no zone."""
     binary = pc.cast(array, pa.large_binary())
     status = Text.of(binary).call("rayrec_check_numbers")
-    nothing = pa.scalar(None, pa.large_binary())
-    seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, nothing))
+    null = pa.scalar(None, pa.large_binary())
+    seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, null))
     good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MOST_SECONDS)
     values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
-    text = pc.cast(pc.if_else(pc.match_substring_regex(binary, _ISO_TIME), binary, nothing), pa.large_string())
+    text = pc.cast(pc.if_else(pc.match_substring_regex(binary, _ISO_TIME), binary, null), pa.large_string())
     zoned = pc.match_substring_regex(text, r"(Z|[+-]\d\d:?\d\d)$").fill_null(False)
-    for chosen, kind in ((zoned, pa.timestamp("us", "UTC")), (pc.invert(zoned), pa.timestamp("us"))):
-        times = _cast_where_possible(pc.if_else(chosen, text, pa.scalar(None, pa.large_string())), kind)
-        there = times.is_valid().to_numpy(zero_copy_only=False)
-        values[there] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[there]
-        good |= there
+    for mask, kind in ((zoned, pa.timestamp("us", "UTC")), (pc.invert(zoned), pa.timestamp("us"))):
+        times = _cast_where_possible(pc.if_else(mask, text, pa.scalar(None, pa.large_string())), kind)
+        valid = times.is_valid().to_numpy(zero_copy_only=False)
+        values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
+        good |= valid
     return values, np.where(good, VALUE, REFUSED).astype(np.uint8)
 
 
@@ -174,8 +174,8 @@ def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     if len(words):
         values = values.copy()
         for value, spellings in _WORDS.items():
-            found = pc.is_in(array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary()))
-            meant = words[found.to_numpy(zero_copy_only=False)]
+            matches = pc.is_in(array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary()))
+            meant = words[matches.to_numpy(zero_copy_only=False)]
             values[meant], status[meant] = value, VALUE
     return values, status
 
@@ -191,7 +191,7 @@ def _seconds(array: pa.Array) -> pa.Array:
     return pc.divide(pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False), float(units[array.type.unit]))
 
 
-def numbers_of(array: pa.Array, name: str, refuse_type: RefuseType, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def numbers_of(array: pa.Array, name: str, make_error: RefuseType, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Return (float64, status), 0 if missing or rejected, also NaN and infinities. With `times`, dates and timestamps in
     seconds."""
     if types.is_null(array.type):
@@ -203,12 +203,12 @@ def numbers_of(array: pa.Array, name: str, refuse_type: RefuseType, *, times: bo
     if times and (types.is_timestamp(array.type) or types.is_date(array.type)):
         array = _seconds(array)
     if not (types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)):
-        raise refuse_type(name, "numbers are needed; convert it, or leave it out of the schema")
+        raise make_error(name, "numbers are needed; convert it, or leave it out of the schema")
     values = pc.cast(array, pa.float64(), safe=False)  # Integers above 2^53 are rounded
     return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
 
 
-def integers_of(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np.ndarray, np.ndarray]:
+def integers_of(array: pa.Array, name: str, make_error: RefuseType) -> tuple[np.ndarray, np.ndarray]:
     """Return (int64, status) of numbers with at most 18 digits, as text or as integral numbers of other types."""
     if is_text(array.type):
         values = np.empty(len(array), np.int64)
@@ -221,7 +221,7 @@ def integers_of(array: pa.Array, name: str, refuse_type: RefuseType) -> tuple[np
         values = values.astype(np.int64)
         good = (values < LIMIT) & (values > -LIMIT)
         return np.where(good, values, 0), np.where(good, status, REFUSED)
-    numbers, status = numbers_of(array, name, refuse_type)
+    numbers, status = numbers_of(array, name, make_error)
     good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)
     return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REFUSED)
 

@@ -63,16 +63,16 @@ def present_columns(names: Sequence[str], schema: Schema) -> tuple[str, ...]:
 
 
 def check_columns(
-    names: Sequence[str], wanted: Sequence[str], *, path: str, hint: str = "", optional: Sequence[str] = ()
+    names: Sequence[str], required: Sequence[str], *, path: str, hint: str = "", optional: Sequence[str] = ()
 ) -> None:
     """Check that each wanted column exists once; optional ones may be absent. Raises InputError."""
-    for name in wanted:
-        found = list(names).count(name)
-        if found != 1 and not (found == 0 and name in optional):
+    for name in required:
+        count = list(names).count(name)
+        if count != 1 and not (count == 0 and name in optional):
             plain = [name if name.strip() == name and name else repr(name) for name in names]
             shown = ", ".join(plain[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-            what = "no column" if not found else f"{found} columns"
-            raise InputError(f"{path}: has {what} named {name}; it has {shown or 'none'}{hint}; fix the schema or the file")
+            problem = "no column" if not count else f"{count} columns"
+            raise InputError(f"{path}: has {problem} named {name}; it has {shown or 'none'}{hint}; fix the schema or the file")
 
 
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
@@ -120,10 +120,10 @@ class CsvRange:
             splitter.row = 0  # The header is elsewhere
         elif _bytes_at(path, (0, len(_BOM))) == _BOM:
             at = len(_BOM)
-        pieces = [(start, min(READ_BYTES, self._stop - start)) for start in range(at, self._stop, READ_BYTES)]
-        for piece in storage.in_parallel(functools.partial(_bytes_at, path), pieces, of=path):
-            tables, rest = splitter.split(text + piece, final=False)
-            at += len(text) + len(piece) - len(rest)
+        ranges = [(start, min(READ_BYTES, self._stop - start)) for start in range(at, self._stop, READ_BYTES)]
+        for chunk in storage.in_parallel(functools.partial(_bytes_at, path), ranges, of=path):
+            tables, rest = splitter.split(text + chunk, final=False)
+            at += len(text) + len(chunk) - len(rest)
             text = rest
             yield from tables
         # The row cut by `stop`, or rows after a quote that is not closed before it.
@@ -133,8 +133,8 @@ class CsvRange:
             at += len(text) - len(rest)
             yield from tables
             if len(rest) == len(text):
-                piece = _bytes_at(path, (at + len(text), READ_BYTES))
-                final, rest = not piece, text + piece
+                chunk = _bytes_at(path, (at + len(text), READ_BYTES))
+                final, rest = not chunk, text + chunk
                 splitter.check_length(rest)
             text = rest
         self.end = _behind_line_ends(path, at)
@@ -143,27 +143,27 @@ class CsvRange:
 def row_start(path: str, start: int) -> int:
     """Return the first byte after the line end at or after `start` - 1: a row start, unless the line end is in a quoted field."""
     at = start - 1
-    while piece := _bytes_at(path, (at, _SEARCHED_BYTES)):
-        ends = [place for end in (b"\n", b"\r") if (place := piece.find(end)) >= 0]
+    while chunk := _bytes_at(path, (at, _SEARCHED_BYTES)):
+        ends = [end_at for end in (b"\n", b"\r") if (end_at := chunk.find(end)) >= 0]
         if ends:
             return _behind_line_ends(path, at + min(ends))
-        at += len(piece)
+        at += len(chunk)
     return at
 
 
 def _behind_line_ends(path: str, at: int) -> int:
     """Return the first byte at or after `at` that is not a line end."""
-    while piece := _bytes_at(path, (at, _SEARCHED_BYTES)):
-        rest = piece.lstrip(b"\r\n")
-        at += len(piece) - len(rest)
+    while chunk := _bytes_at(path, (at, _SEARCHED_BYTES)):
+        rest = chunk.lstrip(b"\r\n")
+        at += len(chunk) - len(rest)
         if rest:
             break
     return at
 
 
-def _bytes_at(path: str, place: tuple[int, int]) -> bytes:
+def _bytes_at(path: str, byte_range: tuple[int, int]) -> bytes:
     """Return the bytes at (first byte, maximum size)."""
-    start, size = place
+    start, size = byte_range
     buffer = np.empty(size, np.uint8)
     return buffer[: storage.read_into(path, start, buffer)].tobytes()
 
@@ -208,8 +208,8 @@ class _Splitter:
         self.path = path
         self.names = present_columns(header.columns, schema)
         self.delimiter, self.columns = header.delimiter, len(header.columns)
-        place = {name: number for number, name in enumerate(self.names)}
-        self.places = np.array([place.get(name, -1) for name in header.columns], np.int32)
+        index = {name: number for number, name in enumerate(self.names)}
+        self.places = np.array([index.get(name, -1) for name in header.columns], np.int32)
         self.row = -1  # The header is split too
         self.trim = schema.tokens == "any" and schema.category_rules >= 2
 
@@ -249,25 +249,25 @@ class _Splitter:
 
     def _table(self, data: np.ndarray, final: bool, most_rows: int) -> tuple[pa.Table, int]:
         """Return rows at the start of the text, and their size in bytes."""
-        kept = len(self.names)
+        num_kept = len(self.names)
         capacity = min(len(data) // max(self.columns, 2) + 1, most_rows)  # More rows come with the next call
-        starts, lengths = np.empty((capacity, kept), np.int64), np.empty((capacity, kept), np.int64)
+        starts, lengths = np.empty((capacity, num_kept), np.int64), np.empty((capacity, num_kept), np.int64)
         kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
         how = (ctypes.c_int32(final), ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.trim))
-        columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(kept), capacity)
+        columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(num_kept), capacity)
         out = (starts, lengths, kinds, consumed)
         rows = call("rayrec_split_csv", data, len(data), *how, MAX_QUOTED_BYTES, MAX_QUOTED_LINES, *columns, *out)
         skip = 1 if rows and self.row < 0 else 0
         if skip and kinds[0]:
             raise InputError(f"{self.path}: first row must be a header (an unmatched quote)")
         self.row += rows
-        arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], place) for place in range(kept)]
+        arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], column) for column in range(num_kept)]
         return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), int(consumed[0])
 
-    def _gather(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, place: int) -> pa.Array:
-        rows, kept = starts.shape
+    def _gather(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, column: int) -> pa.Array:
+        rows, num_kept = starts.shape
         offsets = np.empty(rows + 1, np.int64)
-        out = np.empty(lengths[:, place].sum(), np.uint8)
-        call("rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(kept), ctypes.c_int32(place), offsets, out)
+        out = np.empty(lengths[:, column].sum(), np.uint8)
+        call("rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(num_kept), ctypes.c_int32(column), offsets, out)
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(out)]
         return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, buffers)

@@ -30,8 +30,8 @@ class Fault:
     """Row of a table, from 0. None in text."""
 
     def __str__(self) -> str:
-        where = f"byte {self.byte}" if self.row is None else f"row {self.row}"
-        return f"{self.path} at {where}: {self.kind}" + (f" in column {self.column}" if self.column else "")
+        position = f"byte {self.byte}" if self.row is None else f"row {self.row}"
+        return f"{self.path} at {position}: {self.kind}" + (f" in column {self.column}" if self.column else "")
 
 
 @dataclass
@@ -88,13 +88,13 @@ class Faults:
         if len(wrong) == 1 and not _is_number(wrong[0]):  # A header line, or a placeholder
             return None
         numbers = [float(value) for value in values] if all(map(_is_number, values)) else None
-        chosen = values[min(len(values) - 1, len(values) * 3 // 5)]
+        threshold = values[min(len(values) - 1, len(values) * 3 // 5)]
         if numbers and {0.0, 1.0}.issuperset(numbers):
             fix = "write them as 0 and 1"
         elif numbers:
-            fix = f"derive one, such as {column} >= {chosen}"
+            fix = f"derive one, such as {column} >= {threshold}"
         else:
-            positive = next((value for value in values if value.lower() in _POSITIVE), chosen)
+            positive = next((value for value in values if value.lower() in _POSITIVE), threshold)
             fix = f"derive one, such as {column} == {positive!r}"
         shown = ", ".join(values[:_MOST_SHOWN]) + (" and others" if values[_MOST_SHOWN:] else "")
         return f"labels must be 0 or 1, found {shown} in column {column}; {fix}"

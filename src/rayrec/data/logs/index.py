@@ -86,11 +86,11 @@ class Block:
 
     def order(self) -> np.ndarray:
         """Return the index in the parsed segments of each row of the block, int64 [rows]."""
-        chosen, base = [], 0
+        indices, base = [], 0
         for part in self.parts:
-            chosen.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
+            indices.append(np.arange(base + part.start, base + part.stop, dtype=np.int64))
             base += part.segment.rows
-        rows = np.concatenate(chosen)
+        rows = np.concatenate(indices)
         return (
             rows
             if self.seed is None
@@ -130,13 +130,13 @@ class LogIndex:
 
     def parts(self, start: int, stop: int) -> Iterator[Part]:
         """Yield rows [start, stop) of the log."""
-        place = max(bisect_right(self.segments, start, key=lambda segment: segment.first_row) - 1, 0)
-        while place < len(self.segments) and self.segments[place].first_row < stop:
-            segment = self.segments[place]
+        number = max(bisect_right(self.segments, start, key=lambda segment: segment.first_row) - 1, 0)
+        while number < len(self.segments) and self.segments[number].first_row < stop:
+            segment = self.segments[number]
             low, high = max(start - segment.first_row, 0), min(stop - segment.first_row, segment.rows)
             if low < high:
                 yield Part(segment, low, high)
-            place += 1
+            number += 1
 
     def check(self, max_bad_fraction: float, path: str) -> None:
         """Check that the log has rows, and not too many invalid ones. Raises InputError with the likely cause."""
@@ -268,8 +268,8 @@ class CachedIndex:
         version, index = self._stored()
         if index is None or version != self.version:
             return None
-        made = {segment.path for segment in index.segments} - self.listed
-        return index if len(storage.find_files(sorted(made))) == len(made) else None
+        derived = {segment.path for segment in index.segments} - self.listed
+        return index if len(storage.find_files(sorted(derived))) == len(derived) else None
 
     def write(self, index: LogIndex) -> str | None:
         """Replace the index of an older version of the files. Return its first segment with other bytes now, or None."""
@@ -278,8 +278,8 @@ class CachedIndex:
         _, old = self._stored()
         storage.write_json(self.path, {"version": self.version, **index.to_dict()})
         folder = storage.folder_of(self.path)
-        kept = [file for file in storage.files_in(folder) if storage.name_of(file.path).startswith("index-")]
-        for file in sorted(kept, key=lambda file: file.modified_ns)[:-_MOST_INDICES]:
+        indices = [file for file in storage.files_in(folder) if storage.name_of(file.path).startswith("index-")]
+        for file in sorted(indices, key=lambda file: file.modified_ns)[:-_MOST_INDICES]:
             storage.remove_file(file.path)
         return None if old is None else _edited(old, index)
 
@@ -302,9 +302,9 @@ class CachedIndex:
 
 
 def _edited(old: LogIndex, new: LogIndex) -> str | None:
-    known = {(segment.path, segment.start, segment.stop): segment.checksum for segment in old.segments}
+    checksums = {(segment.path, segment.start, segment.stop): segment.checksum for segment in old.segments}
     for segment in new.segments:
-        before = known.get((segment.path, segment.start, segment.stop))
+        before = checksums.get((segment.path, segment.start, segment.stop))
         if before is not None and segment.checksum not in (None, before):
             unit = "bytes" if segment.format == "text" else "rows"
             return f"{segment.path}: {unit} {segment.start}-{segment.stop}"

@@ -83,8 +83,8 @@ def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, 
 
 def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
     """Return the indices of the leaf columns of the named columns."""
-    wanted, paths = set(names), [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    return [i for i, path in enumerate(paths) if path in wanted or path.partition(".")[0] in wanted]
+    roots, paths = set(names), [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    return [i for i, path in enumerate(paths) if path in roots or path.partition(".")[0] in roots]
 
 
 def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[Part]:
@@ -123,11 +123,11 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
 
 def partitions_of(path: str) -> dict[str, str | None]:
     """Return the columns and values of the folders KEY=VALUE directly above a file, None if missing."""
-    found = {}
+    columns = {}
     for name in partition_names(storage.folder_of(path).partition("?")[0]):
         key, _, value = name.partition("=")
-        found[unquote(key)] = None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value)
-    return found
+        columns[unquote(key)] = None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value)
+    return columns
 
 
 def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]:
@@ -138,9 +138,9 @@ def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]
 def with_partitions(table: pa.Table, path: str, schema: Schema, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Add the file's partition columns that the schema (or `columns`) names: numbers for the label, the weight and dense columns,
     text for categories. Raises InputError for a value that must be a number."""
-    wanted = schema.columns if columns is None else columns
+    required = schema.columns if columns is None else columns
     for key, value in missing_partitions(path, table.column_names).items():
-        if key in wanted:
+        if key in required:
             table = table.append_column(key, pa.repeat(_partition_value(key, value, schema, path), len(table)))
     return table
 
@@ -179,26 +179,26 @@ def _written(
     tables: Iterable[pa.Table], folder: str, name: str, schema: Schema, segment_bytes: int
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their paths and row groups."""
-    pieces = _of_size(tables, segment_bytes)
-    piece = next(pieces, None)
+    sized = _of_size(tables, segment_bytes)
+    rows = next(sized, None)
     number = 0
-    while piece is not None:
+    while rows is not None:
         path = storage.join(folder, f"{number:05d}", name)
         groups: list[tuple[int, int]] = []
         with (
             storage.writing(path) as local,
             pq.ParquetWriter(
                 local,
-                piece.schema,
+                rows.schema,
                 compression="lz4",
                 write_statistics=False,
-                use_dictionary=[name for name in (*schema.sparse, FAULT) if name in piece.schema.names],
+                use_dictionary=[name for name in (*schema.sparse, FAULT) if name in rows.schema.names],
             ) as writer,
         ):
-            while piece is not None and len(groups) < PART_GROUPS:
-                writer.write_table(piece, row_group_size=len(piece))
-                groups.append((len(piece), piece.nbytes))
-                piece = next(pieces, None)
+            while rows is not None and len(groups) < PART_GROUPS:
+                writer.write_table(rows, row_group_size=len(rows))
+                groups.append((len(rows), rows.nbytes))
+                rows = next(sized, None)
         yield path, groups
         number += 1
 
@@ -214,12 +214,12 @@ def _of_size(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
         waiting_bytes += table.nbytes
         if waiting_bytes < size_bytes:
             continue
-        joined = pa.concat_tables(waiting)
-        pieces = max(1, waiting_bytes // size_bytes)
-        rows = -(-len(joined) // pieces)
+        table_of_waiting = pa.concat_tables(waiting)
+        count = max(1, waiting_bytes // size_bytes)
+        rows = -(-len(table_of_waiting) // count)
         waiting, waiting_bytes = [], 0
-        for start in range(0, len(joined), rows):
-            yield joined.slice(start, rows)
+        for start in range(0, len(table_of_waiting), rows):
+            yield table_of_waiting.slice(start, rows)
     if waiting:
         yield pa.concat_tables(waiting)
 
@@ -255,10 +255,10 @@ def _version(path: str) -> tuple[int, int] | None:
     if storage.is_url(path):
         return None
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise _unreadable(path, error) from None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
@@ -278,8 +278,8 @@ def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequ
     if groups is None:
         raise changed(path, start, stop, "rows")
     names = schema.columns if columns is None else columns
-    known = [*footer.names, *missing_partitions(path, footer.names)]
-    check_columns(known, names, path=path, optional=schema.optional)
+    present = [*footer.names, *missing_partitions(path, footer.names)]
+    check_columns(present, names, path=path, optional=schema.optional)
     stored = [name for name in (*names, FAULT) if name in footer.names]
     chunks = _chunks_of(footer.metadata, groups, stored)
     spans = _spans(chunks)

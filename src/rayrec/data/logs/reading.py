@@ -90,32 +90,30 @@ def _text(part: Part, column: str, schema: Schema) -> pa.Array:
     """Return the column's text in the part's rows, null if missing, large_string."""
     segment = part.segment
     table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=[column])
-    found = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
+    values = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
     if segment.rows != segment.stop - segment.start:
-        found = found.take(pa.array(good_rows(segment, schema)))
-    found = found.slice(part.start, part.stop - part.start)
-    if pa.types.is_dictionary(found.type):
-        found = found.cast(found.type.value_type)
-    if pa.types.is_boolean(found.type):
-        found = found.cast(pa.uint8())  # Like its tokens
-    if pa.types.is_floating(found.type):  # Integers, and NaN if missing
-        found = pc.if_else(pc.is_nan(found), pa.scalar(None, found.type), found).cast(pa.int64())
-    text = (found.cast(pa.large_binary()) if is_text(found.type) else found).cast(pa.large_string())
+        values = values.take(pa.array(good_rows(segment, schema)))
+    values = values.slice(part.start, part.stop - part.start)
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.uint8())  # Like its tokens
+    if pa.types.is_floating(values.type):  # Integers, and NaN if missing
+        values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values).cast(pa.int64())
+    text = (values.cast(pa.large_binary()) if is_text(values.type) else values).cast(pa.large_string())
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
 
 
-def stretch_of(block: Block, stretches: Sequence[Slice]) -> pa.Array:
+def stretch_of(block: Block, slices: Sequence[Slice]) -> pa.Array:
     """Return the name of each row's range in an unpermuted block, as a dictionary. The ranges are adjacent and cover the log."""
-    starts = np.array([stretch.start for stretch in stretches], np.int64)
+    starts = np.array([each.start for each in slices], np.int64)
     rows = np.concatenate([part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64) for part in block.parts])
     numbers = np.searchsorted(starts, rows, side="right") - 1
-    return pa.DictionaryArray.from_arrays(
-        pa.array(numbers.astype(np.int32)), pa.array(distinct_names(stretches), pa.large_string())
-    )
+    return pa.DictionaryArray.from_arrays(pa.array(numbers.astype(np.int32)), pa.array(distinct_names(slices), pa.large_string()))
 
 
-def distinct_names(stretches: Sequence[Slice]) -> list[str]:
+def distinct_names(slices: Sequence[Slice]) -> list[str]:
     """Return the names of the ranges, numbered if files in several folders have the same name."""
-    assert all(before.stop == after.start for before, after in pairwise(stretches))
-    names = [stretch.name for stretch in stretches]
-    return [f"{name} ({names[:place].count(name) + 1})" if names.count(name) > 1 else name for place, name in enumerate(names)]
+    assert all(before.stop == after.start for before, after in pairwise(slices))
+    names = [each.name for each in slices]
+    return [f"{name} ({names[:number].count(name) + 1})" if names.count(name) > 1 else name for number, name in enumerate(names)]

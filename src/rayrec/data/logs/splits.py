@@ -128,8 +128,8 @@ class Split(SplitParts):
             absent = not self.test_days
             train_stop = days[min(self.train_days or len(days), len(days)) - 1].stop if days else 0
         else:
-            held_out = index.rows - self._boundary(index)
-            sizes = {"test": held_out // 2, "validation": held_out - held_out // 2}
+            num_rows = index.rows - self._boundary(index)
+            sizes = {"test": num_rows // 2, "validation": num_rows - num_rows // 2}
             if self.test_first:
                 sizes = {"test": sizes["validation"], "validation": sizes["test"]}
             absent = False
@@ -171,12 +171,14 @@ class Split(SplitParts):
         days = _days(index)
         part_of: list[str | None] = []
         for day in days:
-            named = [name for name, wanted in patterns.items() if any(_matches(day.name, pattern) for pattern in wanted)]
+            named = [
+                name for name, part_patterns in patterns.items() if any(_matches(day.name, pattern) for pattern in part_patterns)
+            ]
             if len(named) > 1:
                 raise InputError(f"split named_days: {day.name} is named for {' and '.join(named)}; name it for one of them")
             part_of.append(named[0] if named else (None if self.train_names else "train"))
-        for name, wanted in patterns.items():
-            for pattern in wanted:
+        for name, part_patterns in patterns.items():
+            for pattern in part_patterns:
                 if not any(_matches(day.name, pattern) for day in days):
                     shown = ", ".join(day.name for day in days[:8]) + (f" and {len(days) - 8} more" if days[8:] else "")
                     raise InputError(f"split named_days: {name}_names: no day is named {pattern}; the log has {shown}")
@@ -216,16 +218,16 @@ def _days(index: LogIndex) -> list[Slice]:
 
 def _stretches(index: LogIndex, units: Sequence[tuple[str, str]]) -> list[Slice]:
     """Return the row ranges of adjacent segments with the same unit. `units` is the (key, name) of each segment."""
-    found: list[Slice] = []
+    slices: list[Slice] = []
     last = None
     for segment, (key, name) in zip(index.segments, units, strict=True):
         stop = segment.first_row + segment.rows
         if key == last:
-            found[-1] = replace(found[-1], stop=stop)
+            slices[-1] = replace(slices[-1], stop=stop)
         else:
-            found.append(Slice(name, segment.first_row, stop))
+            slices.append(Slice(name, segment.first_row, stop))
         last = key
-    return found
+    return slices
 
 
 def _partition(path: str) -> str:
@@ -269,4 +271,4 @@ def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
     size, longer = divmod(index.rows, 7)
     edges = [i * size + min(i, longer) for i in range(8)]
     named = [Slice(f"seventh {i + 1}", edges[i], edges[i + 1]) for i in range(7)]
-    return "seventh", [piece for piece in named if piece.stop > piece.start]
+    return "seventh", [each for each in named if each.stop > each.start]

@@ -34,14 +34,14 @@ _TASK_FILES = 64
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
     """Return whether the files are tables. Raises InputError if only some are, or if the schema needs tables."""
-    others = [file.path for file in files if not file.path.lower().endswith(SUFFIXES)]
-    if not others:
+    texts = [file.path for file in files if not file.path.lower().endswith(SUFFIXES)]
+    if not texts:
         return True
-    if len(others) < len(files):
-        tables = [file.path for file in files if file.path not in others]
-        raise InputError(f"{tables[0]} is a table and {others[0]} is not; select the files of one log")
+    if len(texts) < len(files):
+        tables = [file.path for file in files if file.path not in texts]
+        raise InputError(f"{tables[0]} is a table and {texts[0]} is not; select the files of one log")
     if schema.tokens == "any":
-        raise InputError(f"{others[0]}: a schema with tokens: any needs files that end in {', '.join(SUFFIXES)}")
+        raise InputError(f"{texts[0]}: a schema with tokens: any needs files that end in {', '.join(SUFFIXES)}")
     return False
 
 
@@ -71,15 +71,15 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
         parts += new
         total += sum(part.rows for part in new)
         context.progress("tables (rows)", total, None)
-    written = [part for part in parts if part.source != part.path]
-    again = {part.source for part in written if is_parquet(part.source)}
-    if again:
+    rewritten = [part for part in parts if part.source != part.path]
+    sources = {part.source for part in rewritten if is_parquet(part.source)}
+    if sources:
         context.note(
-            f"Rewrote {len(again)} Parquet files with row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to "
+            f"Rewrote {len(sources)} Parquet files with row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to "
             f"shuffle, to {folder} (once)"
         )
-    if written:
-        remove_older(folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in written})
+    if rewritten:
+        remove_older(folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten})
     chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
     sized = grouped(chunks, lambda chunk: chunk[1], most_bytes=_TASK_SEGMENTS * segment_bytes, most_items=_TASK_FILES)
     tasks = [[chunk for chunk, _ in task] for task in sized]
@@ -89,8 +89,8 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
     results = context.engine.run("index", check, tasks, block_bytes=1 << 16)
     for task, result in zip(tasks, map(json_of, results), strict=True):
         ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
-        found = zip(ranges, result["rows"], result["checksums"], strict=True)
-        entries.extend(Entry(*range_, rows, sum_) for range_, rows, sum_ in found)
+        results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)
+        entries.extend(Entry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges)
         faults.add(Faults.from_dict(result["faults"]))
         done += sum(stop - start for _, start, stop in ranges)
         context.progress("index (rows)", done, total)
@@ -100,7 +100,7 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
 def _prepare_task(files: Sequence[storage.File], *, schema: Schema, segment_bytes: int, folder: str) -> pa.Table:
     """Prepare a large file, or several small ones whose requests to a store run in parallel."""
     prepare = functools.partial(prepared, schema=schema, segment_bytes=segment_bytes, folder=folder)
-    parts = [part for found in storage.in_parallel(prepare, files, of=files[0].path) for part in found]
+    parts = [part for file_parts in storage.in_parallel(prepare, files, of=files[0].path) for part in file_parts]
     return json_reply([vars(part) for part in parts])
 
 
@@ -129,13 +129,15 @@ def _chunks(part: Part, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
 
 def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
     rows, sums, faults = [], [], Faults()
-    places = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
-    reads = [functools.partial(read_rows, part.path, start, stop, schema) for part, start, stop in places]
-    for (part, start, _), (table, sum_) in zip(places, storage.call_in_parallel(reads, of=places[0][0].path), strict=True):
-        raw, found = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
+    ranges_of_parts = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
+    reads = [functools.partial(read_rows, part.path, start, stop, schema) for part, start, stop in ranges_of_parts]
+    for (part, start, _), (table, sum_) in zip(
+        ranges_of_parts, storage.call_in_parallel(reads, of=ranges_of_parts[0][0].path), strict=True
+    ):
+        raw, new_faults = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
         rows.append(raw.rows)
         sums.append(sum_)
-        faults.add(found)
+        faults.add(new_faults)
     return json_reply({"rows": rows, "checksums": sums, "faults": faults.to_dict()})
 
 

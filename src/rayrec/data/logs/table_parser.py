@@ -94,8 +94,8 @@ class _TableParser:
             np.empty((rows, len(schema.singles)), category_type(schema), order),
             np.zeros((rows, len(schema.dense) + len(schema.singles)), bool, "F"),
         )
-        for place, name in enumerate(schema.dense):
-            block.numbers[:, place], block.missing[:, place] = self._dense(name)
+        for index, name in enumerate(schema.dense):
+            block.numbers[:, index], block.missing[:, index] = self._dense(name)
         lists = self._fill_categories(block)
         block = replace(
             block,
@@ -110,12 +110,12 @@ class _TableParser:
         return replace(block, files=((self.path, 0, block.rows),))
 
     def faults(self, first_row: int) -> Faults:
-        found = np.flatnonzero(self.fault_kinds >= 0)
-        counts = np.bincount(self.fault_kinds[found], minlength=len(_KINDS)).tolist()
+        rows = np.flatnonzero(self.fault_kinds >= 0)
+        counts = np.bincount(self.fault_kinds[rows], minlength=len(_KINDS)).tolist()
         names = [*self.schema.columns, ""]  # The last one for _WHOLE_ROW
         first = [
             Fault(self.path, None, _KINDS[self.fault_kinds[row]], names[self.fault_columns[row]], first_row + row)
-            for row in found[: Faults.keep].tolist()
+            for row in rows[: Faults.keep].tolist()
         ]
         return Faults({kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first, labels=self.labels)
 
@@ -130,10 +130,10 @@ class _TableParser:
         """Record labels other than 0 and 1."""
         self._reject(bad, LABEL, name)
         if bad.any():
-            found = pc.unique(self._array(name).drop_null())
-            found = found if is_text(found.type) else pc.cast(found, pa.string())
+            values = pc.unique(self._array(name).drop_null())
+            values = values if is_text(values.type) else pc.cast(values, pa.string())
             self.labels[name] = distinct_labels(
-                text.decode("utf-8", "replace") for text in pc.cast(found, pa.binary()).to_pylist()
+                text.decode("utf-8", "replace") for text in pc.cast(values, pa.binary()).to_pylist()
             )
 
     def _array(self, name: str) -> pa.Array:
@@ -196,25 +196,25 @@ class _TableParser:
 
     def _fill_categories(self, block: RawBlock) -> tuple[RawList, ...]:
         """Fill the block's categories and their missing mask; return the list columns."""
-        schema, lists, places = self.schema, [], dict[str, np.ndarray]()
+        schema, lists, positions = self.schema, [], dict[str, np.ndarray]()
         for name in schema.sparse:
             array = self._array(name)
             if name in schema.lists:
-                column, bad, kind, places[name] = self._lists(array, name)
+                column, bad, kind, positions[name] = self._lists(array, name)
                 lists.append(column)
             else:
                 if is_list(array.type) and schema.tokens == "any":
                     raise self.type_error(name, "name it in the schema's lists, or leave it out")
-                place = schema.places[name]
-                status, kind = self._categories(array, name, block.categories[:, place - len(schema.dense)])
-                block.missing[:, place] = status == EMPTY
+                index = schema.places[name]
+                status, kind = self._categories(array, name, block.categories[:, index - len(schema.dense)])
+                block.missing[:, index] = status == EMPTY
                 bad = status == REFUSED
             self._reject(bad, kind, name)
         for name in schema.sparse:
             other = schema.feature(name).aligned_with
             if other is not None:
                 bad = np.zeros(block.rows, bool)
-                bad[np.setxor1d(places[name], places[other], assume_unique=True) >> _PLACE_BITS] = True
+                bad[np.setxor1d(positions[name], positions[other], assume_unique=True) >> _PLACE_BITS] = True
                 self._reject(bad, LIST_PLACES, name)
         return tuple(lists)
 
@@ -265,15 +265,15 @@ class _TableParser:
         if feature.weights is not None:
             weights, bad = self._list_weights(feature.weights, lengths, status != EMPTY)
             kind = LIST_WEIGHTS if bad.any() else kind
-        there, row_of = status != EMPTY, np.repeat(np.arange(rows), lengths)
-        places = ((row_of << _PLACE_BITS) + places_of(np.zeros(rows, np.int64), lengths))[there]
+        present, row_of = status != EMPTY, np.repeat(np.arange(rows), lengths)
+        positions = ((row_of << _PLACE_BITS) + places_of(np.zeros(rows, np.int64), lengths))[present]
         if status.any():
-            lengths = np.bincount(row_of[there], minlength=rows)
+            lengths = np.bincount(row_of[present], minlength=rows)
             bad |= np.bincount(row_of[status == REFUSED], minlength=rows) > 0
-            tokens = np.ascontiguousarray(tokens[there])
-            weights = None if weights is None else weights[there]
+            tokens = np.ascontiguousarray(tokens[present])
+            weights = None if weights is None else weights[present]
         column = RawList(tokens, lengths.astype(np.int32), weights)
-        return column if feature.max_length is None else column.last(feature.max_length), bad, kind, places
+        return column if feature.max_length is None else column.last(feature.max_length), bad, kind, positions
 
     def _items(self, array: pa.Array, name: str) -> tuple[pa.Array, np.ndarray]:
         """Return the concatenated items of lists, or of text split into lists, and the length of each list, int64 [rows]."""
@@ -284,29 +284,29 @@ class _TableParser:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
         return resolved(pc.list_flatten(array)), lengths
 
-    def _list_weights(self, name: str, lengths: np.ndarray, there: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _list_weights(self, name: str, lengths: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool [rows].
 
-        `there` marks the items that are categories, bool. A row is rejected if its weight and item counts differ, or if a
+        `present` marks the items that are categories, bool. A row is rejected if its weight and item counts differ, or if a
         category's weight is not a finite number. A row without categories may also have no weights.
         """
         array = self._array(name)
-        weights = np.zeros(len(there), np.float32)
-        given = np.zeros(len(lengths), np.int64)
+        weights = np.zeros(len(present), np.float32)
+        num_weights = np.zeros(len(lengths), np.int64)
         values, status = np.zeros(0), np.zeros(0, np.uint8)
         if not types.is_null(array.type):
-            items, given = self._items(array, name)
+            items, num_weights = self._items(array, name)
             values, status = numbers_of(items, name, self.type_error)
         good = (status == VALUE) & np.isfinite(values) & (np.abs(values) <= LIMIT)
-        fits = given == lengths
-        places = places_of(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])
-        sources = places_of(np.cumsum(given)[fits] - given[fits], given[fits])
-        weights[places] = np.where(good[sources], values[sources], 0)
-        wrong = np.zeros(len(there), bool)
-        wrong[places] = ~good[sources] & there[places]
+        fits = num_weights == lengths
+        targets = places_of(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])
+        sources = places_of(np.cumsum(num_weights)[fits] - num_weights[fits], num_weights[fits])
+        weights[targets] = np.where(good[sources], values[sources], 0)
+        wrong = np.zeros(len(present), bool)
+        wrong[targets] = ~good[sources] & present[targets]
         row_of, rows = np.repeat(np.arange(len(lengths)), lengths), len(lengths)
-        empty = np.bincount(row_of[there], minlength=rows) == 0
-        empty &= np.bincount(np.repeat(np.arange(rows), given)[status != EMPTY], minlength=rows) == 0
+        empty = np.bincount(row_of[present], minlength=rows) == 0
+        empty &= np.bincount(np.repeat(np.arange(rows), num_weights)[status != EMPTY], minlength=rows) == 0
         return weights, (~fits & ~empty) | (np.bincount(row_of[wrong], minlength=rows) > 0)
 
 
@@ -342,6 +342,6 @@ def label_faults(table: pa.Table, schema: Schema, label: str, *, path: str) -> F
 def _bits(missing: np.ndarray) -> np.ndarray:
     """Pack a matrix of bool [rows, columns] into bits of uint64 [rows]."""
     bits = np.zeros(len(missing), np.uint64)
-    for place, column in enumerate(missing.T):
-        bits |= column.astype(np.uint64) << np.uint64(place)
+    for bit, column in enumerate(missing.T):
+        bits |= column.astype(np.uint64) << np.uint64(bit)
     return bits

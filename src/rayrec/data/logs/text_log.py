@@ -42,30 +42,30 @@ def read_lines(chunk: Chunk) -> tuple[np.ndarray, int, int]:
     before = 1 if chunk.start > 0 else 0  # The byte before shows whether a line starts at `start`
     want = min(chunk.stop + MAX_LINE_BYTES + 1, chunk.file_size) - (chunk.start - before)
     text = np.zeros(want + PADDING_BYTES, np.uint8)
-    got = storage.read_into(chunk.path, chunk.start - before, text[:want])
+    size = storage.read_into(chunk.path, chunk.start - before, text[:want])
     first = 0
     if before and text[0] != ord("\n"):
-        found = _find_newline(text, 0, got)
-        if found < 0 or chunk.start - before + found + 1 >= chunk.stop:
+        newline = _find_newline(text, 0, size)
+        if newline < 0 or chunk.start - before + newline + 1 >= chunk.stop:
             return text[-PADDING_BYTES:], 0, chunk.stop
-        first = found + 1
+        first = newline + 1
     elif before:
         first = 1
-    own = chunk.stop - (chunk.start - before)  # Lines that start before this offset belong to the chunk
-    if own >= got:
-        stop = got
+    end = chunk.stop - (chunk.start - before)  # Lines that start before this offset belong to the chunk
+    if end >= size:
+        stop = size
     else:
-        found = _find_newline(text, own - 1, got)
-        stop = found + 1 if found >= 0 else got
+        newline = _find_newline(text, end - 1, size)
+        stop = newline + 1 if newline >= 0 else size
     text[stop : stop + PADDING_BYTES] = 0
     return text[first:], stop - first, chunk.start - before + first
 
 
 def _find_newline(text: np.ndarray, start: int, stop: int) -> int:
     for low in range(start, stop, 4096):
-        found = text[low : min(low + 4096, stop)].tobytes().find(b"\n")
-        if found >= 0:
-            return low + found
+        offset = text[low : min(low + 4096, stop)].tobytes().find(b"\n")
+        if offset >= 0:
+            return low + offset
     return -1
 
 
@@ -124,7 +124,7 @@ def read_text(segment: Segment) -> np.ndarray:
     size = segment.stop - segment.start
     text = np.empty(size + PADDING_BYTES, np.uint8)
     text[size:] = 0
-    got = storage.read_into(segment.path, segment.start, text[:size])
-    if got != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
+    num_read = storage.read_into(segment.path, segment.start, text[:size])
+    if num_read != size or (segment.checksum is not None and checksum(text[:size]) != segment.checksum):
         raise changed(segment.path, segment.start, segment.stop, "bytes")
     return text

@@ -95,17 +95,17 @@ class TextParser:
         assert rows >= 0, "capacity is derived from the shortest possible row"
         self.rows += rows
         names = (*([schema.label or ""] * labelled), *schema.dense, *schema.sparse, "")
-        found = [(start, FAULT_KINDS[kind], names[column]) for start, kind, column in details[: num_details.value].tolist()]
+        located = [(start, FAULT_KINDS[kind], names[column]) for start, kind, column in details[: num_details.value].tolist()]
         wrong = [
             text[start : start + LABEL_LETTERS].tobytes().partition(b"\t")[0].decode("utf-8", "replace")
-            for start, kind, _ in found
+            for start, kind, _ in located
             if kind == LABEL_FAULT
         ]
         good = (str(int(label)) for label in np.unique(self._labels[before : self.rows]).tolist()) if wrong else ()
         return Faults(
             labels={names[0]: distinct_labels([*wrong, *good])} if wrong else {},
             counts={kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count},
-            first=[Fault(path, first_byte + start, kind, name) for start, kind, name in found],
+            first=[Fault(path, first_byte + start, kind, name) for start, kind, name in located],
         )
 
     def drop_after(self, row: int) -> None:
